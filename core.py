@@ -16,7 +16,7 @@ from concurrent.futures import FIRST_COMPLETED, wait
 from itertools import chain
 from typing import Any
 
-from config import EngineConfig, FatalHookError, blame
+from config import EngineConfig, FatalHookError, blame, step_tokens
 from device.workers import Workers, check_reloadable
 from executor import ExpertPeers, WorkerError
 from executors.choose import new_executor
@@ -33,9 +33,8 @@ from ring import undisturbed
 from sampling_params import default_sampling
 from scheduler import Scheduler
 from scheduling.beam_search import BeamSearches
-from scheduling.fair import step_tokens
-from scheduling.grammar import COMPILE_TIMEOUT, Grammars, awaits_token
-from sequence import Flight, Request
+from sequence import Flight, SequenceGroup
+from text.grammar import COMPILE_TIMEOUT, Grammars, awaits_token
 
 UTILITIES = {  # the methods that clients may call by name, and the path from the core to each
     "metrics": "metrics",
@@ -87,10 +86,10 @@ def scheduler_sizes(config: EngineConfig, model_config: ModelConfig, known: dict
 
 
 def may_plan_ahead(scheduler: Scheduler, ahead: int) -> bool:
-    """Whether the next step may be planned now. Its lane (groups that run in the same steps) has fewer than `ahead`
-    steps in flight, and at most half its groups wait for one of their tokens to make a grammar mask."""
+    """Whether the next step may be planned now. Its lane (sequences that run in the same steps) has fewer than `ahead`
+    steps in flight, and at most half its sequences wait for one of their tokens to make a grammar mask."""
     lane = scheduler.next_lane()
-    waiting = sum(awaits_token(group.seq) for group in lane.others if group.request.params.constrained)
+    waiting = sum(awaits_token(seq) for seq in lane.others if seq.group.params.constrained)
     return lane.flying < ahead and 2 * waiting <= len(lane.decodes) + len(lane.others)
 
 
@@ -164,7 +163,7 @@ class EngineCore:
             prompt = r.prompt_token_ids
             if adapter and adapter.num_virtual_tokens:
                 prompt = [PLACEHOLDER] * adapter.num_virtual_tokens + prompt
-            queued = Request(r.request_id, prompt, r.params, salt, r.priority, r.client, r.pooling, adapter)
+            queued = SequenceGroup(r.request_id, prompt, r.params, salt, r.priority, r.client, r.pooling, adapter)
             queued.delay = time.monotonic() - r.arrival_time
             self._observe("tick")
             check_pooling(r.pooling, r.params, self.config, self.model_config)
@@ -196,7 +195,7 @@ class EngineCore:
         self._give_up({r: lost[r.adapter] for r in requests if r.adapter in lost}, engine_fault=True)
 
     @undisturbed()  # Ctrl-C waits until the end
-    def _queue(self, request: Request) -> None:
+    def _queue(self, request: SequenceGroup) -> None:
         """Hand a request to the scheduler, once its grammar is ready."""
         if request.params.constrained:
             self.grammars.check(request)
@@ -325,16 +324,16 @@ class EngineCore:
             self._give_up(failed)
 
     def _make_masks(self) -> None:
-        """Make masks for the next step; groups whose masks are `late` sit it out, and those that cannot go on end."""
-        if not (groups := [group for group in self.scheduler.others if group.request.params.constrained]):
-            self.scheduler.late = ()
+        """Make masks for the next step. Sequences whose masks are not ready sit it out; those that cannot go on end."""
+        if not (seqs := [seq for seq in self.scheduler.others if seq.group.params.constrained]):
+            self.scheduler.awaiting_masks = ()
             return
-        self.scheduler.late, failed = self.grammars.look(groups)
-        self._observe("late", self.scheduler.late)
+        self.scheduler.awaiting_masks, failed = self.grammars.look(seqs)
+        self._observe("awaiting_masks", self.scheduler.awaiting_masks)
         self._give_up(failed)
 
     @undisturbed()
-    def _give_up(self, failed: dict[Request, str], engine_fault: bool = False, lasting: bool = False) -> None:
+    def _give_up(self, failed: dict[SequenceGroup, str], engine_fault: bool = False, lasting: bool = False) -> None:
         """End requests, each with its error."""
         errors = {self.searches.owner(request.request_id): why for request, why in failed.items()}
         for request_id, why in errors.items():
@@ -351,8 +350,8 @@ class EngineCore:
                 self.workers.in_a_row = 0
                 if result.error and result.lasting:
                     logger.error(f"step {plan.step} has failed, and its requests with it: {result.error}")
-                    ran = (seq.group.request for seq in self.scheduler.in_flight[0].seqs)
-                    self._give_up({request: result.error for request in ran if request.groups}, lasting=True)
+                    ran = (seq.group for seq in self.scheduler.in_flight[0].seqs)
+                    self._give_up({request: result.error for request in ran if request.seqs}, lasting=True)
                 if result.error:
                     self._start_over(False, None if result.lasting else result.error)
                     return
@@ -466,11 +465,18 @@ class EngineCore:
         self._observe("reset_prefix_cache")
 
 
-def not_finite(flight: Flight, rows: list[int]) -> dict[Request, str]:
+def not_finite(flight: Flight, rows: list[int]) -> dict[SequenceGroup, str]:
     """The requests of these rows of a step, and what was wrong; the log has one line for each adapter."""
     wrong = {}
-    for request in {seq.group.request for i in rows if flight.brings(seq := flight.seqs[i])}:
+    for request in {seq.group for i in rows if flight.brings(seq := flight.seqs[i])}:
         maker = f"adapter {request.adapter.name!r}" if request.adapter else "the model"
         wrong[request] = f"{maker} has made numbers that are not finite: NaN, or minus infinity for every token allowed"
         warn_once(f"{wrong[request]}; requests for which it does so end with this error")
     return wrong
+
+
+def is_used(core: EngineCore, adapter: Adapter) -> bool:
+    """Whether a request that has yet to finish has this adapter."""
+    admission, compiling = core.scheduler.admission, core.grammars.waiting.values()
+    lines = (queue.lines for queue in (admission.waiting, admission.swapped, admission.deferred))
+    return adapter in chain(admission.adapters.users, *lines) or any(r.adapter == adapter for r in compiling)

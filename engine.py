@@ -422,9 +422,11 @@ class LLM(PoolingFaces):
         """
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
-        if not isinstance(messages, list):
-            raise ValueError(f"messages is {messages!r:.80}; it must be a text, a conversation or several of these")
-        conversations: list[Any] = [messages] if messages and isinstance(messages[0], dict) else messages
+        is_one = isinstance(messages, list) and messages and isinstance(messages[0], dict)
+        conversations: Any = [messages] if is_one else messages
+        if not isinstance(conversations, list) or not all(isinstance(each, list) for each in conversations):
+            must = "it must be a text, a list of messages, or a list of such lists"
+            raise ValueError(f"messages is {messages!r:.80}; {must}")
         fixed = add_generation_prompt, continue_final_message, tools, chat_template
         variables = template_variables(chat_template_kwargs or {})
         try:

@@ -1,7 +1,7 @@
 """Which blocks of the paged KV cache hold what: who owns them, what can be found again, and what is reused first.
 
 Blocks are integers here; the tensors behind them live in the worker. `BlockManager` keeps the books of one pool, and
-`BlockSpaceManager` those of all tables: sharing, copies of shared blocks, and host memory as the cache's second tier.
+`BlockSpaceManager` those of all tables: sharing, and copies of shared blocks.
 
 A block is in one of three states, and `num_free` counts the last two:
 
@@ -26,7 +26,6 @@ import sys
 from collections import OrderedDict
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
-from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 from config import EngineConfig
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
     from scheduling.states import StateManager
 
 WATERMARK = 0.01  # share of a pool that admission leaves free, for running sequences to grow before one is preempted
-COPIES = 8  # cached blocks that a step may copy to the host, beside as many as its tokens fill
 
 
 class AllocStatus(enum.Enum):
@@ -57,7 +55,6 @@ class BlockManager:
         block_size: tokens in a block.
         enable_prefix_caching: let freed blocks be found again by the hash of what they hold.
         num_lookahead_slots: room to keep after a sequence's tokens, in tokens; drafts lie there.
-        keep_evicted: note in `evicted` which cached blocks are about to be overwritten, for a second tier to keep.
     """
 
     def __init__(
@@ -66,12 +63,10 @@ class BlockManager:
         block_size: int,
         enable_prefix_caching: bool = True,
         num_lookahead_slots: int = 0,
-        keep_evicted: bool = False,
     ):
         self.num_blocks, self.block_size = num_blocks, block_size
         self.enable_prefix_caching, self.num_lookahead_slots = enable_prefix_caching, num_lookahead_slots
-        self.keep_evicted = keep_evicted
-        self.evicted: list[tuple[int, bytes]] = []  # (block, hash of what it held); the reader empties the list
+        self.evicted: list[tuple[int, bytes]] | None = None  # cached blocks that were reused, if a second tier asks
         self.freed: list[int] = []  # for `WatchedBlockManager`
         self.watermark_blocks = int(WATERMARK * num_blocks)
         self.ref_counts = [0] * num_blocks
@@ -103,7 +98,7 @@ class BlockManager:
         for _ in range(num_blocks):
             block, _ = self.idle.popitem(last=False)
             if (old := self.hashes[block]) is not None:  # its content is about to be overwritten: forget it
-                if self.keep_evicted:
+                if self.evicted is not None:
                     self.evicted.append((block, old))
                 del self.block_of[old]
                 self.hashes[block], self.findable[block] = None, 0
@@ -155,9 +150,8 @@ class Entry(NamedTuple):
     """How a sequence can be let in: what of it is cached, and which blocks it needs."""
 
     cached: int  # how many of its tokens are computed already
-    tables: list[list[int]]  # by kind, the device's blocks of these tokens; -1: passed by a window, or on the host
+    tables: list[list[int]]  # by kind, the blocks of these tokens; -1: a window has passed it
     sources: list[int]  # by kind, a block that it goes on in, but must copy first; -1: there is none
-    fetched: dict[tuple[int, int], int]  # by column and kind, blocks to bring back from the host
     missing: list[int]  # by kind, how many further blocks its table needs
 
     @property
@@ -167,7 +161,7 @@ class Entry(NamedTuple):
 
 
 class BlockSpaceManager:
-    """The device's blocks, the host's, and the tables of all sequences.
+    """The device's blocks, and the tables of all sequences.
 
     Every move of a block's content goes into the step's plan. The workers make the moves in this order: out to the
     host, in from it, copies on the device, and then the step's tokens. A block that a move reads may only be filled by
@@ -178,7 +172,7 @@ class BlockSpaceManager:
 
     Args:
         config: block size, prefix caching, look-ahead, and tokens of a step.
-        num_blocks, num_host_blocks, windows: see `Scheduler`.
+        num_blocks, windows: see `Scheduler`.
         states: the recurrent states of sequences, if the model has some.
         manager: of the device's blocks.
     """
@@ -187,26 +181,18 @@ class BlockSpaceManager:
         self,
         config: EngineConfig,
         num_blocks: int,
-        num_host_blocks: int,
         windows: Items[int],
         states: StateManager | None = None,
         manager: type[BlockManager] = BlockManager,
     ):
-        self.block_size, caching = config.block_size, config.enable_prefix_caching
+        self.block_size = config.block_size
         # Tokens that a sequence computes in a step at most: without chunked prefill there is no limit to them.
         self.chunk = config.token_budget if config.enable_chunked_prefill else sys.maxsize
         self.windows, self.windowed = tuple(windows), any(windows)
         self.marks = [bytes((kind,)) if kind else b"" for kind in range(len(windows))]  # a kind's part of its keys
-        ahead, second_tier = config.lookahead, num_host_blocks > 0
-        self.device = manager(
-            num_blocks, config.block_size, caching, num_lookahead_slots=ahead, keep_evicted=second_tier
-        )
-        self.host = BlockManager(num_host_blocks, config.block_size, caching)
+        self.device = manager(num_blocks, config.block_size, config.enable_prefix_caching, config.lookahead)
         self.states = states
-        self.pinned: list[int] = []  # the device's blocks to free once the plan is made
-        self.host_pinned: list[int] = []  # and the host's
-        self.copies_left = num_host_blocks  # copies to the host until a prompt asks for a dropped block
-        self.uncopied: OrderedDict[bytes, None] = OrderedDict()  # the keys of blocks that were dropped without a copy
+        self.pinned: list[int] = []  # blocks to free once the plan is made
 
     # --- how many blocks --------------------------------------------------------------------------------------------
 
@@ -240,43 +226,37 @@ class BlockSpaceManager:
     def find(self, seq: Sequence, prompt_tables: list[list[int]], most: int) -> Entry:
         """How a sequence could be let in, if its next step computes at most `most` tokens.
 
-        It shares blocks of the prefix cache, some of which may come back from host memory. If `prompt_tables`, in which
-        another sample has computed the prompt, hold more, it shares these. Prompt tokens to be scored are recomputed.
+        It shares blocks of the prefix cache. If `prompt_tables`, in which another sample has computed the prompt, hold
+        more, it shares these. Prompt tokens to be scored are recomputed.
         """
         last = len(seq.tokens) - 1  # must be computed in any case: its hidden state yields the next token
-        if seq.group.request.score is not None:
-            last = min(last, seq.group.request.num_scored - 1)
-        cached, tables, fetched = self._find(seq, last)
-        if prompt_tables and (shared := min(seq.group.request.num_prompt, last)) > cached:
+        if seq.group.score is not None:
+            last = min(last, seq.group.num_scored - 1)
+        cached, tables = self.find_prefix(seq, last)
+        if prompt_tables and (shared := min(seq.group.num_prompt, last)) > cached:
             columns = -(-shared // self.block_size)
-            cached, tables, fetched = shared, [table[:columns] for table in prompt_tables], {}
+            cached, tables = shared, [table[:columns] for table in prompt_tables]
         # The block that it goes on in is copied if somebody else has it, too.
         sources = [-1] * len(tables)
         if cached % self.block_size:
             for kind, table in enumerate(tables):
                 if table[-1] >= 0 and self.device.ref_counts[table[-1]] > 0:
                     sources[kind] = table.pop()
-        return Entry(cached, tables, sources, fetched, self.missing(tables, len(seq.tokens), cached + most))
+        return Entry(cached, tables, sources, self.missing(tables, len(seq.tokens), cached + most))
 
     def price(self, entry: Entry) -> int:
         """Free blocks that an entry takes: those to be allocated, and cached ones that nobody has now."""
         revived = sum(self.device.ref_counts[block] == 0 for block in entry.shared)
-        return sum(entry.missing) + len(entry.fetched) + revived
+        return sum(entry.missing) + revived
 
     def admit(self, seq: Sequence, entry: Entry, kept: int, plan: StepPlan) -> bool:
         """Let a sequence in with `entry`, found just now, if `kept` more blocks stay free."""
         device, tables = self.device, entry.tables
         if device.can_allocate(self.price(entry), kept) is not AllocStatus.OK:
             return False
-        seq.num_computed, seq.num_found, seq.num_published = entry.cached, entry.cached, min(map(len, tables))
+        seq.num_computed, seq.num_reused, seq.num_published = entry.cached, entry.cached, min(map(len, tables))
         device.share(entry.shared)
-        self.host.share(entry.fetched.values())
-        self.host_pinned += entry.fetched.values()
-        for (column, kind), host_block in entry.fetched.items():
-            (block,) = device.allocate(1)
-            plan.swap_in.append((host_block, block))
-            device.publish(block, seq.hashes[column] + self.marks[kind])
-            tables[kind][column] = block
+        self.bring_back(seq, tables, plan)
         for table, source, count in zip(tables, entry.sources, entry.missing, strict=True):
             own = device.allocate(count)
             if source >= 0:
@@ -285,23 +265,29 @@ class BlockSpaceManager:
         seq.tables = tables
         return True
 
-    def _find(self, seq: Sequence, last: int) -> tuple[int, list[list[int]], dict[tuple[int, int], int]]:
-        """The longest cached prefix, of at most `last` tokens: `cached`, `tables` and `fetched` of an `Entry`."""
+    def look_up(self, key: bytes) -> int | None:
+        """The block that `key` finds; None if there is none."""
+        return self.device.block_of.get(key)
+
+    def bring_back(self, seq: Sequence, tables: list[list[int]], plan: StepPlan) -> None:
+        """Fill in blocks that were found, but not on the device; here there are none (`TieredSpaceManager`)."""
+
+    def hashes_of(self, seq: Sequence, last: int) -> list[bytes]:
+        """The hashes of the blocks of the first `last` tokens; of full blocks alone if a state must be found, too."""
+        return seq.hashes[: last // self.block_size if self.states else -(-last // self.block_size)]
+
+    def find_prefix(self, seq: Sequence, last: int) -> tuple[int, list[list[int]]]:
+        """The longest cached prefix, of at most `last` tokens: `cached` and `tables` of an `Entry`."""
         tables: list[list[int]] = [[] for _ in self.windows]
-        fetched: dict[tuple[int, int], int] = {}
         if not self.device.enable_prefix_caching:
-            return 0, tables, fetched
-        chain(seq.hashes, seq.tokens, self.block_size, seq.group.request.salt)
-        device, host = self.device.block_of, self.host.block_of
-        size, states = self.block_size, self.states
-        if states:
-            last = last // size * size
-        hashes = seq.hashes[: -(-last // size)]
+            return 0, tables
+        chain(seq.hashes, seq.tokens, self.block_size, seq.group.salt)
+        size, states, look_up = self.block_size, self.states, self.look_up
+        hashes = self.hashes_of(seq, last)
         most = len(hashes)
         for window, mark in zip(self.windows, self.marks, strict=True):
             if not window:
-                keys = (digest + mark for digest in hashes[:most])
-                most = next((i for i, key in enumerate(keys) if key not in device and key not in host), most)
+                most = next((i for i, digest in enumerate(hashes[:most]) if look_up(digest + mark) is None), most)
         if states:
             most = states.longest(hashes, most)
         # Only the last blocks of a window count. If one is missing, start over (kind = -1) with the shorter prefix.
@@ -311,29 +297,23 @@ class BlockSpaceManager:
             if window := self.windows[kind]:
                 begins[kind] = max(0, min(most * size, last) - window + 1) // size
                 i = min(known[kind], most)
-                while i > begins[kind] and ((key := hashes[i - 1] + self.marks[kind]) in device or key in host):
+                while i > begins[kind] and look_up(hashes[i - 1] + self.marks[kind]) is not None:
                     i -= 1
                 known[kind] = i
                 if i > begins[kind]:
                     most, kind = states.longest(hashes, i - 1) if states else i - 1, -1
             kind += 1
         for kind, (begin, mark) in enumerate(zip(begins, self.marks, strict=True)):
-            tables[kind] = [-1] * begin
-            for column in range(begin, most):
-                block = device.get(key := hashes[column] + mark, -1)
-                if block < 0:
-                    fetched[column, kind] = host[key]
-                tables[kind].append(block)
-        if fetched or (most < len(hashes) and any(hashes[most] + mark in self.uncopied for mark in self.marks)):
-            self.copies_left = self.host.num_blocks
-        return min(most * size, last), tables, fetched
+            blocks = [block for digest in hashes[begin:most] if (block := look_up(digest + mark)) is not None]
+            tables[kind] = [-1] * begin + blocks
+        return min(most * size, last), tables
 
     def finds_prompt(self, seq: Sequence) -> bool:
         """In a model with states: whether the prefix cache has all of a sample's prompt that it can have."""
         if self.states is None:
             return False
-        last = seq.group.request.num_prompt - 1
-        return not self.states.keeps or self._find(seq, last)[0] == last // self.block_size * self.block_size
+        last = seq.group.num_prompt - 1
+        return not self.states.keeps or self.find_prefix(seq, last)[0] == last // self.block_size * self.block_size
 
     def cut(self, seq: Sequence, count: int) -> int:
         """Cut a row where a state has to be kept (`StateManager.cut`)."""
@@ -351,7 +331,7 @@ class BlockSpaceManager:
 
     def pass_windows(self, seq: Sequence) -> None:
         """Give back blocks that the sequence can no longer see."""
-        computed = seq.num_computed - seq.num_unsure
+        computed = seq.num_computed - seq.num_unverified
         for window, table in zip(self.windows, seq.tables, strict=True):
             passed = i = (computed - window) // self.block_size if window else 0
             while i > 0 and table[i - 1] >= 0:
@@ -372,7 +352,7 @@ class BlockSpaceManager:
         if self.device.enable_prefix_caching:
             full = computed // self.block_size
             if len(seq.hashes) < full:
-                chain(seq.hashes, seq.tokens, self.block_size, seq.group.request.salt)
+                chain(seq.hashes, seq.tokens, self.block_size, seq.group.salt)
             for table, mark in zip(seq.tables, self.marks, strict=True):
                 for i in range(seq.num_published, full):
                     if table[i] >= 0:
@@ -382,55 +362,15 @@ class BlockSpaceManager:
     # --- steps ------------------------------------------------------------------------------------------------------
 
     def planned(self, plan: StepPlan) -> None:
-        """The plan is made: copy cached blocks to host memory, as far as there is room, and free what was pinned."""
+        """The plan is made: free what was pinned."""
         plan.freed, self.device.freed = self.device.freed, []  # what is pinned now comes with the next plan
-        self.host.free(self._keep(plan) + self.host_pinned)
         self.device.free(self.pinned)
-        self.pinned, self.host_pinned = [], []
+        self.pinned = []
         if self.states:
             self.states.planned()
 
-    def _keep(self, plan: StepPlan) -> list[int]:
-        """Copy cached blocks to the host: those that the plan overwrites, then those that later plans overwrite first.
-
-        The latter may be copied while the step runs. A step copies at most as many blocks as its tokens fill, and
-        COPIES more. After as many copies as the host has blocks it waits until a prompt asks for a block that the
-        device has dropped: else hits are not likely. Returns the host's blocks, for the caller to free.
-        """
-        device, host = self.device, self.host
-        if not host.num_blocks:
-            return []
-        most = min(COPIES + sum(count for _, count in plan.rows) // self.block_size, self.copies_left, host.num_free)
-        dropped = [pair for pair in device.evicted if pair[1] not in host.block_of]
-        first = max(0, len(dropped) - most)  # the beginnings of prompts come last, and are worth the most
-        self.uncopied |= dict.fromkeys(digest for _, digest in dropped[:first])
-        while len(self.uncopied) > host.num_blocks:
-            self.uncopied.popitem(last=False)
-        idle = ((block, device.hashes[block]) for block in islice(device.idle, 4 * most))
-        ahead = [(block, digest) for block, digest in idle if digest is not None and digest not in host.block_of]
-        moved = [*dropped[first:], *ahead][:most]
-        kept = host.allocate(len(moved))
-        for (block, digest), copy in zip(moved, kept, strict=True):
-            host.publish(copy, digest)
-            plan.swap_out.append((block, copy))
-        plan.num_beside = len(moved) - min(len(dropped), most)
-        self.copies_left -= len(moved)
-        device.evicted.clear()
-        return kept[::-1]
-
     def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes, on the device and in host memory."""
+        """Forget all cached prefixes."""
         self.device.reset_prefix_cache()
-        self.host.reset_prefix_cache()
-        if self.states:
-            self.states.snapshots.reset_prefix_cache()
-
-    def forget_moves(self, plans: Items[StepPlan]) -> None:
-        """Let nobody find what these plans were to move, nor any snapshot: a step may have failed before its moves."""
-        for plan in plans:
-            for pool, moves in ((self.host, plan.swap_out), (self.device, plan.swap_in)):
-                for _, block in moves:
-                    if (digest := pool.hashes[block]) is not None:
-                        pool.forget(digest)
         if self.states:
             self.states.snapshots.reset_prefix_cache()

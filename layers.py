@@ -7,7 +7,7 @@ a rank takes: "col", "row", "kv", "vocab", "all" or "first"; see `Shares.share`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -16,41 +16,53 @@ import torch
 import torch.nn.functional as F
 
 from model_config import ModelConfig
-from models.shares import Part, Parts, Shares
+from models.shares import Parts, Shares, TensorPart
 from parallel import Group
 
 Weight = torch.Tensor | Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 Cut = Callable[["Attention", torch.Tensor], torch.Tensor]  # as `Attention.attend`, in steps captured in pieces
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Batch:
-    """The device inputs of one step; see `prepare_inputs` for the first four. Layers of a kind share a block table."""
+    """The device inputs of one step. Of its B rows, those of one token come first, and `attention_decode` has them."""
 
-    input_ids: torch.Tensor  # [T]
+    input_ids: torch.Tensor  # [T], as `prepare_inputs` makes it, and the next three
     positions: torch.Tensor  # [T]
-    slot_mapping: torch.Tensor  # [K, T] where each token's keys and values go, for each kind
+    slot_mapping: torch.Tensor  # [K, T] where each token's keys and values go, for each kind of layers
     seq_lens: torch.Tensor  # [B] context of each row, this step's tokens included
     slots: torch.Tensor  # [B] row of the batch state
-    block_tables: torch.Tensor  # [K, S, M] of all slots
-    num_decodes: int  # N: of what `attention_decode` sees first: rows, or each token of a row that has drafts
+    block_tables: torch.Tensor  # [K, S, M] of all slots; layers of a kind share a table
     starts: torch.Tensor  # [B + 1] where each row begins
+    num_decodes: int = 0  # N, queries of `attention_decode`
     query_starts: torch.Tensor  # where each longer row begins, counted from the first of them, and where the last ends
-    max_query_len: int
-    longer: list[tuple[int, int]]  # tokens of each longer row, and blocks that it holds; for latent attention
-    # If tokens count one by one there: how many rows they are of, and the slot and the context of each, [N].
-    drafted: tuple[int, torch.Tensor, torch.Tensor] | None = None
-    queries: int = 1  # tokens of each of the N: more where the first rows have equally many drafts
-    # If recurrent states meet drafts: how many rows come first that may have some, the most tokens of one, and how many
-    # tokens [B] each row's state may see now. `later` is called with how many it may see once drafts are verified.
-    unsure: tuple[int, int, torch.Tensor] | None = None
-    later: list[Callable[[torch.Tensor], object]] = field(default_factory=list)
+    max_query_len: int = 1
+    longer: Sequence[tuple[int, int]] = ()  # tokens of each longer row, and its blocks; for latent attention
+    drafts: DraftRows | None = None  # None: no row has drafts
 
     @property
     def decodes(self) -> tuple[int, torch.Tensor, torch.Tensor]:
         """How many rows `attention_decode` sees, and the slots and contexts [N] as it sees them."""
         n = self.num_decodes
-        return self.drafted or (n, self.slots[:n], self.seq_lens[:n])
+        return self.drafts.decodes if self.drafts else (n, self.slots[:n], self.seq_lens[:n])
+
+    @property
+    def queries(self) -> int:
+        """Tokens of each of the N queries."""
+        return self.drafts.queries if self.drafts else 1
+
+
+@dataclass(slots=True)
+class DraftRows:
+    """The first rows of a step where some have drafts: a known token each, and its drafts."""
+
+    decodes: tuple[int, torch.Tensor, torch.Tensor]  # how many rows, and slots and contexts as `Batch.decodes` has them
+    queries: int  # tokens of each row, if all have equally many; else 1: each token is a query by itself
+    most: int  # tokens of a row
+    # [B] for models with recurrent states: tokens that each row's state may see now, none of these rows'
+    seen: torch.Tensor | None = None
+    # Each is called with how many tokens [B] the states may see, once drafts are verified.
+    later: list[Callable[[torch.Tensor], object]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -216,7 +228,7 @@ class Attention(Owner):
         count = c.num_heads if word == "col" else c.num_kv_heads
         first = group.rank * count // group.size
         ours = {first + i: shares.part((head,), ("all",)) for i, head in enumerate(norm)}
-        return {f"{name.format(i)}.weight": ours.get(i, Part(norm.shape[1:], ())) for i in range(count)}
+        return {f"{name.format(i)}.weight": ours.get(i, TensorPart(norm.shape[1:], ())) for i in range(count)}
 
     def finish(self) -> None:
         if self.row.unit_offset and self.q_norm is not None and self.k_norm is not None:

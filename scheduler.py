@@ -9,22 +9,22 @@ of the budget until `num_computed` has caught up, and then the model's last hidd
               |        |  '---- swapped     preempted by swap: its blocks wait in host memory
               '--------'                    preempted by recompute: its blocks are freed, its tokens kept
 
-Waiting, running and swapped groups are in the same order: by class, then by arrival. The policy sets the class: `fcfs`
-gives all requests the same one, `priority` takes the request's priority, and `fair` the tokens that its client has had.
-The first in order goes first, and the last one that runs is preempted first. So no request passes an earlier one of its
-class, and a request takes at most as many steps as it and all before it have tokens. There are four exceptions:
+All queues are in the same order: by class, then by arrival. The policy sets the class: `fcfs` gives all requests the
+same one, `priority` takes the request's priority, and `fair` the tokens that its client has had. The first in order
+goes first, and the last one that runs is preempted first. So no request passes an earlier one of its class, and a
+request takes at most as many steps as it and all before it have tokens. There are four exceptions:
 
     samples               wait until their prompt is computed; sequences that came in by then may run on first
-    adapters              others pass a group until a slot for its adapter is free (`scheduling/adapters.py`)
+    adapters              others pass a sequence until a slot for its adapter is free (`scheduling/adapters.py`)
     no chunked prefill    `max_num_seqs` steps of prompts may come before a step of decodes (`scheduling/classic.py`)
-    `fair`                a group makes way for the first only if it is more than a step's tokens behind
+    `fair`                a sequence makes way for the first only if it is more than a step's tokens behind
 
 `schedule()` makes a `StepPlan` of differences for the workers; `update()` takes their `StepResult`. The next plan may
 be made before the last result is in: it must know that a token will come (`num_known`), not which. If that token ends
 its sequence, what the next step samples for it is dropped.
 
-`Admission` decides which groups are let in. Sequences that decode form a batch (`scheduling/decodes.py`), so a step
-looks only at those that need a block or end. Groups are in lanes, whose steps take turns (`scheduling/lanes.py`).
+`Admission` decides which sequences are let in. Sequences that decode form a batch (`scheduling/lanes.py`), so a step
+looks only at those that need a block or end. There is a lane for each pipeline stage, and their steps take turns.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from itertools import compress
 
 from admission import Admission
 from config import EngineConfig
-from kv_cache import BlockManager, BlockSpaceManager
+from kv_cache import BlockManager
 from observe.freed_blocks import WatchedBlockManager
 from observe.metrics import EngineStats
 from plan import EngineOutput, Logprobs, Outputs, StateRoom, StepPlan, StepResult, error_output
 from scheduling.classic import ClassicOrder
 from scheduling.drafts import AcceptanceStats, Drafting
+from scheduling.host_memory import TieredSpaceManager
 from scheduling.lanes import Lane, Lanes
 from scheduling.limits import RequestLimits
-from scheduling.reports import Reports, report_of
+from scheduling.reports import Reports, Timeline, WaitClock, report_of
 from scheduling.states import StateManager
-from scheduling.timeline import Timeline, WaitClock
-from sequence import Flight, Request, SchedulingBudget, Sequence, SequenceGroup, Status
+from sequence import Flight, SchedulingBudget, Sequence, SequenceGroup, Status
 
 
 class Scheduler:
@@ -91,107 +91,106 @@ class Scheduler:
         self.stats = EngineStats(max_model_len)
         self.counters = self.stats.counters
         manager = WatchedBlockManager if config.sanitize_kv else BlockManager
-        self.space = BlockSpaceManager(
-            config, num_blocks, num_host_blocks, windows, states and StateManager(config, states), manager
-        )
+        kept_states = states and StateManager(config, states)
+        self.space = TieredSpaceManager(config, num_blocks, num_host_blocks, windows, swap_cost, kept_states, manager)
         self.blocks = self.space.device
-        self.limits = RequestLimits(config, self.space, max_model_len, vocab_size, eos_token_ids)
-        self.admission = Admission(config, self.space, swap_cost, self.counters)
+        self.limits = RequestLimits(config, self.space, max_model_len, vocab_size, frozenset(eos_token_ids))
+        self.admission = Admission(config, self.space, self.counters)
         self.policy = self.waiting = self.admission.policy  # one object
         self.swapped = self.admission.swapped
         self.classic = None if config.enable_chunked_prefill else ClassicOrder(self, config.scheduler_delay_factor)
-        self.running: list[SequenceGroup] = []  # in order of `key`
+        self.running: list[Sequence] = []  # in order of `key`
         self.lanes = Lanes(config)
         self.drafting = Drafting(config, self.counters, row_seconds)
-        self.requests: dict[str, Request] = {}
+        self.requests: dict[str, SequenceGroup] = {}
         self.in_flight: deque[Flight] = deque()
         self.arrivals = self.step = 0
         self.waits = WaitClock()
-        self.late: Collection[SequenceGroup] = ()  # running groups whose next mask is not ready: they sit out this step
+        self.awaiting_masks: Collection[Sequence] = ()  # running sequences that sit out this step
         self.reports = Reports(self)
 
     # --- requests come and go ---------------------------------------------------------------------------------------
 
-    def add(self, request: Request) -> None:
+    def add(self, group: SequenceGroup) -> None:
         """Queue a request.
 
         Raises:
             ValueError: it can never run, see `RequestLimits.settle`.
         """
-        assert request.request_id not in self.requests, f"request id {request.request_id!r} is in use"
-        limit = self.limits.settle(request)
-        if (place := request.beam and request.beam.place) is None:
+        assert group.request_id not in self.requests, f"request id {group.request_id!r} is in use"
+        limit = self.limits.settle(group)
+        if (place := group.beam and group.beam.place) is None:
             self.arrivals += 1
         number, first = place or (self.arrivals, 0)
-        request.arrival = self.clock()
-        self.policy.arrived(request)
-        rank = self.policy.rank(request)
-        for index in range(request.params.num_samples):
+        group.arrival = self.clock()
+        self.policy.arrived(group)
+        rank = self.policy.rank(group)
+        for index in range(group.params.num_samples):
             key = (rank, number, first + index)
-            seed = request.seed_of(index, self.config.seed)
-            group = SequenceGroup(request, index, Timeline(self.waits), key, limit, seed)
-            group.seq.acceptance = AcceptanceStats(self.drafting.likely) if self.drafting.most else None
-            request.groups.append(group)
+            seed = group.seed_of(index, self.config.seed)
+            seq = Sequence(group, index, Timeline(self.waits), key, limit, seed)
+            seq.acceptance = AcceptanceStats(self.drafting.likely) if self.drafting.most else None
+            group.seqs.append(seq)
             if index:  # it waits until the first sample has computed the prompt
-                self.admission.samples.hold(group, request.arrival)
+                self.admission.samples.hold(seq, group.arrival)
             else:
-                self.admission.wait(group, request.arrival)
-        request.leader = request.groups[0]
-        self.requests[request.request_id] = request  # last, because a user's policy may have raised
-        if not request.beam:
-            self.counters["prompt_tokens_total"] += request.num_prompt
+                self.admission.wait(seq, group.arrival)
+        group.leader = group.seqs[0]
+        self.requests[group.request_id] = group  # last, because a user's policy may have raised
+        if not group.beam:
+            self.counters["prompt_tokens_total"] += group.num_prompt
 
     def abort(self, request_id: str, index: int | None = None, reason: str = "abort") -> None:
         """Drop a request, or one of its samples; an unknown id has just finished.
 
         The reason is what it counts as: "abort", "stop" after a stop string, or "error".
         """
-        if (request := self.requests.get(request_id)) is None:
+        if (group := self.requests.get(request_id)) is None:
             return
-        for group in [group for group in request.groups if index is None or group.index == index]:
-            leave = self._take_out if group.status is Status.RUNNING else self.admission.withdraw
-            leave(group)
-            self._finish(group, reason)
+        for seq in [seq for seq in group.seqs if index is None or seq.index == index]:
+            leave = self._take_out if seq.status is Status.RUNNING else self.admission.withdraw
+            leave(seq)
+            self._finish(seq, reason)
 
-    def _take_out(self, group: SequenceGroup) -> None:
-        """Take `group` out of the running ones, and out of its lane."""
-        self.running.remove(group)
-        if group.seq.batch is None:  # it is not in the batch of decodes
-            assert group.lane
-            group.lane.others.remove(group)
+    def _take_out(self, seq: Sequence) -> None:
+        """Take `seq` out of the running ones, and out of its lane."""
+        self.running.remove(seq)
+        if seq.batch is None:  # it is not in the batch of decodes
+            assert seq.lane
+            seq.lane.others.remove(seq)
 
     def has_work(self) -> bool:
         """Whether a request has yet to finish."""
         return bool(self.requests)
 
-    def _finish(self, group: SequenceGroup, reason: str) -> None:
-        """End a group; free its blocks and slots, and forget its request with the last group."""
-        request = group.request
-        if group.seq.slot >= 0:
-            self.admission.release(group)
-        now = self.close(group, reason)
-        self.admission.samples.ended(group, now)
-        self.policy.ended(group)
-        if not request.groups:
-            del self.requests[request.request_id]
-            self.admission.trial.suspects.pop(request, None)
-            self.reports.keep(request, now)
+    def _finish(self, seq: Sequence, reason: str) -> None:
+        """End a sequence; free its blocks and slots, and forget its request with the last sequence."""
+        group = seq.group
+        if seq.slot >= 0:
+            self.admission.release(seq)
+        now = self.close(seq, reason)
+        self.admission.samples.ended(seq, now)
+        self.policy.ended(seq)
+        if not group.seqs:
+            del self.requests[group.request_id]
+            self.admission.isolation.suspects.pop(group, None)
+            self.reports.keep(group, now)
 
-    def close(self, group: SequenceGroup, reason: str) -> float:
-        """Note what became of a group that has ended, and count it, but for a beam's; returns when."""
-        request, now = group.request, self.clock()
-        group.status, group.finish_reason = Status.FINISHED, reason
-        group.timeline.leave(now)
-        request.finished_reports.append(report_of(group))
-        request.groups.remove(group)
-        if not request.beam:
-            self.stats.finished(group, now)
+    def close(self, seq: Sequence, reason: str) -> float:
+        """Note what became of a sequence that has ended, and count it, but for a beam's; returns when."""
+        group, now = seq.group, self.clock()
+        seq.status, seq.finish_reason = Status.FINISHED, reason
+        seq.timeline.leave(now)
+        group.finished_reports.append(report_of(seq))
+        group.seqs.remove(seq)
+        if not group.beam:
+            self.stats.finished(seq, now)
         return now
 
     @property
-    def others(self) -> list[SequenceGroup]:
-        """The running groups outside the batches of decodes: each step of their lane handles them one by one."""
-        return [group for lane in self.lanes for group in lane.others]
+    def others(self) -> list[Sequence]:
+        """The running sequences outside the batches of decodes: each step of their lane handles them one by one."""
+        return [seq for lane in self.lanes.all for seq in lane.others]
 
     # --- planning ---------------------------------------------------------------------------------------------------
 
@@ -199,15 +198,15 @@ class Scheduler:
         """Plan the next step: who runs, with how many tokens, and what moves in memory for it."""
         now, plan = self.clock(), StepPlan(self.step)
         self.admission.begin_step(now)
-        # After crashes, suspects run alone, in turns (`scheduling/trial.py`). Between turns nothing may be in flight.
-        if self.admission.trial.settled and not any(earlier.seqs for earlier in self.in_flight):
-            self._recompute_running(now)  # all queue again, so that they come in in order
+        isolation = self.admission.isolation
+        # After crashes suspects run alone, in turns. Between turns nothing may be in flight.
+        if isolation.turn_over and not any(earlier.seqs for earlier in self.in_flight):
+            self._recompute_running(now)  # all queue again, so that they are admitted in order
             self.admission.drop_swapped(now)
             self.admission.start_turn()
         lane, most = self.lanes.take_turn(len(self.waiting) + len(self.swapped))
-        budget = SchedulingBudget(self.config.token_budget, most)
-        flight = Flight(plan, lane, budget, now)
-        if self.admission.trial.settled:
+        flight = Flight(plan, lane, SchedulingBudget(self.config.token_budget, most), now)
+        if isolation.turn_over:
             why_waiting = "trial"
         else:
             why_waiting = self.schedule_mixed(flight) if self.classic is None else self.classic.schedule(flight)
@@ -220,18 +219,11 @@ class Scheduler:
             plan.propose = self.drafting.proposals(flight)
         plan.released, self.admission.released = self.admission.released, []
         self.space.planned(plan)
-        if self.admission.obstacle:
-            why_waiting = self.admission.obstacle[1]
-        if self.admission.aside:
-            why_waiting = "trial"
-        queued = self.waiting or self.swapped or self.admission.aside
-        self.waits.advance(now, why_waiting if queued else "step")
-        computed = self.config.token_budget - budget.tokens - sum(flight.drafts.values())  # drafts count once they land
-        self.counters["num_computed_tokens_total"] += computed
-        self.policy.advance(computed, len(flight.decodes.seqs) + len(flight.drafts))
+        self.policy.advance(flight.num_tokens, len(flight.decodes.seqs) + len(flight.drafts))
         self.in_flight.append(flight)
         lane.flying += 1
         self.step += 1
+        self.reports.planned(flight, why_waiting)
         return plan
 
     def next_lane(self) -> Lane:
@@ -241,103 +233,99 @@ class Scheduler:
     def schedule_mixed(self, flight: Flight) -> str:
         """The default: decodes first, then prompts, cut where the budget ends (Sarathi-Serve, Agrawal et al., 2024).
 
-        Returns what the groups that still wait are waiting for, unless admission knows better; see `WaitClock`.
+        Returns what the sequences that still wait are waiting for, unless admission knows better; see `WaitClock`.
         """
         self.make_way(flight)
-        # After a preemption nobody is let in: the preempted group would get back the blocks it has just given up.
+        # After a preemption nobody is let in: the preempted sequence would get back the blocks it has just given up.
         if self.schedule_running(flight):
             return "blocks"
         self.let_in(flight, Status.WAITING, Status.SWAPPED)
         return "order"
 
     def make_way(self, flight: Flight) -> None:
-        """Preempt groups of a worse class, if the first in line needs their room."""
+        """Preempt sequences of a worse class, if the first in line needs their room."""
         for victim in self.admission.make_way(self.running, flight.plan):
             assert self.admission.urgent
-            self._preempt(victim, flight.plan, self.admission.urgent.request)
+            self._preempt(victim, flight.plan, self.admission.urgent.group)
 
-    def _preempt(self, victim: SequenceGroup, plan: StepPlan, cause: Request) -> SequenceGroup:
-        """Preempt a running group, to make room for `cause`; returns it."""
+    def _preempt(self, victim: Sequence, plan: StepPlan, cause: SequenceGroup) -> Sequence:
+        """Preempt a running sequence, to make room for `cause`; returns it."""
         for flight in self.in_flight:  # what these steps bring it is dropped, even if it runs again first
-            flight.dropped.add(victim.seq)
+            flight.dropped.add(victim)
         self._take_out(victim)
         self.admission.preempt(victim, plan, cause)
         return victim
 
-    def _make_room(self, missing: int, group: SequenceGroup, plan: StepPlan) -> bool:
-        """Preempt from the back until `missing` blocks are free; returns whether `group` still runs."""
+    def _make_room(self, missing: int, seq: Sequence, plan: StepPlan) -> bool:
+        """Preempt from the back until `missing` blocks are free; returns whether `seq` still runs."""
         while missing > self.blocks.num_free:
-            if not self.admission.samples.drop(1) and self._preempt(self.running[-1], plan, group.request) is group:
+            if not self.admission.samples.drop(1) and self._preempt(self.running[-1], plan, seq.group) is seq:
                 return False
         return True
 
     def let_in(self, flight: Flight, *statuses: Status) -> None:
-        """Let in groups that have one of `statuses`, and give them their first tokens."""
+        """Let in sequences that have one of `statuses`, and give them their first tokens."""
         chunked = self.config.enable_chunked_prefill
-        for group in self.admission.let_in(flight.plan, flight.budget, self.running, statuses):
-            insort(self.running, group, key=lambda group: group.key)
-            flight.lane.put(group)
-            seq = group.seq
+        for seq in self.admission.let_in(flight.plan, flight.budget, self.running, statuses):
+            insort(self.running, seq, key=lambda seq: seq.key)
+            flight.lane.put(seq)
             count = len(seq.tokens) - seq.num_computed
             flight.take(seq, self.space.cut(seq, min(count, flight.budget.tokens) if chunked else count))
 
     def schedule_running(self, flight: Flight) -> bool:
         """Give every running sequence its next tokens, preempting from the back if blocks run out.
 
-        Returns whether a group was preempted.
+        Returns whether a sequence was preempted.
         """
         lane, decodes = flight.lane, flight.lane.decodes
         before = len(self.running)
         to_come = lane.width  # one token is kept for each sequence that comes later in this step
         for seq in self.drafting.begin_step(self.step, to_come, decodes.current.seqs):
             self.admission.leave_batch(seq)
-            lane.others.append(seq.group)
-        due = [seq.group for seq in decodes.pop_due()]
+            lane.others.append(seq)
+        due = decodes.pop_due()
         shares = {}
         if lane.others:
             entrant = partial(self.admission.entrant, flight.plan, self.running)
             shares = self.policy.shares(flight, to_come, entrant)
-        for group in sorted(lane.others + due, key=lambda group: group.key):
-            if group.status is not Status.RUNNING or group in self.late:
+        for seq in sorted(lane.others + due, key=lambda seq: seq.key):
+            if seq.status is not Status.RUNNING or seq in self.awaiting_masks:
                 continue
-            seq = group.seq
-            if seq.batch is not None and seq.num_known + 1 >= group.limit:  # this step samples its last token
+            if seq.batch is not None and seq.num_known + 1 >= seq.limit:  # this step samples its last token
                 self.admission.leave_batch(seq)
-                lane.others.append(group)
+                lane.others.append(seq)
             if seq.batch is None:
                 to_come -= 1
             left = flight.budget.tokens
             most = left - to_come
             if shares or self.admission.urgent:
-                most = self._most_tokens(group, most, shares)
-            if not self._schedule_sequence(group, flight, most):  # it was preempted, after all groups behind it
+                most = self._most_tokens(seq, most, shares)
+            if not self._schedule_sequence(seq, flight, most):  # it was preempted, after all sequences behind it
                 break
-            if (taken := left - flight.budget.tokens) > 1 and group.request.client in shares:
-                shares[group.request.client] -= taken
-        flight.decodes, flight.decode_step = decodes.run(), decodes.steps
-        flight.budget.take(len(decodes), seqs=len(decodes))
+            if (taken := left - flight.budget.tokens) > 1 and seq.group.client in shares:
+                shares[seq.group.client] -= taken
+        flight.take_decodes(decodes)
         return len(self.running) < before
 
-    def _most_tokens(self, group: SequenceGroup, left: int, shares: dict[str, int]) -> int:
-        """How many of `left` tokens a running group may compute; one for each sequence after it is kept already.
+    def _most_tokens(self, seq: Sequence, left: int, shares: dict[str, int]) -> int:
+        """How many of `left` tokens a running sequence may compute; one for each sequence after it is kept already.
 
         It leaves room for the prompt of a better class that is about to be let in, and keeps to its client's share.
         """
-        if (share := shares.get(group.request.client)) is not None:
+        if (share := shares.get(seq.group.client)) is not None:
             return min(left, max(1, share))
         urgent = self.admission.urgent
-        if urgent and urgent.key[0] < group.key[0]:
-            return max(1, left - len(urgent.seq.tokens))
+        if urgent and urgent.key[0] < seq.key[0]:
+            return max(1, left - len(urgent.tokens))
         return left
 
-    def _schedule_sequence(self, group: SequenceGroup, flight: Flight, most: int) -> bool:
-        """Give a running group its next tokens, `most` at most, and blocks for them.
+    def _schedule_sequence(self, seq: Sequence, flight: Flight, most: int) -> bool:
+        """Give a running sequence its next tokens, `most` at most, and blocks for them.
 
-        Returns whether the group still runs; without enough blocks it may have been preempted itself.
+        Returns whether the sequence still runs; without enough blocks it may have been preempted itself.
         """
-        seq = group.seq
         known, computed, drafts = seq.num_known, seq.num_computed, 0
-        if known >= group.limit:  # its last token is on its way
+        if known >= seq.limit:  # its last token is on its way
             return True
         if self.space.windowed:
             self.space.pass_windows(seq)
@@ -348,7 +336,7 @@ class Scheduler:
             drafts = self.drafting.wanted(seq, most - 1)
         reach = computed + count  # drafts lie in the look-ahead slots behind it
         missing = self.space.lacks(seq, reach, reach)
-        if missing > self.blocks.num_free and not self._make_room(missing, group, flight.plan):
+        if missing > self.blocks.num_free and not self._make_room(missing, seq, flight.plan):
             return False
         if missing:
             flight.plan.new_blocks.append((seq.slot, self.space.grow(seq, reach, reach)))
@@ -369,10 +357,8 @@ class Scheduler:
         flight = self.in_flight.popleft()
         flight.lane.flying -= 1
         assert flight.plan is plan and plan.step == result.step and len(result.token_ids) == len(plan.rows)
-        ran = self.config.token_budget - flight.budget.tokens
-        if flight.drafts:
-            ran += self.drafting.counted(flight, result.verified, self.policy)
-        self.stats.landed(ran, flight.decodes, self.clock())
+        num_drafts = self.drafting.counted(result.verified, self.policy) if flight.drafts else 0
+        self.stats.landed(flight.num_tokens + num_drafts, flight.decodes, self.clock())
         if self.classic is not None:
             self.classic.landed(flight, self.clock())
         num_decodes = len(flight.decodes.seqs)
@@ -381,17 +367,17 @@ class Scheduler:
             self.drafting.guessed(flight, result.guesses)
         news = self._take_decodes(flight, result.token_ids[:num_decodes], stopped)
         for i, (seq, _, computed) in enumerate(flight.other_rows, num_decodes):
-            request = seq.group.request
-            if i in result.scores and request.groups and (scores := request.take_scores(computed, result.scores[i])):
-                news.outputs.append(EngineOutput(request.request_id, [], prompt_logprobs=scores))
+            group = seq.group
+            if i in result.scores and group.seqs and (scores := group.take_scores(computed, result.scores[i])):
+                news.outputs.append(EngineOutput(group.request_id, [], prompt_logprobs=scores))
             if not flight.brings(seq):
                 continue
-            token, group = result.token_ids[i], seq.group
+            token = result.token_ids[i]
             tokens = [token] if token >= 0 else []
             if drafts := flight.drafts.get(seq, 0):
                 row = result.verified[i]
                 tokens = row.token_ids
-                seq.num_unsure -= drafts
+                seq.num_unverified -= drafts
                 seq.num_computed -= drafts + 1 - len(tokens)
                 self.drafting.landed(seq, row)
             seq.delivered += tokens
@@ -399,35 +385,35 @@ class Scheduler:
                 # The token that has just come is not computed yet.
                 self.space.publish(seq, min(computed, len(seq.tokens) - bool(tokens)))
             if i in result.pooled:
-                self._finish(group, "stop")
-                output = EngineOutput(request.request_id, [], "stop", finished=True, pooled=result.pooled[i])
-                output.time_in_queue = request.time_in_queue
+                self._finish(seq, "stop")
+                output = EngineOutput(group.request_id, [], "stop", finished=True, pooled=result.pooled[i])
+                output.time_in_queue = group.time_in_queue
                 news.outputs.append(output)
             if not tokens:  # the row did not sample
                 continue
-            self.stats.sampled(group, len(tokens))
+            self.stats.sampled(seq, len(tokens))
             logprobs = [result.logprobs[i]] if i in result.logprobs else []
             if seq.slot in result.drafts:  # its grammar looks at as many of them as are wanted
                 seq.proposed = result.drafts[seq.slot]
                 del seq.proposed[self.drafting.wanted(seq) :]
-            if group.awaited:
-                self.admission.samples.prompt_done(group, self.admission.now)
+            if seq is group.leader:
+                self.admission.samples.prompt_done(seq, self.admission.now)
             logprobs = result.verified[i].logprobs if drafts else logprobs
             news.outputs.append(self._output_of(seq, i in stopped, tokens, logprobs))
             if drafts:  # it may join the batch once a step has wanted no drafts for it
                 continue
-            alone = seq.batch is None and group.lane is flight.lane and seq.only_decodes
-            if alone and not (seq.num_unsure or self.drafting.wanted(seq)):
+            alone = seq.batch is None and seq.lane is flight.lane and seq.only_decodes
+            if alone and not (seq.num_unverified or self.drafting.wanted(seq)):
                 flight.lane.decodes.join(seq)
-        for lane in self.lanes:  # a group may have moved to another lane meanwhile, see `Lanes.surplus`
-            lane.others = [g for g in lane.others if g.status is Status.RUNNING and g.seq.batch is None]
+        for lane in self.lanes.all:  # a sequence may have moved to another lane meanwhile, see `Lanes.surplus`
+            lane.others = [seq for seq in lane.others if seq.status is Status.RUNNING and seq.batch is None]
         if any(output.finish_reason for output in news.outputs):
-            self.running = [group for group in self.running if group.status is Status.RUNNING]
+            self.running = [seq for seq in self.running if seq.status is Status.RUNNING]
         while found := self.lanes.surplus(flight.lane):
             seq, lane = found
             self.admission.leave_batch(seq)
-            lane.put(seq.group)
-        self.admission.trial.landed(self.in_flight)
+            lane.put(seq)
+        self.admission.isolation.landed(self.in_flight)
         return news
 
     def _take_decodes(self, flight: Flight, token_ids: list[int], stopped: frozenset[int]) -> Outputs:
@@ -459,24 +445,23 @@ class Scheduler:
     ) -> EngineOutput:
         """The news of a sequence that has got more tokens; ends the sequence if the last of them is its last one."""
         group, token = seq.group, tokens[-1]
-        request = group.request
-        output = EngineOutput(request.request_id, tokens, num_cached_tokens=request.num_cached, index=group.index)
-        output.time_in_queue = request.time_in_queue
-        if request.params.max_tokens == 0:  # the sampled token is not wanted
+        output = EngineOutput(group.request_id, tokens, num_cached_tokens=group.num_cached, index=seq.index)
+        output.time_in_queue = group.time_in_queue
+        if group.params.max_tokens == 0:  # the sampled token is not wanted
             output.token_ids, output.finish_reason = [], "length"
             seq.tokens.pop()
         elif stopped:
             output.finish_reason = "stop"
-            output.stop_reason = token if token in request.params.stop_token_ids else None
-        elif len(seq.delivered) >= group.limit:
+            output.stop_reason = token if token in group.params.stop_token_ids else None
+        elif len(seq.delivered) >= seq.limit:
             output.finish_reason = "length"
         if logprobs and output.token_ids:
             seq.logprob += sum(record.sampled for record in logprobs)
             output.cumulative_logprob, output.logprobs = seq.logprob, [*logprobs]
         if output.finish_reason:
-            self.admission.reserve.learn(group)
-            self._finish(group, output.finish_reason)
-            output.finished = not request.groups
+            self.admission.reserve.learn(seq)
+            self._finish(seq, output.finish_reason)
+            output.finished = not group.seqs
         return output
 
     def start_over(self, lost: bool, cause: str | None = None) -> list[EngineOutput]:
@@ -484,15 +469,15 @@ class Scheduler:
 
         Args:
             lost: the workers have died, and the contents of KV cache and host memory are gone.
-            cause: what happened, if the steps' requests may be to blame; see `Trial.blame`.
+            cause: what happened, if the steps' requests may be to blame; see `CrashIsolation.blame`.
         """
         outputs, now = list[EngineOutput](), self.clock()
         seqs = [seq for flight in self.in_flight for seq in flight.seqs]
         plans = [flight.plan for flight in self.in_flight]
         self.in_flight.clear()
-        for lane in self.lanes:
+        for lane in self.lanes.all:
             lane.flying = 0
-        if cause and (blamed := self.admission.trial.blame(lost, cause, seqs, self.requests.values())):
+        if cause and (blamed := self.admission.isolation.blame(lost, cause, seqs, self.requests.values())):
             guilty, error = blamed
             self.abort(guilty.request_id, reason="error")
             outputs = [error_output(guilty.request_id, error, engine_fault=not lost)]
@@ -506,10 +491,10 @@ class Scheduler:
         return outputs
 
     def _recompute_running(self, now: float) -> None:
-        """Have all running groups compute their tokens again; no step may be in flight."""
+        """Have all running sequences compute their tokens again; no step may be in flight."""
         running, self.running = self.running, []
-        for lane in self.lanes:
+        for lane in self.lanes.all:
             lane.others = []
-        for group in running:
-            group.timeline.note(started_over=True)
-            self.admission.recompute(group, now)
+        for seq in running:
+            seq.timeline.note(started_over=True)
+            self.admission.recompute(seq, now)

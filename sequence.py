@@ -1,12 +1,11 @@
-"""The records of what runs: a client's `Request`, its `SequenceGroup`s, and their `Sequence`s.
+"""The records of what runs: a `SequenceGroup` is a client's request, and each of its answers is a `Sequence`.
 
-    Sequence        tokens, the KV blocks that they own, and how many of them are computed
-    SequenceGroup   a sequence's place in the queues, and what became of it
-    Request         what a client asked for: one group, or one for each of `n` (or `best_of`) samples
+    Sequence        tokens, the KV blocks that they own, how many of them are computed, and its place in the queues
+    SequenceGroup   what a client asked for, and its sequences: one, or as many as `n` (or `best_of`) says
     Flight          a step from its plan to its result
 
-Samples share nothing but their prompt, so each is a group of its own: they enter one by one, and no request needs room
-for all of them at once. A beam search is many requests of one token, see `scheduling/beam_search.py`.
+The samples of a group share nothing but the prompt. They are admitted one by one, so no group needs room for all of
+them at once. A beam search is many groups of one token (`scheduling/beam_search.py`).
 """
 
 from __future__ import annotations
@@ -21,24 +20,23 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from plan import Adapter, StepPlan
 from sampling_params import PoolingParams, SamplingParams
-from scheduling.timeline import Timeline
 
 if TYPE_CHECKING:
-    from scheduling.decodes import DecodeBatch
-    from scheduling.lanes import Lane
+    from scheduling.lanes import DecodeBatch, Lane
+    from scheduling.reports import Timeline
 
 Key = tuple[int, int, int]  # (class, which the policy sets; number of arrival; index)
 
 
 class Status(enum.Enum):
-    """Where a group is."""
+    """Where a sequence is; the values are the words of `/explain`."""
 
-    HELD = enum.auto()  # a sample whose prompt another sample of its request is computing
-    WAITING = enum.auto()
-    RUNNING = enum.auto()
-    SWAPPED = enum.auto()
-    ASIDE = enum.auto()  # it would wait, but suspects run alone; see `Trial`
-    FINISHED = enum.auto()
+    HELD = "held"  # a sample whose prompt another sample of its group is computing
+    WAITING = "waiting"
+    RUNNING = "running"
+    SWAPPED = "swapped"
+    DEFERRED = "aside"  # it would wait, but suspects run alone (`CrashIsolation`)
+    FINISHED = "finished"
 
 
 def chain(hashes: list[bytes], tokens: Items[int], size: int, salt: str = "") -> None:
@@ -56,40 +54,57 @@ def by_column(tables: Items[Items[int]]) -> list[int]:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """Tokens, of which `num_computed` have their keys and values in `tables`, or will have after the latest plan.
+    """One answer. Its first `num_computed` tokens have keys and values in `tables`, or will have after the latest plan.
 
     The name under a bar counts all tokens before it, so `delivered` begins with the prompt:
 
         prompt |  output delivered |  undelivered |  in flight |
     num_prompt |    len(delivered) |   num_tokens |  num_known |    num_computed = num_known - 1 while it decodes
 
-    A batch of decodes keeps the undelivered tokens, and steps in flight will sample the last ones. This, and the fields
-    from `batch` to `computed_before`, can wait until `scheduling/decodes.py`.
+    Only a batch of decodes keeps undelivered tokens. The fields from `batch` to `computed_before` can wait until
+    `scheduling/lanes.py`, and those after `logprob` until grammars, recurrent states and drafts.
     """
 
     group: SequenceGroup
-    delivered: list[int]  # see `tokens`
+    index: int  # which of the group's answers
+    timeline: Timeline
+    key: Key = (0, 0, 0)  # its place in every queue
+    limit: int = 0  # tokens at which it ends
+    seed: int = 0
+    status: Status = Status.HELD
+    delivered: list[int] = field(init=False)  # see `tokens`
+    slot: int = -1  # a row of the workers' batch state while running
+    lane: Lane | None = None  # while running
     batch: DecodeBatch | None = None  # in which it decodes; it sets the next four
     row: int = 0  # its index among the rows of the batch
     due: int = 0  # the step of the batch in which it needs a block, or samples its last token
     next_delivery: int = 0  # the step of the batch whose token is delivered next
     computed_before: int = 0  # `num_computed` without the steps of `batch`
-    num_published: int = 0  # columns of `tables` offered to the prefix cache
-    hashes: list[bytes] = field(default_factory=list)  # of its full blocks, see `chain`
     tables: list[list[int]] = field(default_factory=list)  # blocks for each kind of layers; -1: a window has passed it
     host_tables: list[list[int]] = field(default_factory=list)  # the same in host memory, while swapped
+    hashes: list[bytes] = field(default_factory=list)  # of its full blocks, see `chain`
+    num_published: int = 0  # columns of `tables` offered to the prefix cache
+    num_reused: int = 0  # tokens that were computed already when it was admitted last
+    num_forgotten: int = 0  # tokens that had been computed when it was preempted, to be computed again
+    num_preemptions: int = 0
+    finish_reason: str | None = None
+    first_token_at: float | None = None  # in the scheduler's seconds; `EngineStats` sets both times
+    token_at: float = 0.0  # of its latest token; not kept up to date while it is in a batch
+    logprob: float = 0.0  # of its output, where log-probabilities are asked for
+    constraint: Any = None  # a `text.grammar.Constraint`, if it needs masks
     host_state: int = -1  # the row of its recurrent state in host memory
     kept_state: bytes = b""  # hash of its latest state in the prefix cache, if that is after the prompt
-    slot: int = -1  # a row of the workers' batch state while running
-    num_found: int = 0  # tokens that it found computed when it came in last
-    num_forgotten: int = 0  # tokens that had been computed when it was preempted, to be computed again
-    num_unsure: int = 0  # of `num_computed`, drafts in flight: those that are refused are not computed
-    num_drafts: int = 0  # that it has had,
-    num_taken: int = 0  # and how many of them the model has sampled, too
-    proposed: list[int] = field(default_factory=list)  # drafts for its next step, if its grammar must take them first
     acceptance: Any = None  # a `scheduling.drafts.AcceptanceStats`, where there are drafts
-    logprob: float = 0.0  # of its output, where log-probabilities are asked for
-    constraint: Any = None  # a `scheduling.grammar.Constraint`, if it needs masks
+    num_unverified: int = 0  # of `num_computed`, drafts in flight: those that are refused are not computed
+    proposed: list[int] = field(default_factory=list)  # drafts for its next step, if its grammar must take them first
+
+    def __post_init__(self) -> None:
+        self.delivered = [*self.group.prompt]
+
+    @property
+    def name(self) -> str:
+        """For logs: the request's id, and which sample."""
+        return f"{self.group.request_id}#{self.index}" if self.index else self.group.request_id
 
     @property
     def tokens(self) -> list[int]:
@@ -129,39 +144,9 @@ class Sequence:
     @property
     def only_decodes(self) -> bool:
         """Whether it may join the batch of decodes: it has more to sample, without masks and log-probabilities."""
-        group, params = self.group, self.group.request.params
-        looked_at = params.num_samples > params.n or params.logprobs is not None or params.constrained
-        return group.status is Status.RUNNING and self.num_known < group.limit and not looked_at
-
-
-@dataclass(slots=True, eq=False)
-class SequenceGroup:
-    """One answer of a request: a sequence and its place in the queues."""
-
-    request: Request
-    index: int  # which of the request's answers
-    timeline: Timeline
-    key: Key = (0, 0, 0)  # its place in every queue
-    limit: int = 0  # tokens at which its sequence ends
-    seed: int = 0
-    status: Status = Status.HELD
-    seq: Sequence = field(init=False)
-    lane: Lane | None = None  # while running
-    awaited: bool = False  # held samples of its request wait until it has computed the prompt
-    num_preemptions: int = 0
-    charged_prompt: int = 0  # tokens of the prompt that `fair` has charged its client with, at its first entry
-    charged_output: int = 0  # and of the output
-    finish_reason: str | None = None
-    first_token_at: float | None = None  # in the scheduler's seconds; `EngineStats` sets both times
-    token_at: float = 0.0  # of its latest token; not kept up to date while it is in a batch
-
-    def __post_init__(self) -> None:
-        self.seq = Sequence(self, [*self.request.prompt])
-
-    @property
-    def name(self) -> str:
-        """For logs: the request's id, and which sample."""
-        return f"{self.request.request_id}#{self.index}" if self.index else self.request.request_id
+        params = self.group.params
+        scored = params.num_samples > params.n or params.logprobs is not None
+        return self.status is Status.RUNNING and self.num_known < self.limit and not (scored or params.constrained)
 
 
 class Beam(NamedTuple):
@@ -173,7 +158,7 @@ class Beam(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Request:
+class SequenceGroup:
     """What a client asked for (its message is an `EngineCoreRequest`), and what became of it; times in seconds."""
 
     request_id: str  # unique among the requests in flight
@@ -187,18 +172,18 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     stops: dict[int, int] = field(default_factory=dict)  # `stop_ids` as `plan.bit_words`
     allowed: dict[int, int] | None = None  # the tokens that may be drawn, in the same form; None: all
-    grammar: Any = None  # a future `scheduling.sandbox.Grammar`, where its output is structured
+    grammar: Any = None  # a future `text.sandbox.Grammar`, where its output is structured
     beam: Beam | None = None  # if it is one of a beam search, which is counted instead of it
     arrival: float = 0.0
     delay: float = 0.0  # from when its client sent it to `arrival`
     first_token_at: float | None = None  # kept by `EngineStats`
     time_in_queue: float | None = None  # until it was first admitted; None: it waits
     num_cached: int = 0  # tokens of the prompt that the prefix cache had at first admission
-    groups: list[SequenceGroup] = field(default_factory=list)  # those that have not finished
-    held: list[SequenceGroup] = field(default_factory=list)  # the groups that wait for the leader
-    leader: SequenceGroup | None = None  # computes the prompt for all
+    seqs: list[Sequence] = field(default_factory=list)  # those that have not finished
+    held: list[Sequence] = field(default_factory=list)  # samples that wait for the leader
+    leader: Sequence | None = None  # computes the prompt for all
     prompt_tables: list[list[int]] = field(default_factory=list)  # kept while samples have yet to branch off the prompt
-    finished_reports: list[dict[str, Any]] = field(default_factory=list)  # of groups that have finished
+    finished_reports: list[dict[str, Any]] = field(default_factory=list)  # of sequences that have finished
     num_prompt: int = field(init=False)
     num_scored: int = field(init=False)  # tokens of the prompt whose log-probabilities have gone out, or are not wanted
 
@@ -220,9 +205,7 @@ class Request:
     @property
     def has_begun(self) -> bool:
         """Whether a part of its answer was computed."""
-        sampled = (self.beam and self.beam.written) or any(
-            len(group.seq.tokens) > self.num_prompt for group in self.groups
-        )
+        sampled = (self.beam and self.beam.written) or any(len(seq.tokens) > self.num_prompt for seq in self.seqs)
         return bool(sampled or self.finished_reports or self.params.prompt_logprobs is not None)
 
     @property
@@ -284,6 +267,7 @@ class Flight:
     planned_at: float  # in the clock's seconds
     decodes: DecodeRows = field(default_factory=DecodeRows)  # the plan's first rows
     decode_step: int = 0  # `DecodeBatch.steps` after this step
+    num_tokens: int = 0  # that it computes, without drafts, of which there may be fewer than planned
     other_rows: list[tuple[Sequence, int, int]] = field(default_factory=list)  # (sequence, tokens, `num_computed` then)
     drafts: dict[Sequence, int] = field(default_factory=dict)  # how many of the tokens of a row may be drafts
     grown: list[Sequence] = field(default_factory=list)  # decodes that get a new block, because their last is full
@@ -299,15 +283,22 @@ class Flight:
         """Whether `seq` gets what the step has sampled: it was not aborted, preempted or ended meanwhile."""
         return seq.slot >= 0 and seq not in self.dropped
 
+    def take_decodes(self, decodes: DecodeBatch) -> None:
+        """All sequences of a batch compute a token in this step."""
+        self.decodes, self.decode_step = decodes.run(), decodes.steps
+        self.num_tokens += len(decodes)
+        self.budget.take(len(decodes), seqs=len(decodes))
+
     def take(self, seq: Sequence, count: int, drafts: int = 0) -> None:
         """`seq`, which is not among the decodes, computes `count` more tokens in this step, `drafts` among them."""
         if drafts:
             self.drafts[seq] = self.plan.drafts[seq.slot] = drafts
-            seq.num_unsure += drafts
+            seq.num_unverified += drafts
         elif count > 1:
-            seq.group.timeline.chunk(count)
+            seq.timeline.chunk(count)
         seq.num_computed += count
         seq.proposed = []
+        self.num_tokens += count - drafts
         self.budget.take(count)
         self.other_rows.append((seq, count, seq.num_computed))
 

@@ -20,14 +20,13 @@ import time
 import uuid
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 if sys.platform == "win32":  # gunicorn could not even be imported
     sys.stderr.write(f"{os.path.basename(sys.argv[0])}: error: Windows has no fork; use WSL, or LLM of engine.py\n")
     sys.exit(2)
 
 from commands.plan import COMMANDS, PACKAGES, answer_without, server_flags
-from config import PROG, lacking
+from config import lacking
 
 if __name__ == "__main__" and (lack := lacking(PACKAGES)):
     answer_without(sys.argv[1:], lack)
@@ -37,10 +36,10 @@ from flask import Flask, Response, g, request
 from werkzeug.exceptions import MethodNotAllowed, NotFound
 
 from api import batches
-from api.adapters import Adapters
-from api.faces import FACES, error_body_of
-from api.fields import ApiError, Face
-from api.flags import exit_on_mistake, split_command
+from api.adapters import AdapterNames
+from api.checks import ApiError, Face
+from api.faces import FACES
+from api.generation import Caller, ClientGone, Events, Remote, log_request
 from api.gunicorn_loop import Gunicorn
 from api.http import (
     NO_ROUTE,
@@ -51,6 +50,7 @@ from api.http import (
     body_of,
     check_address,
     check_host,
+    error_body_of,
     is_preflight,
     reply,
     stream,
@@ -58,12 +58,11 @@ from api.http import (
 )
 from api.options import ServerConfig, with_all_keys
 from api.paths import paths_of
-from api.replies import Caller, ClientGone, Remote, log_request
-from api.routes import Api, Events
-from api.start import engines, read_configs, with_policy
+from api.routes import Api
 from api.telemetry import Spans, check_telemetry
-from commands import batch, terminal
-from observe.logs import console
+from commands import batch, others, terminal
+from commands.flags import exit_on_mistake, split_command
+from commands.start import engines, read_configs, with_policy
 from processes.child import Board, listen
 from processes.fleet import prepare
 from processes.headless import follow_server
@@ -186,8 +185,8 @@ def log_requests(app: Flask, api: Api, spans: Spans | None) -> None:
 
         def log() -> None:
             log_request(name, client, target, status, begun, caller, error, level)
-            if spans and caller and caller.job:
-                spans.add(caller.job, headers, status, begun)
+            if spans and caller and caller.call:
+                spans.add(caller.call, headers, status, begun)
 
         response.call_on_close(log)  # not now, because a stream has only begun
         return allow_origin(response, api.config)
@@ -212,7 +211,7 @@ def serve(argv: list[str]) -> None:
             return follow_server(engine_config, secret)
         tokenizer = Tokenizer(engine_config.folder, config.max_template_chars)
         names = config.served_model_name or (engine_config.model_name,)
-        adapters = Adapters(config, names)
+        adapters = AdapterNames(config, names)
         adapters.check_folders(engine_config)
         listener = listen(config.host, config.port, "--host and --port")
         address = listener.getsockname()[0]
@@ -232,29 +231,13 @@ def serve(argv: list[str]) -> None:
         Gunicorn(make_app, listener, fleet, config).run()
 
 
-def bench(argv: list[str]) -> None:
-    """Become `bench/bench.py` with these arguments."""
-    script = Path(__file__).parent / "bench" / "bench.py"
-    if not script.exists():
-        console.error(f"{PROG} bench: error: there is no {script}; the benchmarks come with the source")
-        sys.exit(2)
-    os.execv(sys.executable, [sys.executable, str(script), *argv])
-
-
-def quantize(argv: list[str]) -> None:
-    """Write a model in few bits; this loads torch, which the server does without."""
-    from device.quantize import main
-
-    main(argv)
-
-
 RUNS: dict[str, Callable[[list[str]], None]] = {
     "serve": serve,
     "chat": terminal.chat,
     "complete": terminal.complete,
     "batch": batch.main,
-    "quantize": quantize,
-    "bench": bench,
+    "quantize": others.quantize,
+    "bench": others.bench,
 }
 
 

@@ -1,4 +1,4 @@
-"""/v1/messages: Anthropic's Messages API, a thin translation to and from the one `Run`.
+"""/v1/messages: Anthropic's Messages API, a thin translation to and from a chat.
 
 Its types are in Anthropic's SDK, `anthropic.types`.
 """
@@ -16,12 +16,10 @@ import msgspec
 from api import checks
 from api import fields as shared
 from api.chat import as_chat, conversation, renamed
-from api.checks import Asked, Refusal, ToolChoice
-from api.fields import ApiError, Face, Field
-from api.generation import generate
-from api.reading import CALL, CONTENT, REASONING, Block, Piece
-from api.replies import AnswerRun, Caller, ClientGone, as_api_error, typed_event
-from api.routes import Api, Events
+from api.checks import ApiError, CheckContext, Face, Field, Refusal, ToolChoice
+from api.generation import Caller, ClientGone, Events, as_api_error, generate
+from api.replies import CALL, CONTENT, REASONING, Block, BlockReply, NewText, typed_event
+from api.routes import Api
 from api.structure import flat_format
 from text.messages import BLOCKS, joined_turns
 
@@ -41,7 +39,7 @@ def create_message(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str
     with renamed(prompt="messages", response_format="output_config.format"):
         chat = turns_as_chat(api, fields) | {"stop": fields["stop_sequences"]}
         prompt, reading = conversation(api, chat, caller)
-        return generate(api, chat, caller, [prompt], MessageRun, None, reading, clamp=True)
+        return generate(api, chat, caller, [prompt], MessageReply, None, reading, clamp=True)
 
 
 def count_tokens(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:
@@ -88,17 +86,15 @@ def message_error(error: ApiError) -> dict[str, Any]:
     return {"type": "error", "error": told}
 
 
-class MessageRun(AnswerRun):
-    """A run whose reply is Anthropic's message."""
-
-    prefix = "msg_"
+class MessageReply(BlockReply):
+    """A reply that is Anthropic's message."""
 
     def whole(self) -> dict[str, Any]:
         self.answer.read()
         content = list(map(content_block, self.answer.blocks or [Block(CONTENT)]))
         return self._message(content, self._counts() | self._output()) | self._stop()
 
-    def events(self, news: Iterator[tuple[int, str]]) -> Iterator[bytes]:
+    def events(self, news: Iterator[tuple[int, int, str]]) -> Iterator[bytes]:
         """The server-sent events of a stream, whose last one is an error where it has failed."""
         try:
             yield typed_event("message_start", {"message": self._message([], self._counts() | {"output_tokens": 0})})
@@ -115,7 +111,7 @@ class MessageRun(AnswerRun):
         empty = content_block(dataclasses.replace(self._block(at), text=""))
         yield typed_event("content_block_start", {"index": at, "content_block": empty})
 
-    def _grow(self, piece: Piece) -> bytes:
+    def _grow(self, piece: NewText) -> bytes:
         kind, key = DELTAS[self._block(piece.at).kind]
         return typed_event("content_block_delta", {"index": piece.at, "delta": {"type": kind, key: piece.text}})
 
@@ -126,13 +122,13 @@ class MessageRun(AnswerRun):
         """The tokens of output, once it has ended."""
         thought = {}
         if self.reading and self.reading.reasoning_parser:
-            thought = {"output_tokens_details": {"thinking_tokens": self._reasoning_tokens()}}
-        return {"output_tokens": self.requests[0].num_generated, **thought}
+            thought = {"output_tokens_details": {"thinking_tokens": self.answer.reasoning_tokens}}
+        return {"output_tokens": self.call.requests[0].num_generated, **thought}
 
     def _message(self, content: list[dict[str, Any]], usage: dict[str, int]) -> dict[str, Any]:
         return {
-            "id": self.id, "type": "message", "role": "assistant", "model": self.fields["model"], "content": content,
-            "stop_reason": None, "stop_sequence": None, "usage": usage,
+            "id": self.call.id, "type": "message", "role": "assistant", "model": self.call.fields["model"],
+            "content": content, "stop_reason": None, "stop_sequence": None, "usage": usage,
         }  # fmt: skip
 
     def _stop(self) -> dict[str, Any]:
@@ -144,7 +140,7 @@ class MessageRun(AnswerRun):
 
     def _counts(self) -> dict[str, int]:
         """The tokens of the prompt; Anthropic does not count cached ones among the input tokens."""
-        prompt, cached, _ = self.counts().values()
+        prompt, cached, _ = self.call.counts().values()
         return {"input_tokens": prompt - cached, "cache_creation_input_tokens": 0, "cache_read_input_tokens": cached}
 
 
@@ -200,13 +196,13 @@ CLIENT_TOOLS: dict[str, dict[str, Any]] = {  # what is known of a type; that wit
 }  # fmt: skip
 
 
-def message_tools(value: list[dict[str, Any]], asked: Asked) -> list[dict[str, Any]]:
+def message_tools(value: list[dict[str, Any]], context: CheckContext) -> list[dict[str, Any]]:
     """The tools as functions, but for those of `SERVER_TOOLS`, which are left out."""
     functions = []
     for i, tool in enumerate(value):
         kind = str(tool.get("type") or "custom")
         if (plain := DATE.sub("", kind)) in SERVER_TOOLS:
-            asked.ignore(kind)
+            context.ignore(kind)
             continue
         if (known := CLIENT_TOOLS.get(kind, CLIENT_TOOLS.get(plain))) is None:
             words = f"tool {i} is of the type {reprlib.repr(kind)}; this server takes {', '.join(CLIENT_TOOLS)}"
@@ -215,7 +211,7 @@ def message_tools(value: list[dict[str, Any]], asked: Asked) -> list[dict[str, A
         checks.check_function(function, i)
         if "parameters" not in function:
             raise ValueError(f"tool {i} has no input_schema; it must have one, a JSON schema, which is an object")
-        checks.known_keys(tool, ("type", *TOOL_KEYS), asked, extended=True)
+        checks.known_keys(tool, ("type", *TOOL_KEYS), context, extended=True)
         functions.append({"type": "function", "function": function})
     return functions
 
@@ -223,26 +219,26 @@ def message_tools(value: list[dict[str, Any]], asked: Asked) -> list[dict[str, A
 # --- what it takes ---------------------------------------------------------------------------------------------------
 
 
-def turns(value: Any, asked: Asked) -> list[dict[str, Any]]:
+def turns(value: Any, context: CheckContext) -> list[dict[str, Any]]:
     found = joined_turns(value)
     for message in value:
-        checks.known_keys(message, ("role", "content"), asked, extended=True)
-        name_ignored(message["content"], asked)
+        checks.known_keys(message, ("role", "content"), context, extended=True)
+        name_ignored(message["content"], context)
     return found
 
 
-def name_ignored(blocks: Any, asked: Asked) -> None:
+def name_ignored(blocks: Any, context: CheckContext) -> None:
     """Name the keys of blocks, and of blocks within them, that are not read."""
     for block in blocks if isinstance(blocks, list) else ():
         if isinstance(block, dict) and (known := BLOCK_KEYS.get(block["type"])):
-            checks.known_keys(block, known, asked, extended=True)
-            name_ignored(block.get("content") if "content" in known else None, asked)
+            checks.known_keys(block, known, context, extended=True)
+            name_ignored(block.get("content") if "content" in known else None, context)
 
 
-def system_text(value: Any, asked: Asked) -> str | None:
-    text = turns([{"role": "system", "content": value}], asked)[0]["content"]
+def system_text(value: Any, context: CheckContext) -> str | None:
+    text = turns([{"role": "system", "content": value}], context)[0]["content"]
     if text.startswith(BILLING):  # Claude Code's note to its makers: before all else, and in each session another
-        asked.ignore(BILLING)
+        context.ignore(BILLING)
         return text.partition("\n")[2] or None
     return text
 
@@ -253,8 +249,8 @@ THINKING = checks.settings(
 )  # fmt: skip
 
 
-def thinking(value: Any, asked: Asked) -> dict[str, Any]:
-    found = THINKING(value, asked)
+def thinking(value: Any, context: CheckContext) -> dict[str, Any]:
+    found = THINKING(value, context)
     if found["type"] is None:
         raise ValueError("it must have a type")
     if (budget := found["budget_tokens"]) is not None and not 0 <= budget < 2**31:
@@ -262,9 +258,9 @@ def thinking(value: Any, asked: Asked) -> dict[str, Any]:
     return found
 
 
-def message_tool_choice(value: dict[str, Any], asked: Asked) -> ToolChoice:
+def message_tool_choice(value: dict[str, Any], context: CheckContext) -> ToolChoice:
     """Anthropic's."""
-    checks.known_keys(value, ("type", "name", "disable_parallel_tool_use"), asked)
+    checks.known_keys(value, ("type", "name", "disable_parallel_tool_use"), context)
     kind, name, single = value.get("type"), value.get("name"), value.get("disable_parallel_tool_use") or False
     modes = {"auto": "auto", "any": "required", "tool": "required", "none": "none"}
     fits = isinstance(name, str) if kind == "tool" else name is None
@@ -274,10 +270,10 @@ def message_tool_choice(value: dict[str, Any], asked: Asked) -> ToolChoice:
     return ToolChoice(modes[kind], None if name is None else (name,), single)
 
 
-def output_config(value: dict[str, Any], asked: Asked) -> dict[str, Any]:
+def output_config(value: dict[str, Any], context: CheckContext) -> dict[str, Any]:
     """Anthropic's, and as its `structure` what its format comes to."""
-    found: dict[str, Any] = checks.settings("task_budget", effort=str, format=dict, task_budget=dict)(value, asked)
-    return found | {"structure": found["format"] and flat_format(found["format"], asked)}
+    found: dict[str, Any] = checks.settings("task_budget", effort=str, format=dict, task_budget=dict)(value, context)
+    return found | {"structure": found["format"] and flat_format(found["format"], context)}
 
 
 NEEDED_KEYS = {kind: ("type", *row.needed) for kind, row in BLOCKS.items()}
@@ -315,7 +311,7 @@ FIELDS = (
 )
 PROMPTS_ELSEWHERE = {"prompt": "messages", "input": "messages", "instructions": "system", "reasoning": "thinking"}
 MESSAGES = Face(
-    "messages", ("/v1/messages",), FIELDS, create_message, needed=("messages", "max_tokens"),
+    "messages", ("/v1/messages",), FIELDS, create_message, "msg_", ("messages", "max_tokens"), ("generate",),
     not_yet=shared.NOT_YET | {"container": (), "mcp_servers": ([],), "thread": ()} | shared.NOT_IN_ANSWERS,
     elsewhere=shared.ELSEWHERE | PROMPTS_ELSEWHERE | {
         "stop": "stop_sequences", "max_completion_tokens": "max_tokens", "reasoning_effort": "output_config.effort",

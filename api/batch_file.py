@@ -32,11 +32,11 @@ from gevent.pool import Group
 from tqdm import tqdm
 
 from api.bodies import RAW_FIELDS, parse_json
+from api.checks import ApiError, Face
 from api.faces import FACES
-from api.fields import ApiError, Face
+from api.generation import Caller, Events, as_api_error
 from api.options import ServerConfig
-from api.replies import Caller, as_api_error
-from api.routes import Api, Events
+from api.routes import Api
 from observe.logs import counted, warn_once
 from processes.child import LOOK
 from processes.client import EngineDeadError

@@ -23,12 +23,12 @@ from werkzeug.formparser import MultiPartParser
 
 from api import checks
 from api.batch_file import Answers, Batch, count_lines, run_to_end
-from api.checks import Asked
-from api.fields import ApiError, Face, Field, Name, read_fields, without_folders
+from api.checks import ApiError, CheckContext, Face, Field, read_fields, without_folders
+from api.fields import Name
 from api.files import BATCH, ENDED, FILE, new_object
+from api.generation import Caller, as_api_error
 from api.http import arriving, body_of, reply
 from api.openapi import Path
-from api.replies import Caller, as_api_error
 from api.response_store import PAGE_OF_ITEMS, page_of
 from api.routes import Api
 from observe.logs import logger
@@ -84,7 +84,7 @@ def upload_file(api: Api) -> dict[str, Any]:
 def create_batch(api: Api) -> dict[str, Any]:
     """Make a batch of a file, and run it in the background."""
     caller = g.caller = Caller(g.name, g.client)
-    fields = read_fields(NEW_BATCH, body_of(api), Asked(api.config, caller.ignored))
+    fields = read_fields(NEW_BATCH, body_of(api), CheckContext(api.config, caller.ignored))
     file = api.files.find(g.client, fields["input_file_id"], FILE)
     if file["purpose"] != "batch":
         raise ApiError(400, f"the purpose of this file is {file['purpose']}; it must be batch", "input_file_id")

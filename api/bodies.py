@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from api.fields import ApiError, too_long
+from api.checks import ApiError, too_long
 from api.options import ServerConfig
 
 JSON_PART = 2**16  # bytes of JSON between which others are served

@@ -9,22 +9,19 @@ from typing import Any, Literal
 
 from api import checks
 from api import fields as shared
-from api.choices import ChoiceRun
-from api.fields import ApiError, Face, Field
-from api.generation import generate
+from api.checks import ApiError, Face, Field
+from api.generation import Caller, Events, generate
 from api.logprobs import Token, chat_logprobs
-from api.prompts import Prompt
-from api.reading import CONTENT, REASONING, Answer, Block, Piece, Reading
-from api.replies import Caller
-from api.routes import Api, Events
+from api.prompts import Prompt, Reading
+from api.replies import CONTENT, REASONING, Answer, Block, ChoiceReply, NewText
+from api.routes import Api
 from outputs import Generation
 from text.messages import begun_reasoning, text_of
 
 
-class ChatRun(ChoiceRun):
-    """A run whose choices are messages."""
+class ChatReply(ChoiceReply):
+    """A reply whose choices are messages."""
 
-    prefix = "chatcmpl-"
     kind, chunk = "chat.completion", "chat.completion.chunk"
 
     def _choice(self, i: int, generation: Generation) -> dict[str, Any]:
@@ -91,7 +88,7 @@ def call_of(call: Block, arguments: str) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
 
 
-def delta_of(answer: Answer, piece: Piece) -> dict[str, Any]:
+def delta_of(answer: Answer, piece: NewText) -> dict[str, Any]:
     """The delta of a chat's stream for a new piece of an answer."""
     block = answer.blocks[piece.at]
     if block.kind == CONTENT:
@@ -118,7 +115,7 @@ def chat(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any] | E
     if budget is not None and api.parsers.reasoning_parser(fields):  # other models keep to any budget
         fields["thinking_token_budget"] = budget
     prompt, reading = conversation(api, fields, caller)
-    return generate(api, fields, caller, [prompt], ChatRun, None, reading)
+    return generate(api, fields, caller, [prompt], ChatReply, None, reading)
 
 
 def said(fields: dict[str, Any], names: Sequence[str]) -> Any:
@@ -169,10 +166,10 @@ def renamed(**names: str) -> Iterator[None]:
 THINKS = {"enabled": True, "disabled": False, "adaptive": None, True: True, False: False}
 
 
-def thinking(value: bool | dict[str, Any], asked: checks.Asked) -> dict[str, Any]:
+def thinking(value: bool | dict[str, Any], context: checks.CheckContext) -> dict[str, Any]:
     """Whether a model thinks, as DeepSeek and GLM ask for it."""
     given = {"type": value} if isinstance(value, bool) else value
-    found: dict[str, Any] = checks.settings(type=[*THINKS], budget_tokens=int)(given, asked)
+    found: dict[str, Any] = checks.settings(type=[*THINKS], budget_tokens=int)(given, context)
     return found | {"type": THINKS.get(found["type"])}
 
 
@@ -199,6 +196,6 @@ FIELDS = (
     *shared.CHOICES,
 )
 CHAT = Face(
-    "chat", ("/v1/chat/completions",), FIELDS, chat, needed=("messages",),
-    not_yet=shared.NOT_YET, elsewhere=shared.ELSEWHERE,
+    "chat", ("/v1/chat/completions",), FIELDS, chat, "chatcmpl-", needed=("messages",), tasks=("generate",),
+    not_yet=shared.NOT_YET, elsewhere=shared.ELSEWHERE, together=checks.check_generation,
 )  # fmt: skip

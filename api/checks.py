@@ -1,33 +1,89 @@
-"""Checks of what the type of a request's field cannot say.
+"""The checks of a request: a `Face` for each route that takes a body, and a `Field` for each of its fields.
 
-A check takes a value of the field's type, and the request as it was `Asked`, and returns the value to use. Its
-`ValueError` says what is allowed; `read_fields` adds the name and the value.
+The fields of a route become a msgspec struct, which validates its requests and is its schema in /openapi.json. What a
+type cannot say is left to a check of the field. A check takes a value of the field's type and a `CheckContext`, and
+returns the value to use. Its `ValueError` says what is allowed; `read_fields` adds the name and the value. A client's
+mistake is an `ApiError`. A name that no row has is a mistake, too.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
 import re
 import reprlib
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+from msgspec import Meta
 
 from api.options import ServerConfig
 from sampling_params import MAX_BAD_WORDS
 from text.messages import THOUGHT_FIELDS, TYPE_NAMES, call_name, chat_messages
 
+ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+ERROR_CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}  # where all errors of a status have the same
+PLACE = re.compile(r"`\$\.(\w+)")  # of what a struct refuses
+FOLDERS = re.compile(r"(?<![\w/])/(?:[\w.@+-]+/)+")  # of an absolute path
 MAX_TOOL_NAME = 256  # characters
 LIST_PART = 2**14  # items of a list between which others are served
 TEXT_PART = ("type", "text", "refusal", "thinking", "cache_control", "prompt_cache_breakpoint")  # the last two: caches
 MAX_IGNORED = 32  # names that a reply tells
 PLAIN_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
+# What cannot change the answer, whatever its value, which nobody looks at.
+HARMLESS = (
+    "user", "metadata", "store", "service_tier", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_options",
+    "prompt_cache_retention", "safety_identifier", "verbosity", "moderation",
+    # vLLM's, SGLang's, llama.cpp's and ollama's
+    "guided_decoding_backend", "session_id", "return_mm_kwargs", "stream_reasoning", "custom_labels", "cache_prompt",
+    "n_cache_reuse", "sse_ping_interval", "keep_alive",
+    # These belong to samplers that are off, as NOT_YET sees to.
+    "mirostat_tau", "mirostat_eta", "xtc_threshold", "dynatemp_exponent", "dry_base", "dry_allowed_length",
+    "dry_penalty_last_n", "dry_sequence_breakers",
+)  # fmt: skip
+
+
+class ApiError(Exception):
+    """A reply other than 200; the message names what arrived and what is allowed.
+
+    `param` is the field that is wrong, and `code` is OpenAI's word for the mistake, by which programs know it.
+    """
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None):
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code or ERROR_CODES.get(status)
+
+    def body(self) -> dict[str, Any]:
+        """The error as OpenAI spells it, its text bounded."""
+        kind = ERROR_TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        return {"error": {"message": str(self)[:1000], "type": kind, "param": self.param, "code": self.code}}
+
+
+def too_long(limit: int, message: str, param: str | None = None) -> ApiError:
+    """The refusal of what the context cannot hold.
+
+    LiteLLM and others know it by its first words, or by its code. LangChain sees no code, because OpenAI's SDK 3 shows
+    only the message, but like Anthropic's clients it knows a "prompt is too long".
+    """
+    words = f"this model's maximum context length is {limit} tokens; {message}"
+    return ApiError(400, words, param, "context_length_exceeded")
+
+
+def without_folders(message: str) -> str:
+    """The engine's message without the folders of paths, which clients need not know."""
+    return FOLDERS.sub("", message)
+
+
+# --- fields and faces -------------------------------------------------------------------------------------------------
 
 
 @dataclass
-class Asked:
+class CheckContext:
     """A request as its checks know it: the server's options, and what is accepted although it changes nothing."""
 
     config: ServerConfig
@@ -41,7 +97,7 @@ class Asked:
             self.ignored.append(name)
 
 
-Check = Callable[[Any, Asked], Any]
+Check = Callable[[Any, CheckContext], Any]
 
 
 class Refusal(ValueError):
@@ -52,20 +108,151 @@ class Refusal(ValueError):
         self.code = code
 
 
-def stop_strings(value: Any, asked: Asked) -> list[str]:
+class Field(NamedTuple):
+    """One field of a request."""
+
+    name: str
+    type: Any  # of its value, beside null, which is the same as leaving it out
+    default: Any = None  # its value when left out
+    check: Check | None = None  # of what the type cannot say
+    about: str = ""  # for the schema
+    ignored: bool = False  # it is accepted and changes nothing, which the reply tells
+
+
+@dataclass(frozen=True)
+class Face:
+    """A route that takes a body. Its path, its checks, its lines of a batch and its schema are made from this row.
+
+    `answer` takes the routes' `Api`, the checked fields and who asks, and returns a reply or its events.
+    """
+
+    name: str
+    paths: tuple[str, ...]  # the first is the one in the schema, the others are those of other servers
+    own: Sequence[Field]  # its fields, beside those of `HARMLESS`
+    answer: Callable[..., Any]
+    prefix: str = ""  # of a reply's id
+    needed: tuple[str, ...] = ()  # fields that must be there
+    tasks: tuple[str, ...] = ()  # the server must do one of these; () is any
+    together: Callable[[dict[str, Any]], None] = lambda fields: None  # checks fields against each other
+    not_yet: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)  # see `NOT_YET`
+    elsewhere: Mapping[str, str] = dataclasses.field(default_factory=dict)  # see `ELSEWHERE`
+    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)  # other names of its fields, which are read
+    ignored: tuple[str, ...] = ()  # what cannot change the answer, beside `HARMLESS`
+    error_body: Callable[[ApiError], dict[str, Any]] = ApiError.body  # what an error looks like
+
+    @cached_property
+    def fields(self) -> dict[str, Field]:
+        known = {field.name: field for field in self.own}
+        names = [name for name in (*HARMLESS, *self.ignored) if name not in known]
+        return known | {
+            name: Field(name, Any, about="Is accepted and changes nothing.", ignored=True) for name in names
+        }
+
+    @cached_property
+    def request(self) -> type[msgspec.Struct]:
+        """The struct of a request."""
+        rows = [(f.name, Annotated[f.type | None, Meta(description=f.about)], None) for f in self.fields.values()]
+        return msgspec.defstruct(f"{self.name.title()}Request", rows, forbid_unknown_fields=True)
+
+    def defaults(self) -> dict[str, Any]:
+        """The fields of a request that gives none."""
+        return {name: field.default for name, field in self.fields.items()}
+
+
+def read_fields(face: Face, body: dict[str, Any], context: CheckContext) -> dict[str, Any]:
+    """The checked value of each field of a face; null is the default. An `ApiError` says what is wrong or missing.
+
+    The names of those that are accepted and change nothing are added to `context.ignored`.
+    """
+    known, given = face.fields, {}
+    for name, value in body.items():
+        if value is None:
+            continue
+        name, alias = face.aliases.get(name, name), name
+        if name in given:
+            raise ApiError(400, f"{alias} is given beside another name of {name}; one is enough", alias)
+        if name in known:
+            given[name] = whole(value)
+            if known[name].ignored:
+                context.ignore(name)
+        elif name in face.elsewhere:
+            raise refusal(name, value, f"this server calls it {face.elsewhere[name]}", "unknown_parameter")
+        elif name in face.not_yet:
+            same = face.not_yet[name]
+            if not any(value == ok and isinstance(value, bool) == isinstance(ok, bool) for ok in same):
+                words = f"this server cannot do that yet; it takes {json.dumps([None, *same])[1:-1]}"
+                raise refusal(name, value, words, "unsupported_parameter")
+            context.ignore(name)
+        elif not context.config.allow_unknown_fields:
+            name = name[:64]  # it may be as long as the body
+            names = known.keys() | (face.not_yet.keys() - face.elsewhere.keys())
+            near = difflib.get_close_matches(name, names - {*HARMLESS}, 1)
+            hint = f"did you mean {near[0]}?" if near else "--allow-unknown-fields would ignore it"
+            raise ApiError(400, f"the field {name!r} is unknown; {hint}", name, "unknown_parameter")
+        else:
+            context.ignore(name)
+    for needed in face.needed:
+        if needed not in given:
+            raise ApiError(400, f"{needed} is missing", needed, "missing_required_parameter")
+    try:
+        request = msgspec.convert(given, face.request)
+    except msgspec.ValidationError as error:
+        found = PLACE.search(str(error))
+        assert found, error
+        field = known[found[1]]
+        must = f"it must be {in_words(msgspec.json.schema(field.type))}"
+        raise ApiError(400, f"{field.name} is {reprlib.repr(given[field.name])}: {must}", field.name) from None
+    values = face.defaults()
+    for name in given:
+        check, value, context.field = known[name].check, getattr(request, name), name
+        try:
+            values[name] = value if check is None else check(value, context)
+        except ValueError as error:
+            raise refusal(name, value, str(error), error.code if isinstance(error, Refusal) else None) from None
+    face.together(values)
+    return values
+
+
+def refusal(name: str, value: Any, words: str, code: str | None) -> ApiError:
+    """The error for a field's value; the words say what is allowed."""
+    return ApiError(400, f"{name} is {reprlib.repr(value)[:300]}: {words}", name, code)
+
+
+def in_words(schema: dict[str, Any]) -> str:
+    """What a JSON schema allows, for a person."""
+    kinds = {"boolean": "true or false", "string": "a string", "object": "an object", "null": "null"}
+    if "anyOf" in schema:
+        return " or ".join(map(in_words, schema["anyOf"]))
+    if "enum" in schema:
+        return "one of " + ", ".join(map(json.dumps, schema["enum"]))
+    kind = schema["type"]
+    if kind in ("integer", "number"):
+        what = "a whole number" if kind == "integer" else "a number"
+        return f"{what} from {schema['minimum']} to {schema['maximum']}" if "minimum" in schema else what
+    if kind == "array":
+        return f"a list whose items are each {in_words(schema['items'])}"
+    if "maxLength" in schema:
+        return f"a string of at most {schema['maxLength']} characters"
+    return kinds[kind]
+
+
+# --- checks that several faces have -----------------------------------------------------------------------------------
+
+
+def stop_strings(value: Any, context: CheckContext) -> list[str]:
     stops = [value] if isinstance(value, str) else value
-    if len(stops) > (most := asked.config.max_stop_strings):
+    if len(stops) > (most := context.config.max_stop_strings):
         raise ValueError(f"it must be a string or a list of at most {most} (max_stop_strings)")
-    longest = asked.config.max_stop_length
+    longest = context.config.max_stop_length
     if not all(0 < len(stop) <= longest for stop in stops):
         raise ValueError(f"each stop must be a string of 1 to {longest} characters (max_stop_length)")
     return stops
 
 
-def bad_words(value: Any, asked: Asked) -> list[str]:
+def bad_words(value: Any, context: CheckContext) -> list[str]:
     if len(value) > MAX_BAD_WORDS:  # before time goes into the tokens of them all
         raise ValueError(f"it must be a list of at most {MAX_BAD_WORDS} strings")
-    if any(len(word) > (longest := asked.config.max_stop_length) for word in value):
+    if any(len(word) > (longest := context.config.max_stop_length) for word in value):
         raise ValueError(f"each must be a string of at most {longest} characters (max_stop_length)")
     return value
 
@@ -78,7 +265,7 @@ def in_parts(items: list[Any], size: int = LIST_PART) -> Iterator[list[Any]]:
             time.sleep(0)
 
 
-def token_ids(value: Any, asked: Asked) -> list[int]:
+def token_ids(value: Any, context: CheckContext) -> list[int]:
     if not isinstance(value, list) or not all(
         set(map(type, part)) == {int} and min(part) >= 0 and max(part) < 2**31 for part in in_parts(value)
     ):
@@ -86,40 +273,40 @@ def token_ids(value: Any, asked: Asked) -> list[int]:
     return value
 
 
-def prompts(value: Any, asked: Asked) -> list[str | list[int]]:
+def prompts(value: Any, context: CheckContext) -> list[str | list[int]]:
     """The four forms of `prompt` (str, [str], [int], [[int]]) as a list of str or a list of [int]."""
     items = value if isinstance(value, list) and value and isinstance(value[0], str | list) else [value]
-    if len(items) > (most := asked.config.max_prompts):
+    if len(items) > (most := context.config.max_prompts):
         raise ValueError(f"it has {len(items)} prompts; at most {most} are allowed (max_prompts)")
     if not all(isinstance(item, str) for item in items):
         if not all(isinstance(item, list) and item for item in items):
             raise ValueError("it must be a string, a list of strings, a list of token ids or a list of such lists")
         for item in items:
-            token_ids(item, asked)
+            token_ids(item, context)
     return items
 
 
-def known_keys(value: dict[str, Any], known: Collection[str], asked: Asked, extended: bool = False) -> None:
+def known_keys(value: dict[str, Any], known: Collection[str], context: CheckContext, extended: bool = False) -> None:
     """Refuse an object with a key that is not `known`.
 
     One of a kind that is `extended` by the month may have others, which are ignored and named.
     """
     for key in [key for key in value if key not in known]:
-        if not (extended or asked.config.allow_unknown_fields):
+        if not (extended or context.config.allow_unknown_fields):
             raise Refusal(f"{reprlib.repr(key)} is unknown; known are {', '.join(known)}", "unknown_parameter")
         if value[key] is not None:
-            asked.ignore(key)
+            context.ignore(key)
 
 
-def messages(value: Any, asked: Asked) -> list[dict[str, Any]]:
+def messages(value: Any, context: CheckContext) -> list[dict[str, Any]]:
     found = chat_messages(value)  # a template may know any key of a message, but of a part only the text is left
     for message, shown in zip(value, found, strict=True):
         for part in message["content"] if isinstance(message.get("content"), list) else ():
             keys = part if isinstance(part, dict) else {}  # a plain string has none
-            known_keys(keys, TEXT_PART, asked, extended=keys.get("type") not in ("text", "refusal"))
+            known_keys(keys, TEXT_PART, context, extended=keys.get("type") not in ("text", "refusal"))
         for key in THOUGHT_FIELDS:
             if message.get(key) and isinstance(message[key], list) and not shown.get("reasoning_content"):
-                asked.ignore(key)
+                context.ignore(key)
     return found
 
 
@@ -134,8 +321,8 @@ def settings(*ignored: str, **known: Any) -> Check:
     Those that are `ignored` change nothing, whatever their value.
     """
 
-    def check(value: Any, asked: Asked) -> dict[str, Any]:
-        known_keys(value, tuple(known), asked)
+    def check(value: Any, context: CheckContext) -> dict[str, Any]:
+        known_keys(value, tuple(known), context)
         values = {name: whole(value.get(name)) for name in known}
         for name, allowed in known.items():
             if (given := values[name]) is None:
@@ -147,7 +334,7 @@ def settings(*ignored: str, **known: Any) -> Check:
                 words = " or ".join(map(json.dumps, allowed)) or "null"
                 raise Refusal(f"this server cannot do that yet; {name} must be {words}", "unsupported_parameter")
             if name in ignored:
-                asked.ignore(name)
+                context.ignore(name)
         return values
 
     return check
@@ -164,7 +351,7 @@ class ToolChoice(NamedTuple):
     single: bool = False
 
 
-def tools(value: list[dict[str, Any]], asked: Asked) -> list[dict[str, Any]]:
+def tools(value: list[dict[str, Any]], context: CheckContext) -> list[dict[str, Any]]:
     for i, tool in enumerate(value):
         function = tool.get("function")
         if (kind := tool.get("type", "function")) != "function":
@@ -186,7 +373,7 @@ def check_function(function: dict[str, Any], i: int) -> None:
         raise ValueError(f"tool {i} has strict {reprlib.repr(strict)}; it must be true or false")
 
 
-def tool_choice(value: Any, asked: Asked) -> ToolChoice:
+def tool_choice(value: Any, context: CheckContext) -> ToolChoice:
     if value in MODES:
         return ToolChoice(value)
     kind = value.get("type") if isinstance(value, dict) else None
@@ -209,27 +396,38 @@ def named_function(value: Any) -> str:
     return call_name(space, name) if isinstance(name, str) and isinstance(space, str | None) else ""
 
 
-def chat_template(value: Any, asked: Asked) -> str:
-    if not asked.config.trust_request_chat_template:
+def chat_template(value: Any, context: CheckContext) -> str:
+    if not context.config.trust_request_chat_template:
         message = "this server runs a template that a request brings only with --trust-request-chat-template"
         raise Refusal(message, "unsupported_parameter")
     return value
 
 
-def kept(value: Any, asked: Asked) -> int:
+def kept(value: Any, context: CheckContext) -> int:
     if value == 0:
         raise ValueError("it must be at least 1, or -1 for what the context holds")
     return value
 
 
-def budget(value: Any, asked: Asked) -> int | None:
+def budget(value: Any, context: CheckContext) -> int | None:
     return None if value == -1 else value
 
 
-def metadata(value: dict[str, str], asked: Asked) -> dict[str, str]:
+def metadata(value: dict[str, str], context: CheckContext) -> dict[str, str]:
     if len(value) > 16 or any(len(key) > 64 or len(text) > 512 for key, text in value.items()):
         raise ValueError("it may have 16 keys of at most 64 characters, with strings of at most 512")
     return value
 
 
 stream_options = settings(include_usage=bool, continuous_usage_stats=bool, include_obfuscation=[False])
+
+
+def check_generation(fields: dict[str, Any]) -> None:
+    """Refuse fields of completions and chats that do not go together."""
+    of_prompt = fields["prompt_logprobs"]
+    if fields["stream_options"] is not None and not fields["stream"]:
+        raise ApiError(400, "stream_options is only for stream: true", "stream_options")
+    if fields.get("top_logprobs") and not fields["logprobs"]:
+        raise ApiError(400, f"top_logprobs is {fields['top_logprobs']}; it needs logprobs: true", "top_logprobs")
+    if of_prompt is not None and fields["stream"]:
+        raise ApiError(400, f"prompt_logprobs is {of_prompt}; it is not for stream: true", "prompt_logprobs")

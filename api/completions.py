@@ -9,28 +9,26 @@ from typing import Any
 
 from api import checks
 from api import fields as shared
-from api.choices import ChoiceRun
-from api.fields import ApiError, Face, Field
-from api.generation import generate
+from api.checks import ApiError, Face, Field
+from api.generation import Caller, Events, generate
 from api.logprobs import EchoedPrompt, Token, completion_logprobs
-from api.replies import Caller
-from api.routes import Api, Events
+from api.replies import ChoiceReply
+from api.routes import Api
 from outputs import Generation
 from tokenizer import Tokenizer
 
 MAX_TOKENS = 16  # where neither the request nor the model says
 
 
-class CompletionRun(ChoiceRun):
-    """A run whose choices are texts, which may begin with their prompts."""
+class CompletionReply(ChoiceReply):
+    """A reply whose choices are texts, which may begin with their prompts."""
 
-    prefix = "cmpl-"
     kind = chunk = "text_completion"
 
-    def __init__(self, *run: Any):
-        super().__init__(*run)
+    def __init__(self, *call: Any):
+        super().__init__(*call)
         echoed = self.requests if self.fields["echo"] else ()
-        self.prompts = [EchoedPrompt(asked, self.tokenizer) for asked in echoed]
+        self.prompts = [EchoedPrompt(request, self.tokenizer) for request in echoed]
 
     def _choice(self, i: int, generation: Generation) -> dict[str, Any]:
         return self._part(i, generation.text, generation)
@@ -56,7 +54,7 @@ def complete(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any]
     special, left = fields["add_special_tokens"] is not False, api.prompts.least_output(fields, MAX_TOKENS)
     given = around_gap(fields, api.tokenizer) if fields["suffix"] else fields["prompt"]
     prompts = [api.prompts.encode(fields, prompt, special, caller.virtual + left) for prompt in given]
-    return generate(api, fields, caller, prompts, CompletionRun, MAX_TOKENS)
+    return generate(api, fields, caller, prompts, CompletionReply, MAX_TOKENS)
 
 
 def around_gap(fields: dict[str, Any], tokenizer: Tokenizer) -> list[str]:
@@ -85,6 +83,6 @@ FIELDS = (
     *shared.CHOICES,
 )
 COMPLETIONS = Face(
-    "completions", ("/v1/completions",), FIELDS, complete, needed=("prompt",),
-    not_yet=shared.NOT_YET, elsewhere=shared.ELSEWHERE,
+    "completions", ("/v1/completions",), FIELDS, complete, "cmpl-", needed=("prompt",), tasks=("generate",),
+    not_yet=shared.NOT_YET, elsewhere=shared.ELSEWHERE, together=checks.check_generation,
 )  # fmt: skip

@@ -20,7 +20,7 @@ from typing import Any
 from flask import Response, request, send_file
 
 from api.adapters import LOOK, MOST_NAME, Module
-from api.fields import ApiError, without_folders
+from api.checks import ApiError, without_folders
 from api.http import allowed_origin, body_of, reply
 from api.openapi import Path
 from api.routes import Api

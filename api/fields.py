@@ -1,84 +1,23 @@
-"""What an HTTP request may hold: a `Field` for each of its fields, and a `Face` for each route that takes a body.
+"""The fields that several routes have: a `Field` for each, with its type and its check.
 
-The fields of a route become a msgspec struct, which validates its requests and is its schema in /openapi.json. What a
-type cannot say is left to a check of the field's own. A client's mistake is an `ApiError`, which names what arrived and
-what is allowed. `NOT_YET` lists what Manta cannot do yet and refuses; to switch a feature on, make a field of its
-entry. `ELSEWHERE` lists what other servers call by another name, and `HARMLESS` what cannot change an answer. Any other
-name is a mistake.
-
-Here is what several routes have. What one of them has alone is in the file of its face, like `api/chat.py`.
+What one route has alone is in the file of its face, like `api/chat.py`. `NOT_YET` lists what Manta cannot do yet and
+refuses; to switch a feature on, make a field of its entry. `ELSEWHERE` lists what other servers call by another name.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import json
 import re
-import reprlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, get_type_hints
 
-import msgspec
 from msgspec import Meta
 
 from api import checks
-from api.checks import Asked, Check, Refusal
+from api.checks import Field
 from api.structure import FORMS
 from sampling_params import MAX_BIAS, RANGES, SamplingParams
 from text.messages import template_variables
-
-ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-ERROR_CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}  # where all errors of a status have the same
-PLACE = re.compile(r"`\$\.(\w+)")  # of what a struct refuses
-FOLDERS = re.compile(r"(?<![\w/])/(?:[\w.@+-]+/)+")  # of an absolute path
-
-
-class ApiError(Exception):
-    """A reply other than 200; the message names what arrived and what is allowed.
-
-    `param` is the field that is wrong, and `code` is OpenAI's word for the mistake, by which programs know it.
-    """
-
-    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None):
-        super().__init__(message)
-        self.status, self.param, self.code = status, param, code or ERROR_CODES.get(status)
-
-    def body(self) -> dict[str, Any]:
-        """The error as OpenAI spells it, its text bounded."""
-        kind = ERROR_TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
-        return {"error": {"message": str(self)[:1000], "type": kind, "param": self.param, "code": self.code}}
-
-
-def too_long(limit: int, message: str, param: str | None = None) -> ApiError:
-    """The refusal of what the context cannot hold.
-
-    LiteLLM and others know it by its first words, or by its code. LangChain sees no code, because OpenAI's SDK 3 shows
-    only the message, but like Anthropic's clients it knows a "prompt is too long".
-    """
-    words = f"this model's maximum context length is {limit} tokens; {message}"
-    return ApiError(400, words, param, "context_length_exceeded")
-
-
-def without_folders(message: str) -> str:
-    """The engine's message without the folders of paths, which clients need not know."""
-    return FOLDERS.sub("", message)
-
-
-# --- fields -----------------------------------------------------------------------------------------------------------
-
-
-class Field(NamedTuple):
-    """One field of a request."""
-
-    name: str
-    type: Any  # of its value, beside null, which is the same as leaving it out
-    default: Any = None  # its value when left out
-    check: Check | None = None  # of what the type cannot say
-    about: str = ""  # for the schema
-    ignored: bool = False  # it is accepted and changes nothing, which the reply tells
 
 
 def shown(**schema: Any) -> Any:
@@ -166,7 +105,7 @@ CONVERSATION = conversation({"type": "string"}, content_of(checks.TEXT_PART), ot
 TOOL_CHOICE = shown(anyOf=[{"enum": checks.MODES}, {"type": "object"}])
 MODEL = Field("model", Name, about="One of the names that /v1/models lists.")
 SPECIAL_TOKENS = Field("add_special_tokens", bool)
-TEMPLATE_VARIABLES = Field("chat_template_kwargs", dict[str, Any], {}, lambda value, asked: template_variables(value))
+TEMPLATE_VARIABLES = Field("chat_template_kwargs", dict[str, Any], {}, lambda value, context: template_variables(value))
 TALK = (  # what the chat template gets
     Field("add_generation_prompt", bool),
     Field("continue_final_message", bool, False),
@@ -239,130 +178,3 @@ ELSEWHERE = {
     "num_beams": "beam_width", "extra_key": "cache_salt", "enable_thinking": "chat_template_kwargs.enable_thinking",
     "lora_path": "model", "request_id": "the header X-Request-Id", "rid": "the header X-Request-Id",
 }  # fmt: skip
-# What cannot change the answer, whatever its value, which nobody looks at.
-HARMLESS = (
-    "user", "metadata", "store", "service_tier", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_options",
-    "prompt_cache_retention", "safety_identifier", "verbosity", "moderation",
-    # vLLM's, SGLang's, llama.cpp's and ollama's
-    "guided_decoding_backend", "session_id", "return_mm_kwargs", "stream_reasoning", "custom_labels", "cache_prompt",
-    "n_cache_reuse", "sse_ping_interval", "keep_alive",
-    # These belong to samplers that are off, as NOT_YET sees to.
-    "mirostat_tau", "mirostat_eta", "xtc_threshold", "dynatemp_exponent", "dry_base", "dry_allowed_length",
-    "dry_penalty_last_n", "dry_sequence_breakers",
-)  # fmt: skip
-
-
-# --- faces ------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Face:
-    """A route that takes a body. Its path, its checks, its lines of a batch and its schema are made from this row.
-
-    `answer` takes the routes' `Api`, the checked fields and who asks, and returns a reply or its events.
-    """
-
-    name: str
-    paths: tuple[str, ...]  # the first is the one in the schema, the others are those of other servers
-    own: Sequence[Field]  # its fields, beside those of `HARMLESS`
-    answer: Callable[..., Any]
-    needed: tuple[str, ...] = ()  # fields that must be there
-    not_yet: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)  # see `NOT_YET`
-    elsewhere: Mapping[str, str] = dataclasses.field(default_factory=dict)  # see `ELSEWHERE`
-    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)  # other names of its fields, which are read
-    ignored: tuple[str, ...] = ()  # what cannot change the answer, beside `HARMLESS`
-    error_body: Callable[[ApiError], dict[str, Any]] = ApiError.body  # what an error looks like
-
-    @cached_property
-    def fields(self) -> dict[str, Field]:
-        known = {field.name: field for field in self.own}
-        names = [name for name in (*HARMLESS, *self.ignored) if name not in known]
-        return known | {
-            name: Field(name, Any, about="Is accepted and changes nothing.", ignored=True) for name in names
-        }
-
-    @cached_property
-    def request(self) -> type[msgspec.Struct]:
-        """The struct of a request."""
-        rows = [(f.name, Annotated[f.type | None, Meta(description=f.about)], None) for f in self.fields.values()]
-        return msgspec.defstruct(f"{self.name.title()}Request", rows, forbid_unknown_fields=True)
-
-    def defaults(self) -> dict[str, Any]:
-        """The fields of a request that gives none."""
-        return {name: field.default for name, field in self.fields.items()}
-
-
-def read_fields(face: Face, body: dict[str, Any], asked: Asked) -> dict[str, Any]:
-    """The checked value of each field of a face; null is the default. An `ApiError` says what is wrong or missing.
-
-    The names of those that are accepted and change nothing are added to `asked.ignored`.
-    """
-    known, given = face.fields, {}
-    for name, value in body.items():
-        if value is None:
-            continue
-        name, alias = face.aliases.get(name, name), name
-        if name in given:
-            raise ApiError(400, f"{alias} is given beside another name of {name}; one is enough", alias)
-        if name in known:
-            given[name] = checks.whole(value)
-            if known[name].ignored:
-                asked.ignore(name)
-        elif name in face.elsewhere:
-            raise refusal(name, value, f"this server calls it {face.elsewhere[name]}", "unknown_parameter")
-        elif name in face.not_yet:
-            same = face.not_yet[name]
-            if not any(value == ok and isinstance(value, bool) == isinstance(ok, bool) for ok in same):
-                words = f"this server cannot do that yet; it takes {json.dumps([None, *same])[1:-1]}"
-                raise refusal(name, value, words, "unsupported_parameter")
-            asked.ignore(name)
-        elif not asked.config.allow_unknown_fields:
-            name = name[:64]  # it may be as long as the body
-            names = known.keys() | (face.not_yet.keys() - face.elsewhere.keys())
-            near = difflib.get_close_matches(name, names - {*HARMLESS}, 1)
-            hint = f"did you mean {near[0]}?" if near else "--allow-unknown-fields would ignore it"
-            raise ApiError(400, f"the field {name!r} is unknown; {hint}", name, "unknown_parameter")
-        else:
-            asked.ignore(name)
-    for needed in face.needed:
-        if needed not in given:
-            raise ApiError(400, f"{needed} is missing", needed, "missing_required_parameter")
-    try:
-        request = msgspec.convert(given, face.request)
-    except msgspec.ValidationError as error:
-        found = PLACE.search(str(error))
-        assert found, error
-        field = known[found[1]]
-        must = f"it must be {in_words(msgspec.json.schema(field.type))}"
-        raise ApiError(400, f"{field.name} is {reprlib.repr(given[field.name])}: {must}", field.name) from None
-    values = face.defaults()
-    for name in given:
-        check, value, asked.field = known[name].check, getattr(request, name), name
-        try:
-            values[name] = value if check is None else check(value, asked)
-        except ValueError as error:
-            raise refusal(name, value, str(error), error.code if isinstance(error, Refusal) else None) from None
-    return values
-
-
-def refusal(name: str, value: Any, words: str, code: str | None) -> ApiError:
-    """The error for a field's value; the words say what is allowed."""
-    return ApiError(400, f"{name} is {reprlib.repr(value)[:300]}: {words}", name, code)
-
-
-def in_words(schema: dict[str, Any]) -> str:
-    """What a JSON schema allows, for a person."""
-    kinds = {"boolean": "true or false", "string": "a string", "object": "an object", "null": "null"}
-    if "anyOf" in schema:
-        return " or ".join(map(in_words, schema["anyOf"]))
-    if "enum" in schema:
-        return "one of " + ", ".join(map(json.dumps, schema["enum"]))
-    kind = schema["type"]
-    if kind in ("integer", "number"):
-        what = "a whole number" if kind == "integer" else "a number"
-        return f"{what} from {schema['minimum']} to {schema['maximum']}" if "minimum" in schema else what
-    if kind == "array":
-        return f"a list whose items are each {in_words(schema['items'])}"
-    if "maxLength" in schema:
-        return f"a string of at most {schema['maxLength']} characters"
-    return kinds[kind]

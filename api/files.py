@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from api.fields import ApiError
+from api.checks import ApiError
 from api.options import ServerConfig
 from processes.child import Board, Shares
 

@@ -1,51 +1,303 @@
-"""From prompts to answers: sampling parameters, which are checked against the server's caps, and the run."""
+"""From prompts to answers: sampling parameters within the server's caps, and the call of the engine."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any
+import queue
+import re
+import socket
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
+from urllib.parse import quote
 
-from api.fields import PARAMS, ApiError, too_long
+import gevent
+
+from api.checks import ApiError, too_long, without_folders
+from api.fields import PARAMS
 from api.options import ServerConfig
-from api.prompts import Prompt
-from api.reading import Reading
-from api.replies import Caller, Run
-from api.routes import Api, Events
-from api.structure import structure_of
-from sampling_params import SamplingParams
+from api.prompts import Prompt, Reading, structure_of
+from observe.logs import logger
+from outputs import Abort, Choices, Vector
+from plan import EngineCoreRequest, EngineOutput
+from processes.client import EngineDeadError, MPClient, Stream
+from processes.routing import DPClient
+from sampling_params import LoRARequest, SamplingParams
+
+if TYPE_CHECKING:
+    from api.routes import Api
+
+EngineClient = MPClient | DPClient
+News = Generator[tuple[int, int, str], None, None]  # which request has news, which of its answers, and the new text
+LEFT = "the client left"  # an error of a request, for the log
+QUOTED = re.compile(r"(['\"]).*\1", re.DOTALL)
+FIRST_PROBE = 0.005  # seconds until it is seen whether a client still reads; then four times as long, and so on
+Asks = TypeVar("Asks", bound=Choices | Vector)
+
+
+class Events(NamedTuple):
+    """A reply that comes in parts, and what must be called once it has ended."""
+
+    events: Iterator[bytes]
+    close: Callable[[], None]
+
+
+class Remote(NamedTuple):
+    """The HTTP client at the other end of a connection; for `probe` see `NamelessResponse.probe`."""
+
+    sock: socket.socket
+    probe: Callable[[], bool]
+
+
+@dataclass(slots=True)
+class Caller:
+    """Who asks, and how to tell whether somebody still waits for the answer."""
+
+    name: str  # of the request, unique; the reply's id ends in it
+    client: str  # whose request it is, for fairness, cached prefixes and `explain`
+    remote: Remote | None = None
+    release: Callable[[], None] = lambda: None  # is called when nothing refers to the request's body any more
+    id: str = ""  # of the reply
+    call: EngineCall[Any] | None = None  # of the engine, once there is one
+    ignored: list[str] = field(default_factory=list)  # names of what was accepted and changes nothing
+    lora: LoRARequest | None = None  # the adapter that it has named as its model
+    virtual: int = 0  # tokens that this puts before each prompt
+
+
+class ClientGone(Exception):
+    """Nobody is there to read the reply."""
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """The reply to an exception; an unforeseen one goes to the log."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, EngineDeadError | TimeoutError):
+        return ApiError(503, without_folders(str(error)))
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return ApiError(507, "the disk is full")
+    logger.error("a request failed", exc_info=error)
+    return ApiError(500, "internal error; the server's log has the details")
+
+
+def unquoted(error: str) -> str:
+    """An error for the log, without what it quotes, which may be text of the request."""
+    return QUOTED.sub("'...'", error)
+
+
+class EngineCall(Generic[Asks]):
+    """What an API request of this caller asks of the engine: a request for each prompt."""
+
+    def __init__(self, caller: Caller, fields: dict[str, Any], requests: Sequence[Asks]):
+        self.id, self.fields, self.requests = caller.id, fields, requests
+        self.owner, self.remote = caller.client, caller.remote  # but not the caller, which refers to its call
+        self.lora, self.virtual = caller.lora, caller.virtual
+
+    def run(self, client: EngineClient, timeout: float) -> News:
+        """Run the requests, and yield their news (it may be no text) until all are done.
+
+        Whatever still runs when this ends is aborted. All of it may take `timeout` seconds.
+
+        Raises:
+            ApiError: the engine refused or failed, or the time is up.
+            ClientGone: the connection to the caller is closed.
+            EngineDeadError: the engine process is gone.
+        """
+        live, stream, deadline = {}, Stream(), time.monotonic() + timeout
+        watcher = gevent.spawn(watch, self.remote, stream) if self.remote else None
+        salt, priority = self.fields.get("cache_salt", ""), self.fields["priority"]
+        try:
+            for i, request in enumerate(self.requests):
+                name, ids = request.request_id, request.prompt_token_ids
+                params, pooling = request.params, request.pooling
+                sent = EngineCoreRequest(name, ids, params, salt, priority, self.owner, pooling, self.lora)
+                client.add_request(sent, stream)
+                live[name] = i
+            while live:
+                try:
+                    output = client.get_output(stream, max(0, deadline - time.monotonic()))
+                except queue.Empty:
+                    raise ApiError(400, f"the request took more than {timeout} s (request_timeout)") from None
+                if output.request_id not in live:  # ended by stop strings, which the engine knows nothing of
+                    continue
+                i = live[output.request_id]
+                request = self.requests[i]
+                if output.finish_reason == "error":
+                    status = 500 if output.lasting else 503 if output.engine_fault else 400
+                    raise ApiError(status, without_folders(output.error or "the engine failed"))
+                new = request.push(output, client.abort)
+                if request.finished:
+                    del live[output.request_id]
+                if new is not None:
+                    yield i, output.index, new
+        except BaseException as error:
+            gone = isinstance(error, ClientGone | GeneratorExit)  # the latter where a write to the client has failed
+            for i in live.values():
+                self.requests[i].fail(LEFT if gone else str(error))
+            raise
+        finally:
+            for request_id in live:
+                client.abort(request_id)
+            if watcher:
+                watcher.kill()  # before anybody else reads from the connection
+
+    def without_engine(self, abort: Abort) -> News:
+        """End all answers without a token."""
+        for i, request in enumerate(self.requests):
+            for index in range(len(request.drawn)):
+                last = index == len(request.drawn) - 1
+                ended = EngineOutput(request.request_id, [], "length", index=index, finished=last)
+                request.push(ended, abort)
+                yield i, index, ""
+
+    def facts(self, begun: float) -> dict[str, Any]:
+        """What a log says of it: counts, and seconds since `begun`, which is by `time.monotonic()`; but no text."""
+        metrics = [request.metrics for request in self.requests]
+        firsts = [at for each in metrics if (at := each.first_token_time) is not None]
+        queued = [seconds for each in metrics if (seconds := each.time_in_queue) is not None]
+        return {
+            "id": self.id, "model": self.fields["model"], "stream": bool(self.fields.get("stream")),
+            "n": self.requests[0].params.n, **self.counts(),
+            "queue_seconds": round(max(queued), 4) if queued else None,
+            "first_token_seconds": round(min(firsts) - begun, 4) if firsts else None,
+        }  # fmt: skip
+
+    def counts(self) -> dict[str, int]:
+        """The tokens of its prompts, how many of these were cached, and the tokens of its answers."""
+        return {
+            "prompt_tokens": sum(self.virtual + len(request.prompt_token_ids) for request in self.requests),
+            "cached_tokens": sum(request.metrics.num_cached_tokens for request in self.requests),
+            "output_tokens": sum(request.num_generated for request in self.requests),
+        }
+
+    @property
+    def error(self) -> str:
+        """Why it was given up; empty if it was not."""
+        return next((unquoted(request.error) for request in self.requests if request.error), "")
+
+    @property
+    def endings(self) -> list[str]:
+        """How its answers have ended, each way once: length, stop, stop string or stop token."""
+        kinds = {str: " string", int: " token", type(None): ""}
+        ended = [generation for request in self.requests for generation in request.drawn if generation.finish_reason]
+        return [*dict.fromkeys(f"{each.finish_reason}{kinds[type(each.stop_reason)]}" for each in ended)]
+
+
+def watch(remote: Remote, stream: Stream) -> None:
+    """Tell `stream` when the client hangs up. This runs in a greenlet of its own.
+
+    A client that has ended what it sends may still read. Only a write can tell: where nobody reads, the next one fails.
+    """
+    pause = FIRST_PROBE
+    with contextlib.suppress(OSError):
+        if remote.sock.recv(1, socket.MSG_PEEK):  # bytes of its next request: only a write of the reply tells then
+            return
+        while remote.probe():
+            gevent.sleep(pause)
+            pause *= 4
+        return  # nothing is left to probe with, so the reply is written for whoever may read it
+    stream.put(ClientGone())
+
+
+def log_request(
+    name: str, client: str, target: str, status: int, begun: float, caller: Caller | None, error: str, level: int
+) -> None:
+    """Log that a request has ended, and how, without its text.
+
+    `target` is its method and path, empty where it is no HTTP, and `begun` is when it came, in seconds of
+    `time.monotonic()`. `error` is the reply's message if it is an error.
+    """
+    if not logger.isEnabledFor(level):
+        return
+    call, ignored = (caller.call, caller.ignored) if caller else (None, [])
+    seconds, counts = round(time.monotonic() - begun, 4), call.facts(begun) if call else {}
+    ended = unquoted(error)
+    if call and not error:
+        ended = call.error or ", ".join(call.endings)
+    method, _, path = target.partition(" ")
+    path = quote(path)[:256]
+    facts = {"request_id": name, "client": client, "method": method, "path": path, "status": status, "ended": ended}
+    facts |= {"ignored": ignored} if ignored else {}
+    id = counts.get("id", name)
+    id += "" if name in id else f" ({name})"  # the client's own, where it has sent one
+    line = f"{method} {path} {status} in {seconds:.3f} s, {id}".lstrip()
+    if ended:
+        line += f": {ended}"
+    if counts:
+        prompt, cached, output = counts["prompt_tokens"], counts["cached_tokens"], counts["output_tokens"]
+        line += f"; tokens: {prompt} prompt ({cached} cached), {output} output"
+        if counts["queue_seconds"] is not None:
+            line += f", {counts['queue_seconds']:.3f} s in the queue"
+        if counts["first_token_seconds"] is not None:
+            line += f", {counts['first_token_seconds']:.3f} s to the first token"
+    if ignored:
+        line += f"; ignored: {', '.join(ignored)}"
+    logger.log(level, line, extra={"facts": facts | counts | {"seconds": seconds}})
+
+
+# --- making texts -----------------------------------------------------------------------------------------------------
+
+
+class ReplyShape(Protocol):
+    """Makes the reply of the answers as they come."""
+
+    def whole(self) -> dict[str, Any]:
+        """The reply in one piece, once all answers have ended."""
+
+    def events(self, news: Iterator[tuple[int, int, str]]) -> Iterator[bytes]:
+        """The server-sent events of a stream. Once it has begun, an error can only be an event."""
+
+
+@contextlib.contextmanager
+def admitted(api: Api, answers: int, caller: Caller) -> Iterator[None]:
+    """A context in which so many answers are in flight, if there may be as many; the body is no longer needed."""
+    if not api.answers.has_room(caller.client, answers):
+        message = f"{api.board.in_flight} answers are in flight and {answers} would come"
+        raise ApiError(429, f"{message}; at most {api.answers.limit} (max_queue)")
+    caller.release()
+    api.answers.take(caller.client, answers)
+    try:
+        yield
+    finally:
+        api.answers.take(caller.client, -answers)
 
 
 def generate(
-    api: Api, fields: dict[str, Any], caller: Caller, prompts: Sequence[Prompt], shape: Callable[..., Run],
+    api: Api, fields: dict[str, Any], caller: Caller, prompts: Sequence[Prompt], shape: Callable[..., ReplyShape],
     default_max_tokens: int | None = None, reading: Reading | None = None, clamp: bool = False, waits: bool = True,
 ) -> dict[str, Any] | Events:  # fmt: skip
-    """Answer prompts, with a reply of this shape, which makes a `Run`.
+    """Answer prompts, with a reply of this shape.
 
     The fields have the names of a chat's or of a completion's. Where neither the request nor the model says how many
     tokens of output there may be, `default_max_tokens` does, or else the context; with `clamp` that bounds what the
     request says, too. Whoever `waits` for a stream learns what the engine refuses before it begins.
     """
-    if fields["stream_options"] is not None and not fields["stream"]:
-        raise ApiError(400, "stream_options is only for stream: true", "stream_options")
-    api.need_task("generate")
-    api.check_priority(fields)
     lengths = [caller.virtual + len(ids) for _, ids in prompts]
     params = params_of(api, fields, lengths, default_max_tokens, reading, clamp, caller.virtual)
     if api.config.api_key and not api.config.share_prefix_cache:
         fields["cache_salt"] = api.board.tag("salt", caller.client, fields["cache_salt"])
     with contextlib.ExitStack() as stack:
-        stack.enter_context(api.admitted(len(prompts) * params[0].num_sequences, caller))
-        run = caller.job = shape(caller, fields, prompts, params, api.tokenizer, reading)
-        news = run.news(api.client, api.config.request_timeout)
+        stack.enter_context(admitted(api, len(prompts) * params[0].num_sequences, caller))
+        requests = [
+            Choices(f"{caller.id}-{i}", text, ids, params[i], api.tokenizer) for i, (text, ids) in enumerate(prompts)
+        ]
+        call = caller.call = EngineCall(caller, fields, requests)
+        reply = shape(call, api.tokenizer, reading)
+        scores = params[0].logprobs is not None or fields["prompt_logprobs"] is not None
+        if params[0].max_tokens == 0 and not scores:  # no tokens: this asks nothing of the engine
+            news = call.without_engine(api.client.abort)
+        else:
+            news = call.run(api.client, api.config.request_timeout)
         stack.callback(news.close)
         first = [next(news)] if waits else []  # what the engine refuses is a 400 in a stream, too
         if not fields["stream"]:
             for _ in news:
                 pass
-            return run.whole()
-        return Events(run.events(itertools.chain(first, news)), stack.pop_all().close)
+            return reply.whole()
+        return Events(reply.events(itertools.chain(first, news)), stack.pop_all().close)
 
 
 def params_of(
@@ -111,11 +363,7 @@ def scores_of(api: Api, fields: dict[str, Any], lengths: list[int]) -> dict[str,
             raise ApiError(400, f"{name} is {count}; it must be from 0 to {cap} (max_logprobs)", name)
     top, of_prompt = fields["logprobs"], fields["prompt_logprobs"]
     if "top_logprobs" in fields:  # as in a chat
-        if fields["top_logprobs"] and not top:
-            raise ApiError(400, f"top_logprobs is {fields['top_logprobs']}; it needs logprobs: true", "top_logprobs")
         top = fields["top_logprobs"] or 0 if top else None
-    if of_prompt is not None and fields["stream"]:
-        raise ApiError(400, f"prompt_logprobs is {of_prompt}; it is not for stream: true", "prompt_logprobs")
     echoed = top if echoes(fields) else None
     wanted = [count for count in (of_prompt, echoed) if count is not None]
     told = sum((1 + count) * sum(lengths) * (fields["n"] or 1) for count in wanted)

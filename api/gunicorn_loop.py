@@ -33,10 +33,9 @@ from gunicorn.http.message import Request
 from gunicorn.http.parser import RequestParser
 from gunicorn.workers import ggevent
 
-from api.faces import error_body_of
-from api.http import MOST_FIELD, MOST_FIELDS, MOST_HEAD, NO_ROUTE, api_error
+from api.generation import log_request
+from api.http import MOST_FIELD, MOST_FIELDS, MOST_HEAD, NO_ROUTE, api_error, error_body_of
 from api.options import ServerConfig
-from api.replies import log_request
 from executor import end_with_parent, name_process
 from observe.logs import Repeated, console, counted, logger
 from processes.client import EngineDeadError

@@ -21,10 +21,12 @@ from gunicorn.http import errors
 from werkzeug.exceptions import HTTPException, RequestEntityTooLarge
 
 from api.bodies import parse_json
-from api.fields import ApiError
+from api.checks import ApiError
+from api.faces import FACES
+from api.generation import ClientGone, Events, as_api_error
 from api.options import ServerConfig
-from api.replies import ClientGone, as_api_error, json_of
-from api.routes import Api, Events
+from api.replies import json_of
+from api.routes import Api
 from observe.logs import logger
 from processes.child import Shares
 
@@ -147,6 +149,13 @@ def api_error(error: Exception) -> ApiError:
         status = error.code or 500
         return ApiError(status, known.get(status) or error.description or error.name)
     return as_api_error(error)
+
+
+def error_body_of(path: str) -> Callable[[ApiError], dict[str, Any]]:
+    """How the API that this path is part of writes an error; so far only Anthropic's differs from OpenAI's."""
+    return next(
+        (face.error_body for face in FACES if any(f"{own}/" in f"{path}/" for own in face.paths)), ApiError.body
+    )
 
 
 class Refusals:

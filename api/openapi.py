@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import msgspec
 from flask import Response
 
+from api.checks import ApiError
 from api.faces import FACES
-from api.fields import ApiError
 from config import VERSION
 
 STATUSES = {

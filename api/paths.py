@@ -6,10 +6,11 @@ from flask import Response, g, request
 
 from api.batches import BATCH_PATHS
 from api.control import CONTROL_PATHS, guarded, scale, scaling, server_info
+from api.generation import Events
 from api.http import PAGE, page, reply, stream
 from api.openapi import Path, openapi
 from api.response_store import PAGE_OF_ITEMS
-from api.routes import Api, Events
+from api.routes import Api
 from api.tokenize import tokenizer_info
 from config import VERSION
 

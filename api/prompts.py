@@ -1,13 +1,36 @@
-"""Prompts of requests: texts and conversations become tokens, cut where that is asked for."""
+"""Prompts of requests, and how the answers to them are read.
+
+Texts and conversations become tokens, which are cut where the request says so. The parsers of calls and of hidden
+reasoning are those that the options name, or the chat template tells which they are.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import json
+import reprlib
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from gevent.threadpool import ThreadPool
 
-from api.checks import in_parts
-from api.fields import ApiError, too_long
+from api.checks import ApiError, ToolChoice, in_parts, too_long
+from api.options import ServerConfig
+from api.structure import FORMS
+from sampling_params import StructuredOutputsParams
+from text.schemas import json_parts
+from text.tools import (
+    REASONING_PARSERS,
+    TOOL_PARSERS,
+    Reader,
+    call_grammar,
+    new_reader,
+    reasoning_parser_of,
+    tool_parser_of,
+)
 from tokenizer import LONG_TEXT, Tokenizer
 
 CUT_MARGIN = 64  # tokens of a text beyond the ones that are kept, so that the place of the cut changes none of them
@@ -15,6 +38,11 @@ TEXT_THREADS = 2  # of each API process, that turn long texts into tokens
 
 Source = str | list[int] | tuple[str, str]  # a text, token ids, or a pair of texts
 Prompt = tuple[str | None, list[int]]  # its text, if that is all of it, and its tokens
+PLAIN = "json"  # the parser of calls that only a grammar brings about, because the chat template asks for none
+SHORT_ID = 9  # characters of a call's id, which templates of this parser demand:
+SHORT_IDS = "mistral"
+HARMONY = "openai"  # the parser of answers whose grammar begins before the reasoning
+Ids = tuple[int, ...]
 
 
 class Prompts:
@@ -93,3 +121,178 @@ class Prompts:
         asked = fields["max_tokens"] if fields["max_completion_tokens"] is None else fields["max_completion_tokens"]
         defaults = self.facts["default_sampling"]
         return max(1, asked if asked is not None else min(default or 1, defaults.get("max_tokens", default or 1)))
+
+
+# --- how answers are read ---------------------------------------------------------------------------------------------
+
+
+def check_parsers(config: ServerConfig) -> None:
+    """Check that the parsers of the options are there; a ValueError names one that is not, and the ones that are."""
+    for option, table in (("tool_call_parser", TOOL_PARSERS), ("reasoning_parser", REASONING_PARSERS)):
+        if (name := getattr(config, option)) not in ("auto", "none", *table):
+            raise ValueError(f"{option} is {name!r}; it must be auto, none, {', '.join(sorted(table))}")
+
+
+def chosen(name: str, found: Callable[[str], str | None], chat_template: str) -> str | None:
+    """The parser that an option of this value means; `found` finds that of `auto`."""
+    return found(chat_template) if name == "auto" else None if name == "none" else name
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How the answers to one request are read."""
+
+    tool_parser: str | None  # of `TOOL_PARSERS`; None leaves calls in the content
+    reasoning_parser: str | None  # of `REASONING_PARSERS`; None leaves reasoning in the content
+    kept_parser: str | None  # the parser of reasoning that is left there with its marks
+    tools: Sequence[dict[str, Any]]  # that may be called, in OpenAI's shape
+    prompt: str  # as rendered
+    special_tokens: frozenset[str]  # texts that are no content
+    shows_reasoning: bool  # whether the client gets it
+    reasoning_start_ids: Ids  # see `Parsers._reasoning_ids`
+    reasoning_ends: tuple[Ids, ...]
+    params: Mapping[str, Any]  # arguments of `SamplingParams`
+
+    def reader(self, **more: Any) -> Reader:
+        """A reader of one answer; for `more` see `new_reader`."""
+        parser, is_kept = self.reasoning_parser or self.kept_parser, self.kept_parser is not None
+        return new_reader(self.tool_parser, parser, self.tools, self.prompt, self.special_tokens, is_kept, **more)
+
+    def call_id(self) -> str:
+        """An id for a call to which the model has given none."""
+        name = uuid.uuid4().hex
+        return name[:SHORT_ID] if self.tool_parser == SHORT_IDS else "call_" + name[:24]
+
+
+class Parsers:
+    """The parsers of a model: the options name them, or its chat template tells which they are."""
+
+    def __init__(self, config: ServerConfig, tokenizer: Tokenizer):
+        self.config, self.tokenizer = config, tokenizer
+        self.special_tokens = frozenset(map(tokenizer.token, tokenizer.special_ids))
+        self.tool_parser_of = functools.lru_cache(tool_parser_of)
+        self.reasoning_parser_of = functools.lru_cache(reasoning_parser_of)
+        self.ids_of = functools.cache(lambda text: tuple(tokenizer.encode(text, add_special_tokens=False)))
+
+    def reading(self, fields: Mapping[str, Any], prompt: str) -> Reading | None:
+        """How the answers to a rendered conversation are read; None where they are nothing but content.
+
+        The fields have the names of a chat's. What has no parser here, or contradicts itself, is an `ApiError`.
+        """
+        parser = self.reasoning_parser(fields)
+        kept = parser if fields["separate_reasoning"] is False or fields["reasoning_format"] == "none" else None
+        thinking = None if kept else parser
+        if (budget := fields["thinking_token_budget"]) is not None and not thinking:
+            message = "this model's chat template has no reasoning that is known; --reasoning-parser names a parser"
+            raise ApiError(400, f"thinking_token_budget is {budget}: {message}", "thinking_token_budget")
+        choice: ToolChoice = fields["tool_choice"] or ToolChoice("auto")
+        tools = called_tools(fields["tools"] or (), choice)
+        calling = self._tool_parser(fields, choice) if tools else None
+        if not parser and not calling:
+            return None
+        structure = structure_of(fields)
+        if calling:
+            structure = self._with_calls(structure, calling, tools, choice, fields["parallel_tool_calls"])
+        start, ends = self._reasoning_ids(thinking, calling, prompt)
+        params: dict[str, Any] = {"skip_special_tokens": False, "structured_outputs": structure}
+        if calling == HARMONY and structure is not None:
+            if budget is not None:
+                message = "of this model's answers, those that must follow a grammar cannot have it"
+                raise ApiError(400, f"thinking_token_budget is {budget}: {message}", "thinking_token_budget")
+        elif ends and (budget is not None or structure is not None):
+            params |= {"thinking_token_budget": budget, "reasoning_start_ids": start, "reasoning_end_ids": ends[0]}
+            params["reasoning_last_ids"] = tuple(end[-1] for end in ends[1:] if end[:-1] == ends[0][:-1] != ())
+        special = self.special_tokens if fields["skip_special_tokens"] is not False else frozenset()
+        shown = fields["include_reasoning"] is not False
+        return Reading(calling, thinking, kept, tools, prompt, special, shown, start, ends, params)
+
+    def reasoning_parser(self, fields: Mapping[str, Any]) -> str | None:
+        """The parser of hidden reasoning for such a request; None if the model is not known to have any."""
+        return chosen(self.config.reasoning_parser, self.reasoning_parser_of, self._template(fields))
+
+    def _template(self, fields: Mapping[str, Any]) -> str:
+        try:
+            return self.tokenizer.template(fields["chat_template"], "tool_use" if fields["tools"] else "default").source
+        except ValueError as error:
+            raise ApiError(400, str(error), "messages") from None
+
+    def _tool_parser(self, fields: Mapping[str, Any], choice: ToolChoice) -> str:
+        if name := chosen(self.config.tool_call_parser, self.tool_parser_of, self._template(fields)):
+            return name
+        if self.config.tool_call_parser == "auto" and choice.mode == "required":
+            return PLAIN
+        message = "tools are given, but this model's chat template calls for no known form of calls"
+        raise ApiError(400, f"{message}; --tool-call-parser names a parser", "tools", "unsupported_parameter")
+
+    def _with_calls(
+        self,
+        structure: StructuredOutputsParams | None,
+        parser: str,
+        tools: Sequence[dict[str, Any]],
+        choice: ToolChoice,
+        parallel: bool,
+    ) -> StructuredOutputsParams | None:
+        """What the text of an answer with calls must be; None where nothing is asked of it."""
+        required, several = choice.mode == "required", parallel and not choice.single
+        strict = any(tool["function"].get("strict") for tool in tools)
+        if not (required or strict or structure) and several:
+            return None
+        either = structure if not required else None  # what an answer may be instead of calls
+        if either and (parser == HARMONY or (either.json is None and either.json_object is None)):
+            message = "beside tools with tool_choice auto, only a JSON schema or any JSON object can be asked for"
+            message += ", and of this model not even that" if parser == HARMONY else ""
+            raise ApiError(400, f"tools are given: {message}", "tools", "unsupported_parameter")
+        try:
+            grammar = call_grammar(parser, tools, required or either is not None, several, self.tokenizer.special_id)
+            if either:
+                schema, form = json_parts(either)
+                wanted = json.dumps((schema if isinstance(schema, dict) else {}) | {"x-guidance": form})
+                grammar = grammar.replace("start: ", "start: content | ", 1) + f"content: %json {wanted}\n"
+        except ValueError as error:
+            raise ApiError(400, f"tools are given, with a grammar that cannot be made: {error}", "tools") from None
+        return StructuredOutputsParams(grammar=grammar)
+
+    def _reasoning_ids(self, parser: str | None, calling: str | None, prompt: str) -> tuple[Ids, tuple[Ids, ...]]:
+        """Start tokens (empty if the prompt already opened reasoning) and possible end sequences, the best first."""
+        if parser is None:
+            return (), ()
+        thinking = REASONING_PARSERS[parser]
+        ends = thinking.ends
+        if not thinking.starts:
+            ends += TOOL_PARSERS[HARMONY].ends
+        elif calling:
+            ends += TOOL_PARSERS[calling].marks
+        start = () if thinking.opened_by(prompt) else self.ids_of(thinking.starts[0])
+        best, *others = map(self.ids_of, ends)
+        spaced = (self.ids_of(ends[0] + space) for space in (" ", "\n", "\n\n"))  # may be one token with its last one
+        return start, (best, *others, *(each for each in spaced if len(each) == len(best)))
+
+
+def called_tools(tools: Sequence[dict[str, Any]], choice: ToolChoice) -> Sequence[dict[str, Any]]:
+    """The tools of a request that an answer may call; an `ApiError` if the choice names another, or needs one."""
+    names = dict.fromkeys(tool["function"]["name"] for tool in tools)
+    for name in choice.names or ():
+        if name not in names:
+            known = ", ".join(names) or "none"
+            raise ApiError(400, f"tool_choice names {reprlib.repr(name)}; tools has {known[:500]}", "tool_choice")
+    if choice.mode == "required" and not tools:
+        raise ApiError(400, f"tool_choice is {choice.mode}; it needs tools", "tool_choice")
+    if choice.mode == "none":
+        return ()
+    allowed = names if choice.names is None else {*choice.names}
+    return [tool for tool in tools if tool["function"]["name"] in allowed]
+
+
+def structure_of(fields: Mapping[str, Any]) -> StructuredOutputsParams | None:
+    """What the answer to a request must be, whichever of its fields says so; an `ApiError` if two of them do."""
+    names = [name for name in FORMS if fields[name] is not None]
+    if len(names) > 1:
+        words = f"{names[0]} and {names[1]} are both given; only one may say what the answer must be"
+        raise ApiError(400, words, names[0])
+    structure: StructuredOutputsParams | None = fields[names[0]] if names else None
+    if (pattern := fields["guided_whitespace_pattern"]) is None:
+        return structure
+    if structure is None or (structure.json is None and structure.json_object is None):
+        words = f"guided_whitespace_pattern is {json.dumps(pattern)[:100]}; it is only for JSON"
+        raise ApiError(400, words, "guided_whitespace_pattern")
+    return dataclasses.replace(structure, whitespace_pattern=pattern)

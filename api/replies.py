@@ -1,280 +1,285 @@
-"""What goes out: a request on its way through the engine, and the shapes of its reply.
+"""What goes out: answers as they are read, the shapes of replies, and their JSON.
 
-A stream and a reply in one piece come out of the same iterator, `Run.news`.
+    Answer       one answer, as blocks of content, hidden reasoning and calls
+    ChoiceReply  a choice for each answer: completions and chats
+    BlockReply   the blocks of the only answer: responses and messages
+
+A stream and a reply in one piece come out of the same news of an `EngineCall`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import queue
-import re
-import socket
+import itertools
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass, field
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
-from urllib.parse import quote
 
-import gevent
 import msgspec
 
 from api.checks import in_parts
-from api.fields import ApiError, without_folders
-from api.logprobs import TOKENS_AT_ONCE
-from api.prompts import Prompt
-from api.reading import CONTENT, Answer, Block, Piece, Reading
-from observe.logs import logger
-from outputs import Choices, Vector
-from plan import EngineCoreRequest, EngineOutput
-from processes.client import EngineDeadError, MPClient, Stream
-from processes.routing import DPClient
-from sampling_params import LoRARequest, SamplingParams
+from api.generation import ClientGone, EngineCall, as_api_error
+from api.logprobs import TOKENS_AT_ONCE, Token, Tokens, prompt_table
+from api.prompts import Reading
+from outputs import Choices, Generation
+from text.scanning import Part
+from text.tools import is_object, read_whole
 from tokenizer import Tokenizer
 
-EngineClient = MPClient | DPClient
-News = Generator[tuple[int, str], None, None]  # which choice's text has grown, and by what
-LEFT = "the client left"  # an error of a request, for the log
-QUOTED = re.compile(r"(['\"]).*\1", re.DOTALL)
-FIRST_PROBE = 0.005  # seconds until it is seen whether a client still reads; then four times as long, and so on
+CONTENT, REASONING, CALL = "content", "reasoning", "call"  # kinds of a block
 NESTED = 4  # lists and objects within each other, down to the longest lists of a reply
 
 
-class Remote(NamedTuple):
-    """The HTTP client at the other end of a connection; for `probe` see `NamelessResponse.probe`."""
+@dataclass
+class Block:
+    """A part of an answer, as far as it has come: content, hidden reasoning, or a call of a function."""
 
-    sock: socket.socket
-    probe: Callable[[], bool]
-
-
-@dataclass(slots=True)
-class Caller:
-    """Who asks, and how to tell whether somebody still waits for the answer."""
-
-    name: str  # of the request, unique; it becomes a part of the reply's id
-    client: str  # whose request it is, for fairness, cached prefixes and `explain`
-    remote: Remote | None = None
-    release: Callable[[], None] = lambda: None  # is called when nothing refers to the request's body any more
-    job: Job | None = None  # what the engine does for it, once it has been sent there
-    ignored: list[str] = field(default_factory=list)  # names of what was accepted and changes nothing
-    lora: LoRARequest | None = None  # the adapter that it has named as its model
-    virtual: int = 0  # tokens that this puts before each prompt
+    kind: str  # CONTENT, REASONING or CALL
+    text: str = ""  # of a call its arguments, which are JSON
+    id: str = ""  # of a call,
+    name: str = ""  # and the function that it calls
 
 
-class ClientGone(Exception):
-    """Nobody is there to read the reply."""
+class NewText(NamedTuple):
+    """New text of the block at a place of an answer, and whether it begins the block."""
+
+    at: int
+    text: str
+    begins: bool
 
 
-def as_api_error(error: Exception) -> ApiError:
-    """The reply to an exception; an unforeseen one goes to the log."""
-    if isinstance(error, ApiError):
-        return error
-    if isinstance(error, EngineDeadError | TimeoutError):
-        return ApiError(503, without_folders(str(error)))
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return ApiError(507, "the disk is full")
-    logger.error("a request failed", exc_info=error)
-    return ApiError(500, "internal error; the server's log has the details")
+class Answer:
+    """One answer, which is read as it grows; without a `reading` all of it is content."""
 
+    def __init__(self, generation: Generation, reading: Reading | None):
+        self.generation, self.reading = generation, reading
+        self.blocks: list[Block] = []  # in their order, but for reasoning that the client does not get
+        self._reader = reading.reader() if reading else None
+        self._read = 0  # characters of the text
+        self._searched = 0  # tokens before which reasoning does not end
+        self._has_reasoned = False
+        self._calls: list[int] = []  # which of the blocks they are
+        self._is_half = False  # whether what seemed to be the last one is content
 
-def unquoted(error: str) -> str:
-    """An error for the log, without what it quotes, which may be text of the request."""
-    return QUOTED.sub("'...'", error)
+    def read(self) -> list[NewText]:
+        """What is new since the last time; once the answer is complete, all that is left."""
+        is_whole = self._read == 0 and self.generation.finished
+        text, reader = self.generation.text[self._read :], self._reader
+        self._read += len(text)
+        if reader is None:
+            return [self._add(CONTENT, text)] if text else []
+        if is_whole:
+            assert self.reading is not None
+            parts, self._is_half = read_whole(self.reading.reader, self.reading.reasoning_parser, text)
+        else:
+            parts = reader.feed(text) + (reader.end() if self.generation.finished else [])
+        if self.generation.finished:
+            self._reader = None
+        return list(itertools.chain.from_iterable(map(self._pieces, parts)))
 
+    def _pieces(self, part: Part) -> Iterator[NewText]:
+        assert self.reading is not None
+        if part.content:
+            yield self._add(CONTENT, part.content)
+        self._has_reasoned |= bool(part.reasoning)
+        if part.reasoning and self.reading.shows_reasoning:
+            yield self._add(REASONING, part.reasoning)
+        if part.name:
+            self._calls.append(len(self.blocks))
+            self.blocks.append(Block(CALL, "", part.id or self.reading.call_id(), part.name))
+            yield NewText(self._calls[-1], "", True)
+        if part.arguments:
+            assert part.call is not None
+            at = self._calls[part.call]
+            self.blocks[at].text += part.arguments
+            yield NewText(at, part.arguments, False)
 
-class Job:
-    """What an HTTP request of this caller has the engine do: a request for each prompt. The reply has this `id`."""
+    def _add(self, kind: str, text: str) -> NewText:
+        begins = not self.blocks or self.blocks[-1].kind != kind
+        if begins:
+            self.blocks.append(Block(kind))
+        self.blocks[-1].text += text
+        return NewText(len(self.blocks) - 1, text, begins)
 
-    def __init__(self, id: str, caller: Caller, fields: dict[str, Any], requests: Sequence[Choices | Vector]):
-        self.id, self.fields, self.requests = id, fields, requests
-        self.owner, self.remote = caller.client, caller.remote  # but not the caller, which refers to its job
-        self.lora, self.virtual = caller.lora, caller.virtual
-
-    def run(self, client: EngineClient, timeout: float) -> Iterator[tuple[int, int, str]]:
-        """Run the requests; yields which of them has news, which of its answers, and the new text, until all are done.
-
-        Whatever still runs when this ends is aborted. All of it may take `timeout` seconds.
-
-        Raises:
-            ApiError: the engine refused or failed, or the time is up.
-            ClientGone: the connection to the caller is closed.
-            EngineDeadError: the engine process is gone.
-        """
-        live, stream, deadline = {}, Stream(), time.monotonic() + timeout
-        watcher = gevent.spawn(watch, self.remote, stream) if self.remote else None
-        salt, priority = self.fields.get("cache_salt", ""), self.fields["priority"]
-        try:
-            for i, asked in enumerate(self.requests):
-                name, ids = asked.request_id, asked.prompt_token_ids
-                params, pooling = asked.params, asked.pooling
-                request = EngineCoreRequest(name, ids, params, salt, priority, self.owner, pooling, self.lora)
-                client.add_request(request, stream)
-                live[name] = i
-            while live:
-                try:
-                    output = client.get_output(stream, max(0, deadline - time.monotonic()))
-                except queue.Empty:
-                    raise ApiError(400, f"the request took more than {timeout} s (request_timeout)") from None
-                if output.request_id not in live:  # ended by stop strings, which the engine knows nothing of
-                    continue
-                i = live[output.request_id]
-                asked = self.requests[i]
-                if output.finish_reason == "error":
-                    status = 500 if output.lasting else 503 if output.engine_fault else 400
-                    raise ApiError(status, without_folders(output.error or "the engine failed"))
-                new = asked.push(output, client.abort)
-                if asked.finished:
-                    del live[output.request_id]
-                if new is not None:
-                    yield i, output.index, new
-        except BaseException as error:
-            gone = isinstance(error, ClientGone | GeneratorExit)  # the latter where a write to the client has failed
-            for i in live.values():
-                self.requests[i].fail(LEFT if gone else str(error))
-            raise
-        finally:
-            for request_id in live:
-                client.abort(request_id)
-            if watcher:
-                watcher.kill()  # before anybody else reads from the connection
-
-    def facts(self, begun: float) -> dict[str, Any]:
-        """What a log says of it: counts, and seconds since `begun`, which is by `time.monotonic()`; but no text."""
-        metrics = [asked.metrics for asked in self.requests]
-        firsts = [at for each in metrics if (at := each.first_token_time) is not None]
-        queued = [seconds for each in metrics if (seconds := each.time_in_queue) is not None]
-        return {
-            "id": self.id, "model": self.fields["model"], "stream": bool(self.fields.get("stream")),
-            "n": self.requests[0].params.n, **self.counts(),
-            "queue_seconds": round(max(queued), 4) if queued else None,
-            "first_token_seconds": round(min(firsts) - begun, 4) if firsts else None,
-        }  # fmt: skip
-
-    def counts(self) -> dict[str, int]:
-        """The tokens of its prompts, how many of these were cached, and the tokens of its answers."""
-        return {
-            "prompt_tokens": sum(self.virtual + len(asked.prompt_token_ids) for asked in self.requests),
-            "cached_tokens": sum(asked.metrics.num_cached_tokens for asked in self.requests),
-            "output_tokens": sum(asked.num_generated for asked in self.requests),
-        }
+    def text(self, kind: str) -> str:
+        """All its content, or all its reasoning."""
+        return "".join(block.text for block in self.blocks if block.kind == kind)
 
     @property
-    def error(self) -> str:
-        """Why it was given up; empty if it was not."""
-        return next((unquoted(asked.error) for asked in self.requests if asked.error), "")
+    def calls(self) -> list[Block]:
+        """The calls of functions."""
+        return [self.blocks[at] for at in self._calls]
+
+    def number(self, at: int) -> int:
+        """Which of the calls the block at this place is."""
+        return bisect_left(self._calls, at)
 
     @property
-    def endings(self) -> list[str]:
-        """How its answers have ended, each way once: length, stop, stop string or stop token."""
-        kinds = {str: " string", int: " token", type(None): ""}
-        ended = [generation for asked in self.requests for generation in asked.drawn if generation.finish_reason]
-        return [*dict.fromkeys(f"{each.finish_reason}{kinds[type(each.stop_reason)]}" for each in ended)]
+    def finish_reason(self) -> str | None:
+        """`tool_calls` where it has ended by itself, and its last call is whole."""
+        reason = self.generation.finish_reason
+        is_call = reason == "stop" and self._calls and not self._is_half and is_object(self.calls[-1].text)
+        return "tool_calls" if is_call else reason
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Counts its tokens of hidden reasoning, without the ones that mark it, which the first one may lack."""
+        ids, reading = self.generation.token_ids, self.reading
+        start, ends = (reading.reasoning_start_ids, reading.reasoning_ends) if reading else ((), ())
+        begins = tuple(ids[: len(start)]) == start
+        if not ends or not (begins or self._has_reasoned):
+            return 0
+        places = range(self._searched, len(ids))
+        end = next((at for at in places if any(tuple(ids[at : at + len(each)]) == each for each in ends)), len(ids))
+        self._searched = min(end, max(self._searched, len(ids) - max(map(len, ends))))
+        return end - len(start) if begins else end
 
 
-def log_request(
-    name: str, client: str, target: str, status: int, begun: float, caller: Caller | None, error: str, level: int
-) -> None:
-    """Log that a request has ended, and how, without its text.
-
-    `target` is its method and path, empty where it is no HTTP, and `begun` is when it came, in seconds of
-    `time.monotonic()`. `error` is the reply's message if it is an error.
-    """
-    if not logger.isEnabledFor(level):
-        return
-    job, ignored = (caller.job, caller.ignored) if caller else (None, [])
-    seconds, told = round(time.monotonic() - begun, 4), job.facts(begun) if job else {}
-    ended = unquoted(error)
-    if job and not error:
-        ended = job.error or ", ".join(job.endings)
-    method, _, path = target.partition(" ")
-    path = quote(path)[:256]
-    facts = {"request_id": name, "client": client, "method": method, "path": path, "status": status, "ended": ended}
-    facts |= {"ignored": ignored} if ignored else {}
-    id = told.get("id", name)
-    id += "" if name in id else f" ({name})"  # the client's own, where it has sent one
-    line = f"{method} {path} {status} in {seconds:.3f} s, {id}".lstrip()
-    if ended:
-        line += f": {ended}"
-    if told:
-        prompt, cached, output = told["prompt_tokens"], told["cached_tokens"], told["output_tokens"]
-        line += f"; tokens: {prompt} prompt ({cached} cached), {output} output"
-        if told["queue_seconds"] is not None:
-            line += f", {told['queue_seconds']:.3f} s in the queue"
-        if told["first_token_seconds"] is not None:
-            line += f", {told['first_token_seconds']:.3f} s to the first token"
-    if ignored:
-        line += f"; ignored: {', '.join(ignored)}"
-    logger.log(level, line, extra={"facts": facts | told | {"seconds": seconds}})
+# --- shapes of replies ------------------------------------------------------------------------------------------------
 
 
-class Run(Job):
-    """A job that makes texts; its subclasses make the reply. Without a `reading` answers are content alone."""
+def answers_of(call: EngineCall[Choices], reading: Reading | None) -> dict[Generation, Answer]:
+    """The answers of all prompts, in their order."""
+    return {drawn: Answer(drawn, reading) for request in call.requests for drawn in request.drawn}
 
-    prefix: ClassVar[str]  # of the reply's id
 
-    def __init__(
-        self, caller: Caller, fields: dict[str, Any], prompts: Sequence[Prompt], params: list[SamplingParams],
-        tokenizer: Tokenizer, reading: Reading | None,
-    ):  # fmt: skip
-        id = self.prefix + caller.name
+def usage_of(call: EngineCall[Choices], answers: Iterable[Answer], reading: Reading | None) -> dict[str, Any]:
+    """The `usage` of a reply, in OpenAI's words."""
+    prompt, cached, completion = call.counts().values()
+    usage: dict[str, Any] = {
+        "prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }  # fmt: skip
+    if reading and reading.reasoning_parser:
+        reasoning = sum(answer.reasoning_tokens for answer in answers)
+        usage["completion_tokens_details"] = {"reasoning_tokens": reasoning}
+    return usage
+
+
+class ChoiceReply:
+    """A reply that has a choice for each answer. Completions and chats say what one looks like."""
+
+    kind: ClassVar[str]  # of the reply
+    chunk: ClassVar[str]  # and of an event
+
+    def __init__(self, call: EngineCall[Choices], tokenizer: Tokenizer, reading: Reading | None):
+        self.call, self.tokenizer, self.reading = call, tokenizer, reading
+        self.fields, self.requests = call.fields, call.requests
         self.created = int(time.time())
-        self.reading, self.tokenizer = reading, tokenizer
-        self.n, self.top = params[0].n, params[0].logprobs
-        self.requests: list[Choices] = [
-            Choices(f"{id}-{i}", prompt, ids, param, tokenizer)
-            for i, ((prompt, ids), param) in enumerate(zip(prompts, params, strict=True))
-        ]
-        super().__init__(id, caller, fields, self.requests)
-        self.answers = {drawn: Answer(drawn, reading) for asked in self.requests for drawn in asked.drawn}
-
-    def news(self, client: EngineClient, timeout: float) -> News:
-        """Run all prompts; yields what is new (it may be no text) until all are done. See `Job.run`."""
-        scores = self.top is not None or self.fields["prompt_logprobs"] is not None
-        if self.requests[0].params.max_tokens == 0 and not scores:  # no tokens: this asks nothing of the engine
-            for i, asked in enumerate(self.requests):
-                for index in range(len(asked.drawn)):
-                    ended = EngineOutput(asked.request_id, [], "length", index=index)
-                    ended.finished = index == len(asked.drawn) - 1
-                    asked.push(ended, client.abort)
-                    yield i * self.n + index, ""
-            return
-        for i, index, new in self.run(client, timeout):
-            yield i * self.n + index, new
+        self.n, self.top = self.requests[0].params.n, self.requests[0].params.logprobs
+        self.answers = answers_of(call, reading)
+        as_ids = self.fields["return_tokens_as_token_ids"]  # not as texts, in which a part of a character is U+FFFD
+        self.name: Callable[[int], str] = "token_id:{}".format if as_ids else tokenizer.token_text
+        self.options = self.fields["stream_options"] or {"include_usage": False, "continuous_usage_stats": False}
+        self.begun: dict[int, Tokens | None] = {}  # the choices that have begun, and their tokens, if these are sent
 
     def whole(self) -> dict[str, Any]:
-        """The reply in one piece, once `news` has ended."""
+        """The reply in one piece."""
+        best = itertools.chain.from_iterable(request.best() for request in self.requests)
+        choices = [self._choice(i, generation) for i, generation in enumerate(best)]
+        return {**self._head(self.kind), "choices": choices, "usage": self._usage(), **self._beside()}
+
+    def events(self, news: Iterator[tuple[int, int, str]]) -> Iterator[bytes]:
+        """The server-sent events of a stream."""
+        try:
+            yield from self._opening()
+            for i, index, new in news:
+                generation = self.requests[i].drawn[index]
+                for choice in self._chunks(i * self.n + index, new, generation) if new or generation.finished else ():
+                    yield self._event([choice])
+            if self.options["include_usage"]:
+                yield self._event([])
+        except ClientGone:
+            return
+        except Exception as error:
+            yield sse(as_api_error(error).body())
+        yield b"data: [DONE]\n\n"
+
+    def _choice(self, i: int, generation: Generation) -> dict[str, Any]:
+        """The i-th choice of a reply in one piece."""
         raise NotImplementedError
 
-    def events(self, news: Iterator[tuple[int, str]]) -> Iterator[bytes]:
-        """The server-sent events of a stream. Once it has begun, an error can only be an event."""
+    def _chunks(self, i: int, new: str, generation: Generation) -> Iterator[dict[str, Any]]:
+        """The parts of the i-th choice to send for new text, or for its end, each in an event of its own."""
         raise NotImplementedError
+
+    def _logprobs(self, i: int, new: list[Token], first: bool) -> dict[str, Any]:
+        """Log-probabilities of new tokens of the i-th choice."""
+        raise NotImplementedError
+
+    def _opening(self) -> Iterator[bytes]:
+        """The events before all news."""
+        yield from ()
+
+    def _beside(self) -> dict[str, Any]:
+        """A reply's parts beside its choices."""
+        return {}
+
+    def _echo(self, i: int) -> str:
+        """The prompt's text, if the i-th choice begins with it."""
+        return ""
 
     def _usage(self) -> dict[str, Any]:
-        prompt, cached, completion = self.counts().values()
-        usage: dict[str, Any] = {
-            "prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": cached},
-        }  # fmt: skip
-        if self.reading and self.reading.reasoning_parser:
-            usage["completion_tokens_details"] = {"reasoning_tokens": self._reasoning_tokens()}
-        return usage
+        return usage_of(self.call, self.answers.values(), self.reading)
 
-    def _reasoning_tokens(self) -> int:
-        return sum(answer.reasoning_tokens for answer in self.answers.values())
+    def _ending(self, generation: Generation) -> dict[str, Any]:
+        """How a choice ended; the values are null before that."""
+        reason = self.answers[generation].finish_reason
+        return {"logprobs": None, "finish_reason": reason, "stop_reason": generation.stop_reason}
+
+    def _of_tokens(self, i: int, generation: Generation) -> dict[str, Any]:
+        """The i-th choice's tokens that have not been sent, if any are; the first time an echoed prompt's, too."""
+        if first := i not in self.begun:
+            request, wanted = self.requests[i // self.n], self.top is not None or self.fields["return_token_ids"]
+            echoed = len(self._echo(i))
+            self.begun[i] = Tokens(generation, request.prompt_token_ids, self.tokenizer, echoed) if wanted else None
+        entry: dict[str, Any] = {}
+        if (tokens := self.begun[i]) is None:
+            return entry
+        new = tokens.take()
+        if self.fields["return_token_ids"]:
+            entry["token_ids"] = [token.id for token in new]
+        if self.top is not None:
+            entry["logprobs"] = self._logprobs(i, new, first)
+        return entry
+
+    def _of_prompt(self, i: int) -> dict[str, Any]:
+        """The prompt's log-probabilities and tokens for the i-th choice, beside an echo."""
+        request = self.requests[i // self.n]
+        entry: dict[str, Any] = {}
+        if (top := self.fields["prompt_logprobs"]) is not None:
+            entry["prompt_logprobs"] = prompt_table(request, top, self.tokenizer)
+        if self.fields["return_token_ids"]:
+            entry["prompt_token_ids"] = request.prompt_token_ids
+        return entry
+
+    def _event(self, choices: list[dict[str, Any]], beside: dict[str, Any] | None = None) -> bytes:
+        event = self._head(self.chunk) | {"choices": choices, **(beside or {})}
+        if self.options["include_usage"]:
+            counted = not choices or self.options["continuous_usage_stats"]
+            event["usage"] = self._usage() if counted else None
+        return sse(event, long=self.top is not None and bool(self._echo(0)))
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        head = {"id": self.call.id, "object": kind, "created": self.created, "model": self.fields["model"]}
+        if version := self.requests[0].weights_version:  # as long as they are those of the start, it is left out
+            head["system_fingerprint"] = f"weights-{version}"
+        return head
 
 
-class AnswerRun(Run):
-    """A run with one answer. Its reply is the answer's blocks, and its stream has them one after the other."""
+class BlockReply:
+    """A reply that is the blocks of the only answer; a stream has them one after the other."""
 
-    def __init__(self, *run: Any):
-        super().__init__(*run)
-        ((self.generation, self.answer),) = self.answers.items()
+    def __init__(self, call: EngineCall[Choices], tokenizer: Tokenizer, reading: Reading | None):
+        self.call, self.reading = call, reading
+        ((self.generation, self.answer),) = answers_of(call, reading).items()
 
     def _block(self, at: int) -> Block:
         """The block at this place. An answer that has none yet is an empty text."""
         return self.answer.blocks[at] if self.answer.blocks else Block(CONTENT)
 
-    def _blocks(self, news: Iterator[tuple[int, str]]) -> Iterator[bytes]:
+    def _blocks(self, news: Iterator[tuple[int, int, str]]) -> Iterator[bytes]:
         """The events of all blocks; there is at least one."""
         for _ in news:
             for piece in self.answer.read():
@@ -292,7 +297,7 @@ class AnswerRun(Run):
         """The events with which the block at this place begins."""
         raise NotImplementedError
 
-    def _grow(self, piece: Piece) -> bytes:
+    def _grow(self, piece: NewText) -> bytes:
         """The event of more text."""
         raise NotImplementedError
 
@@ -301,20 +306,7 @@ class AnswerRun(Run):
         raise NotImplementedError
 
 
-def watch(remote: Remote, stream: Stream) -> None:
-    """Tell `stream` when the client hangs up. This runs in a greenlet of its own.
-
-    A client that has ended what it sends may still read. Only a write can tell: where nobody reads, the next one fails.
-    """
-    pause = FIRST_PROBE
-    with contextlib.suppress(OSError):
-        if remote.sock.recv(1, socket.MSG_PEEK):  # bytes of its next request: only a write of the reply tells then
-            return
-        while remote.probe():
-            gevent.sleep(pause)
-            pause *= 4
-        return  # nothing is left to probe with, so the reply is written for whoever may read it
-    stream.put(ClientGone())
+# --- JSON and events --------------------------------------------------------------------------------------------------
 
 
 def sse(event: dict[str, Any], long: bool = False) -> bytes:

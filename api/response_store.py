@@ -12,9 +12,9 @@ import gevent
 import msgspec
 from gevent.event import Event
 
-from api.fields import ApiError
+from api.checks import ApiError
+from api.generation import ClientGone
 from api.options import ServerConfig
-from api.replies import ClientGone
 
 MOST_ITEMS, USUAL_ITEMS = 100, 20  # of a page
 EVENTS_AT_ONCE = 64  # of a response in the background, that are kept before room is made for them

@@ -9,8 +9,7 @@ import reprlib
 from dataclasses import dataclass, field
 from typing import Any
 
-from api.checks import Asked, Refusal, ToolChoice, check_function, known_keys
-from api.fields import ApiError
+from api.checks import ApiError, CheckContext, Refusal, ToolChoice, check_function, known_keys
 from text.messages import call_name
 
 TOOL_KEYS = {  # by type, the keys that count
@@ -36,19 +35,19 @@ class Tools:
         tools = [self.called[name] for name in choice.names]
         return tools[0] if choice.single else {"type": "allowed_tools", "mode": choice.mode, "tools": tools}
 
-    def add(self, tools: Any, asked: Asked, space: str | None = None) -> None:
+    def add(self, tools: Any, context: CheckContext, space: str | None = None) -> None:
         """Add a list of tools, which may be those of a namespace. A ValueError says which of them is wrong."""
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
             raise ValueError(f"tools is {reprlib.repr(tools)}; it must be a list of objects")
         for i, tool in enumerate(tools):
             kind = tool.get("type") or "function"
             if str(kind).startswith(LEFT_OUT):
-                asked.ignore(kind)
+                context.ignore(kind)
             elif kind == "namespace" and space is None and isinstance(tool.get("name"), str):
-                known_keys(tool, TOOL_KEYS[kind], asked, extended=True)
-                self.add(tool.get("tools"), asked, tool["name"])
+                known_keys(tool, TOOL_KEYS[kind], context, extended=True)
+                self.add(tool.get("tools"), context, tool["name"])
             else:
-                function = function_of(tool, kind, i, asked)
+                function = function_of(tool, kind, i, context)
                 own = {"type": kind, "name": function["name"]} | ({} if space is None else {"namespace": space})
                 name = function["name"] = call_name(space, function["name"])
                 check_function(function, i)
@@ -58,21 +57,21 @@ class Tools:
                     raise ApiError(400, f"two of the tools would both be {reprlib.repr(name)} to the model", "tools")
 
 
-def response_tools(value: list[dict[str, Any]], asked: Asked) -> Tools:
+def response_tools(value: list[dict[str, Any]], context: CheckContext) -> Tools:
     found = Tools()
-    found.add(value, asked)
+    found.add(value, context)
     typed = [tool | {"type": tool.get("type") or "function"} for tool in value]
     shown = [tool for tool in typed if not tool["type"].startswith(LEFT_OUT)]
     found.repeated = [(NO_MORE if tool["type"] == "function" else {}) | tool for tool in shown]
     return found
 
 
-def function_of(tool: dict[str, Any], kind: Any, i: int, asked: Asked) -> dict[str, Any]:
+def function_of(tool: dict[str, Any], kind: Any, i: int, context: CheckContext) -> dict[str, Any]:
     """The function that stands for the i-th tool of a list, which is of this type."""
     if kind not in ("function", "custom"):
         words = f"tool {i} is of the type {reprlib.repr(kind)}; it must be function, custom, or a namespace with a name"
         raise Refusal(words, "unsupported_parameter")
-    known_keys(tool, TOOL_KEYS[kind], asked, extended=True)
+    known_keys(tool, TOOL_KEYS[kind], context, extended=True)
     function = {key: tool[key] for key in TOOL_KEYS["function"][1:] if tool.get(key) is not None}
     check_function(function, i)
     if kind == "function":
@@ -83,7 +82,7 @@ def function_of(tool: dict[str, Any], kind: Any, i: int, asked: Asked) -> dict[s
         case ["grammar", "regex", str(definition)]:
             text["pattern"] = f"^(?:{definition})$"
         case ["grammar", "lark", str(definition)]:  # it stands in JSON or tags, where no grammar of its own can hold
-            asked.ignore("format")
+            context.ignore("format")
             about += f" It must follow this Lark grammar:\n{definition}"
         case _ if form != {"type": "text"}:
             words = "it must be text, or a grammar with a definition, whose syntax is lark or regex"

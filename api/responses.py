@@ -1,4 +1,4 @@
-"""/v1/responses: OpenAI's Responses API, a thin translation to and from the one `Run`.
+"""/v1/responses: OpenAI's Responses API, a thin translation to and from a chat.
 
 Its types are in OpenAI's SDK, `openai.types.responses`. `api/response_store.py` keeps responses.
 """
@@ -20,18 +20,19 @@ import msgspec
 from api import checks
 from api import fields as shared
 from api.chat import as_chat, conversation, renamed
-from api.checks import Asked
-from api.fields import ApiError, Face, Field
-from api.generation import generate
+from api.checks import ApiError, CheckContext, Face, Field
+from api.generation import Caller, ClientGone, EngineCall, Events, as_api_error, generate, log_request
 from api.logprobs import Token, Tokens, chat_logprobs
-from api.reading import CALL, CONTENT, REASONING, Piece
-from api.replies import AnswerRun, Caller, ClientGone, as_api_error, json_of, log_request, typed_event
+from api.prompts import Reading
+from api.replies import CALL, CONTENT, REASONING, BlockReply, NewText, json_of, typed_event, usage_of
 from api.response_store import Kept
 from api.response_tools import Tools, response_tools
-from api.routes import Api, Events
+from api.routes import Api
 from api.structure import flat_format
+from outputs import Choices
 from text.messages import ITEM_FORMS, ITEM_TOOLS, UNREADABLE, custom_input, item_messages, own_item, response_items
 from text.tools import is_object
+from tokenizer import Tokenizer
 
 # By the kind of a block, or the type of the tool: how an item's id begins, its type, its events, the key of its text.
 KINDS = {
@@ -65,17 +66,17 @@ def respond(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any] 
         raise ApiError(400, f"store is true; {api.store.closed}", "store")
     if (background := fields["background"]) and not fields["store"]:
         raise ApiError(400, f"background is true; {api.store.closed or 'it needs store: true'}", "background")
-    items, chat = as_asked(api, fields, caller)
+    items, chat = as_chat_fields(api, fields, caller)
     kept = Kept(api.store, caller.client, items) if fields["store"] else None
     caller.remote = None if background else caller.remote
     with renamed(**IN_CHAT):
         prompt, reading = conversation(api, chat, caller)
-        shape = partial(Responses, fields, kept)
+        shape = partial(ResponseReply, fields, kept)
         answer = generate(api, chat, caller, [prompt], shape, None, reading, waits=not background)
     if not background:
         return answer
     assert kept and isinstance(answer, Events)
-    runs, caller.job = dataclasses.replace(caller), None  # which the log tells when it has ended
+    runs, caller.call = dataclasses.replace(caller), None  # which the log tells when it has ended
     log = partial(log_request, caller.name, caller.client, "", 200, time.monotonic(), runs, "", logging.INFO)
     kept.run(answer.events, answer.close, log)
     return Events(kept.follow(0), lambda: None) if fields["stream"] else msgspec.json.decode(kept.response)
@@ -84,12 +85,12 @@ def respond(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any] 
 def count_input(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:
     """How many tokens the prompt of such a request has."""
     with renamed(**IN_CHAT):
-        _, chat = as_asked(api, fields, caller)
+        _, chat = as_chat_fields(api, fields, caller)
         ids = api.prompts.encode(chat, api.prompts.render(chat), False)[1]
         return {"object": "response.input_tokens", "input_tokens": caller.virtual + len(ids)}
 
 
-def as_asked(api: Api, fields: dict[str, Any], caller: Caller) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def as_chat_fields(api: Api, fields: dict[str, Any], caller: Caller) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The items of the conversation that a request goes on with, and the request as one for chat completions."""
     owner, previous, items = caller.client, fields["previous_response_id"], fields.pop("input")
     if not items and previous is None:
@@ -103,7 +104,7 @@ def as_asked(api: Api, fields: dict[str, Any], caller: Caller) -> tuple[list[dic
     tools = fields["tools"] = fields["tools"] or Tools()
     for item in items:
         if item["type"] in ITEM_TOOLS:
-            tools.add(item["tools"], Asked(api.config))
+            tools.add(item["tools"], CheckContext(api.config))
     messages = item_messages(items)
     if fields["instructions"] is not None:
         messages = [{"role": "system", "content": fields["instructions"]}, *messages]
@@ -115,19 +116,21 @@ def as_asked(api: Api, fields: dict[str, Any], caller: Caller) -> tuple[list[dic
     )  # fmt: skip
 
 
-class Responses(AnswerRun):
-    """A run whose reply is OpenAI's response object. It repeats the fields `asked`, and is kept as it grows."""
+class ResponseReply(BlockReply):
+    """A reply that is OpenAI's response object. It repeats the request's `fields`, and is kept as it grows."""
 
-    prefix = "resp_"
-
-    def __init__(self, asked: dict[str, Any], kept: Kept | None, *run: Any):
-        super().__init__(*run)
-        self.asked, self.keep = asked, kept.keep if kept else lambda response: None
-        self.tools: Tools = asked["tools"]
+    def __init__(
+        self, fields: dict[str, Any], kept: Kept | None, call: EngineCall[Choices], tokenizer: Tokenizer,
+        reading: Reading | None,
+    ):  # fmt: skip
+        super().__init__(call, tokenizer, reading)
+        self.fields, self.keep = fields, kept.keep if kept else lambda response: None
+        self.tokenizer, self.top, self.created = tokenizer, self.generation.params.logprobs, int(time.time())
+        self.tools: Tools = fields["tools"]
         self.sent: dict[int, int] = {}  # by place, up to where the arguments of a custom tool's call are sent
         self.numbers = itertools.count()
-        prompt, scored = self.requests[0].prompt_token_ids, self.top is not None
-        self.tokens = Tokens(self.generation, prompt, self.tokenizer) if scored else None
+        prompt = call.requests[0].prompt_token_ids
+        self.tokens = None if self.top is None else Tokens(self.generation, prompt, tokenizer)
         self.taken: list[Token] = []  # of these, so far,
         self.told = 0  # and how many of them precede the next delta
         self.places: dict[int, int] = {}  # where in the answer's text the blocks begin
@@ -136,26 +139,26 @@ class Responses(AnswerRun):
     @property
     def ended(self) -> str:
         """The status of a response that has ended by itself."""
-        cut = self.generation.finish_reason == "length" and self.asked["generate"]
+        cut = self.generation.finish_reason == "length" and self.fields["generate"]
         return "incomplete" if cut else "completed"
 
     def response(self, status: str, error: ApiError | None = None) -> dict[str, Any]:
         """The response object as it is now; in progress it has no output yet."""
-        asked, params, begun = self.asked, self.generation.params, status == "in_progress"
-        count = max(1, len(self.answer.blocks)) if asked["generate"] and not begun else 0
+        fields, params, begun = self.fields, self.generation.params, status == "in_progress"
+        count = max(1, len(self.answer.blocks)) if fields["generate"] and not begun else 0
         output = [self._item(at, status) for at in range(count)]
         failure = {"code": RESPONSE_ERRORS.get(error.status, "server_error"), "message": str(error)} if error else None
         return {
-            "id": self.id, "object": "response", "created_at": self.created, "status": status,
+            "id": self.call.id, "object": "response", "created_at": self.created, "status": status,
             "completed_at": int(time.time()) if status == "completed" else None,
-            "background": asked["background"], "error": failure,
+            "background": fields["background"], "error": failure,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            **{name: asked[name] for name in (*REPEATED, "instructions", "max_output_tokens", "previous_response_id")},
-            "model": asked["model"], "output": output,
-            "reasoning": {"effort": asked["reasoning"].get("effort"), "summary": None}, "service_tier": "default",
-            "temperature": params.temperature, "text": {"format": asked["text"].get("format") or {"type": "text"}},
-            "tool_choice": self.tools.choice(asked["tool_choice"]), "tools": self.tools.repeated,
-            "top_logprobs": asked["top_logprobs"] or 0, "top_p": params.top_p, "truncation": "disabled",
+            **{name: fields[name] for name in (*REPEATED, "instructions", "max_output_tokens", "previous_response_id")},
+            "model": fields["model"], "output": output,
+            "reasoning": {"effort": fields["reasoning"].get("effort"), "summary": None}, "service_tier": "default",
+            "temperature": params.temperature, "text": {"format": fields["text"].get("format") or {"type": "text"}},
+            "tool_choice": self.tools.choice(fields["tool_choice"]), "tools": self.tools.repeated,
+            "top_logprobs": fields["top_logprobs"] or 0, "top_p": params.top_p, "truncation": "disabled",
             "usage": None if begun else self._counts(),
         }  # fmt: skip
 
@@ -165,7 +168,7 @@ class Responses(AnswerRun):
         self.keep(response)
         return response
 
-    def events(self, news: Iterator[tuple[int, str]]) -> Iterator[bytes]:
+    def events(self, news: Iterator[tuple[int, int, str]]) -> Iterator[bytes]:
         """The server-sent events of a stream. The last one has the response object, also where it has failed.
 
         If the client has gone, the response is kept as cancelled.
@@ -176,7 +179,7 @@ class Responses(AnswerRun):
             self.keep(begun)
             yield self._numbered("response.created", response=begun)
             yield self._numbered("response.in_progress", response=begun)
-            yield from filter(None, self._blocks(news) if self.asked["generate"] else (b"" for _ in news))
+            yield from filter(None, self._blocks(news) if self.fields["generate"] else (b"" for _ in news))
             last = self.response(self.ended)
         except ClientGone:
             return
@@ -195,7 +198,7 @@ class Responses(AnswerRun):
         if not is_call:
             yield self._numbered("response.content_part.added", **self._where(at), part=part_of(kind, "", []))
 
-    def _grow(self, piece: Piece, whole: bool = False) -> bytes:
+    def _grow(self, piece: NewText, whole: bool = False) -> bytes:
         """The event of more text; nothing if that of a custom tool's call, of which this is JSON, has not grown."""
         (at, text, _), (_, _, name, key) = piece, self._row(piece.at)
         if key == "input":
@@ -208,7 +211,7 @@ class Responses(AnswerRun):
         _, _, name, key = self._row(at)
         kind, item = f"response.{name}.done", self._item(at, self.ended if last else "completed")
         if block.kind == CALL:
-            yield self._grow(Piece(at, "", False), whole=True)
+            yield self._grow(NewText(at, "", False), whole=True)
             yield self._numbered(kind, **where, name=item["name"], **{key: item[key]})
         else:
             part = item["content"][0]
@@ -231,7 +234,7 @@ class Responses(AnswerRun):
         return KINDS[self.tools.called[block.name]["type"] if block.kind == CALL else block.kind]
 
     def _id(self, at: int) -> str:
-        return f"{self._row(at)[0]}_{self.id.partition('_')[2]}{at or ''}"
+        return f"{self._row(at)[0]}_{self.call.id.partition('_')[2]}{at or ''}"
 
     def _item(self, at: int, status: str) -> dict[str, Any]:
         """The item at a place of the output of a response of this status; those before the last one are complete."""
@@ -272,12 +275,12 @@ class Responses(AnswerRun):
         return self.places[at]
 
     def _counts(self) -> dict[str, Any]:
-        usage = self._usage()
+        usage = usage_of(self.call, [self.answer], self.reading)
         return {
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": usage["prompt_tokens_details"] | {"cache_write_tokens": 0},
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens()},
+            "output_tokens_details": {"reasoning_tokens": self.answer.reasoning_tokens},
             "total_tokens": usage["total_tokens"],
         }  # fmt: skip
 
@@ -292,7 +295,7 @@ def part_of(kind: str, text: str, logprobs: Any) -> dict[str, Any]:
 # --- what it takes ---------------------------------------------------------------------------------------------------
 
 
-def input_items(value: Any, asked: Asked) -> list[dict[str, Any]]:
+def input_items(value: Any, context: CheckContext) -> list[dict[str, Any]]:
     items = [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
     for i, item in enumerate(items):
         for key in ("content", "output", "summary"):
@@ -302,27 +305,27 @@ def input_items(value: Any, asked: Asked) -> list[dict[str, Any]]:
                     message = f"{NO_IMAGE}: {place} is of the type input_image, and this server reads text only"
                     raise ApiError(400, message, f"{place}.image_url", "invalid_value")
                 if isinstance(part, dict):
-                    checks.known_keys(part, ITEM_PART, asked, extended=True)
+                    checks.known_keys(part, ITEM_PART, context, extended=True)
     conversation_items = response_items(value)
     for item in items:
         is_own = ITEM_FORMS[item.get("type") or "message"] is own_item
-        checks.known_keys(item, item.keys() - {*UNREADABLE} if is_own else ITEM_KEYS, asked, extended=True)
+        checks.known_keys(item, item.keys() - {*UNREADABLE} if is_own else ITEM_KEYS, context, extended=True)
         if item.get("type") in ITEM_TOOLS:
-            Tools().add(item.get("tools"), asked)
+            Tools().add(item.get("tools"), context)
     return conversation_items
 
 
-def included(value: list[str], asked: Asked) -> list[str]:
+def included(value: list[str], context: CheckContext) -> list[str]:
     for name in value:
         if name != LOGPROBS:
-            asked.ignore(name)
+            context.ignore(name)
     return value
 
 
-def response_text(value: dict[str, Any], asked: Asked) -> dict[str, Any]:
+def response_text(value: dict[str, Any], context: CheckContext) -> dict[str, Any]:
     """What OpenAI's Responses API has as `text`, and as its `structure` what that comes to."""
-    found: dict[str, Any] = checks.settings("verbosity", format=dict, verbosity=str)(value, asked)
-    return found | {"structure": found["format"] and flat_format(found["format"], asked)}
+    found: dict[str, Any] = checks.settings("verbosity", format=dict, verbosity=str)(value, context)
+    return found | {"structure": found["format"] and flat_format(found["format"], context)}
 
 
 SUMMARIES = ["auto", "concise", "detailed"]  # there are none, as the reasoning itself is there
@@ -367,10 +370,11 @@ FIELDS = (
     *(Field(name, shared.Name, about="Is a part of the reply.") for name in NAMES),
 )
 RESPONSES = Face(
-    "responses", ("/v1/responses",), FIELDS, respond, needed=("input",), ignored=("client_metadata", "stream_options"),
+    "responses", ("/v1/responses",), FIELDS, respond, "resp_", ("input",), ("generate",),
+    ignored=("client_metadata", "stream_options"),
     not_yet=shared.NOT_YET | NOT_YET_HERE | shared.NOT_IN_ANSWERS,
     elsewhere=shared.ELSEWHERE | ELSEWHERE_HERE,
 )  # fmt: skip
 INPUT_TOKENS = dataclasses.replace(
-    RESPONSES, name="input_tokens", paths=("/v1/responses/input_tokens",), answer=count_input
+    RESPONSES, name="input_tokens", paths=("/v1/responses/input_tokens",), answer=count_input, tasks=()
 )

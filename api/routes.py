@@ -5,22 +5,19 @@ A route that takes a body is a face of `api/faces.py`, and `Api.answer` is the w
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import reprlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
-from api.adapters import Adapters, Module, request_of, virtual_tokens
-from api.checks import Asked
-from api.fields import ApiError, Face, read_fields, without_folders
+from api.adapters import AdapterNames, Module, request_of, virtual_tokens
+from api.checks import ApiError, CheckContext, Face, read_fields, without_folders
 from api.files import Files
+from api.generation import Caller, EngineClient, Events
 from api.options import ServerConfig
-from api.prompts import Prompts
-from api.reading import Parsers
-from api.replies import Caller, EngineClient
+from api.prompts import Parsers, Prompts
 from api.response_store import Store
 from api.viewers import Viewers
 from observe.prometheus import exposition
@@ -28,13 +25,6 @@ from processes.child import Board, Shares
 from tokenizer import Tokenizer
 
 MOST_LISTED = 16  # names of models in an error
-
-
-class Events(NamedTuple):
-    """A reply that comes in parts, and what must be called once it has ended."""
-
-    events: Iterator[bytes]
-    close: Callable[[], None]
 
 
 class Api:
@@ -46,12 +36,12 @@ class Api:
 
     def __init__(
         self, client: EngineClient, tokenizer: Tokenizer, facts: dict[str, Any], config: ServerConfig,
-        names: Sequence[str], board: Board, adapters: Adapters | None = None,
+        names: Sequence[str], board: Board, adapters: AdapterNames | None = None,
     ):  # fmt: skip
         self.client, self.tokenizer = client, tokenizer
         self.facts, self.config = facts, config
         self.names, self.board = names, board
-        self.adapters = adapters or Adapters(config, names)
+        self.adapters = adapters or AdapterNames(config, names)
         self.started = int(time.time())
         self.prompts = Prompts(tokenizer, facts)
         self.parsers = Parsers(config, tokenizer)
@@ -62,39 +52,26 @@ class Api:
         self.bodies = Shares(config.max_body_bytes_in_flight, board, board.bytes, config.api_server_count)
 
     def answer(self, face: Face, body: dict[str, Any], caller: Caller) -> dict[str, Any] | Events:
-        """The reply to a request; an `ApiError` if it is refused. What else may end it is in `Job.run`."""
-        fields = read_fields(face, body, Asked(self.config, caller.ignored))
+        """The reply to a request; an `ApiError` if it is refused. What else may end it is in `EngineCall.run`."""
+        fields = read_fields(face, body, CheckContext(self.config, caller.ignored))
         del body  # it may be large
+        caller.id = face.prefix + caller.name
         if module := self._adapter(fields["model"] or self.names[0]):
             caller.lora = request_of(module)
             caller.virtual = virtual_tokens(module) if self.facts["max_prompt_adapter_token"] else 0
         fields["model"] = module.name if module else fields["model"] or self.names[0]
+        if face.tasks:
+            self._check_engine(face.tasks, fields["priority"])
         reply: dict[str, Any] | Events = face.answer(self, fields, caller)
         return reply
 
-    def need_task(self, *tasks: str) -> None:
-        """Refuse a request for what this server does not do."""
+    def _check_engine(self, tasks: Sequence[str], priority: int) -> None:
+        """Refuse a request that the engine does not take: it has one task, and perhaps no priorities."""
         if (task := self.facts["task"]) not in tasks:
             needed = " or ".join(tasks)
             raise ApiError(400, f"this server's task is {task}; this route needs {needed} (--task)", "model")
-
-    def check_priority(self, fields: dict[str, Any]) -> None:
-        """Refuse a priority where the policy knows none."""
-        if fields["priority"] and (policy := self.facts["scheduling_policy"]) != "priority":
-            raise ApiError(400, f"priority is {fields['priority']}; under the policy {policy} it must be 0", "priority")
-
-    @contextlib.contextmanager
-    def admitted(self, answers: int, caller: Caller) -> Iterator[None]:
-        """A context in which so many answers are in flight, if there may be as many; the body is no longer needed."""
-        if not self.answers.has_room(caller.client, answers):
-            message = f"{self.board.in_flight} answers are in flight and {answers} would come"
-            raise ApiError(429, f"{message}; at most {self.answers.limit} (max_queue)")
-        caller.release()
-        self.answers.take(caller.client, answers)
-        try:
-            yield
-        finally:
-            self.answers.take(caller.client, -answers)
+        if priority and (policy := self.facts["scheduling_policy"]) != "priority":
+            raise ApiError(400, f"priority is {priority}; under the policy {policy} it must be 0", "priority")
 
     def models(self) -> dict[str, Any]:
         named = [self._card(name, None) for name in self.names]

@@ -6,12 +6,10 @@ The check of each field of FORMS makes `StructuredOutputsParams`.
 from __future__ import annotations
 
 import dataclasses
-import json
 import reprlib
-from collections.abc import Mapping
 from typing import Any
 
-from api.checks import Asked, Check, known_keys
+from api.checks import Check, CheckContext, known_keys
 from sampling_params import StructuredOutputsParams
 from text.schemas import LARGE, json_parts, relaxed
 
@@ -20,7 +18,7 @@ KEYS = tuple(field.name for field in dataclasses.fields(StructuredOutputsParams)
 SCHEMA_KEYS = ("name", "description", "schema", "strict")  # of a json_schema
 
 
-def of_schema(found: StructuredOutputsParams, asked: Asked, strict: bool = False) -> StructuredOutputsParams:
+def of_schema(found: StructuredOutputsParams, context: CheckContext, strict: bool = False) -> StructuredOutputsParams:
     """The same without keywords to which no grammar can hold an answer. They are named, or if it is strict refused."""
     if found.size > LARGE:
         return found
@@ -29,11 +27,11 @@ def of_schema(found: StructuredOutputsParams, asked: Asked, strict: bool = False
         return found
     found, left = relaxed(found)
     for key in left:
-        asked.ignore(key)
+        context.ignore(key)
     return found
 
 
-def response_format(value: dict[str, Any], asked: Asked) -> StructuredOutputsParams | None:
+def response_format(value: dict[str, Any], context: CheckContext) -> StructuredOutputsParams | None:
     """OpenAI's form; beside `json_object` there may be a schema, as in llama.cpp."""
     kind = value.get("type")
     if kind not in TYPES:
@@ -41,40 +39,40 @@ def response_format(value: dict[str, Any], asked: Asked) -> StructuredOutputsPar
     if kind == "structural_tag":
         return StructuredOutputsParams(structural_tag=value)
     if kind == "json_schema":
-        known_keys(value, ("type", "json_schema"), asked)
-        return named_schema(value.get("json_schema"), asked)
-    known_keys(value, ("type", "schema") if kind == "json_object" else ("type",), asked)
+        known_keys(value, ("type", "json_schema"), context)
+        return named_schema(value.get("json_schema"), context)
+    known_keys(value, ("type", "schema") if kind == "json_object" else ("type",), context)
     if (schema := value.get("schema")) is not None:
-        return of_schema(StructuredOutputsParams(json=schema), asked)
+        return of_schema(StructuredOutputsParams(json=schema), context)
     return StructuredOutputsParams(json_object=True) if kind == "json_object" else None
 
 
-def named_schema(value: Any, asked: Asked) -> StructuredOutputsParams:
+def named_schema(value: Any, context: CheckContext) -> StructuredOutputsParams:
     """OpenAI's `json_schema`: a schema and its options."""
     if not isinstance(value, dict) or not isinstance(value.get("schema"), dict):
         raise ValueError("json_schema must be an object with a schema, which is an object")
-    known_keys(value, SCHEMA_KEYS, asked)
+    known_keys(value, SCHEMA_KEYS, context)
     for key, kind, words in (("name", str, "a string"), ("description", str, "a string"), ("strict", bool, "a bool")):
         if not isinstance(value.get(key), kind | None):
             raise ValueError(f"{key} is {reprlib.repr(value[key])}; it must be {words}")
-    return of_schema(StructuredOutputsParams(json=value["schema"]), asked, value.get("strict") or False)
+    return of_schema(StructuredOutputsParams(json=value["schema"]), context, value.get("strict") or False)
 
 
-def flat_format(value: dict[str, Any], asked: Asked) -> StructuredOutputsParams | None:
+def flat_format(value: dict[str, Any], context: CheckContext) -> StructuredOutputsParams | None:
     """OpenAI Responses and Anthropic put the schema's options beside it, not around it."""
     if value.get("type") != "json_schema":
-        return response_format(value, asked)
-    return named_schema({key: value[key] for key in value if key != "type"}, asked)
+        return response_format(value, context)
+    return named_schema({key: value[key] for key in value if key != "type"}, context)
 
 
-def structured_outputs(value: dict[str, Any], asked: Asked) -> StructuredOutputsParams:
+def structured_outputs(value: dict[str, Any], context: CheckContext) -> StructuredOutputsParams:
     """vLLM's form."""
-    known_keys(value, KEYS, asked)
+    known_keys(value, KEYS, context)
     found = StructuredOutputsParams(**{key: value[key] for key in KEYS if value.get(key) is not None})
-    return of_schema(found, asked)
+    return of_schema(found, context)
 
 
-def output_format(value: str | dict[str, Any], asked: Asked) -> StructuredOutputsParams | None:
+def output_format(value: str | dict[str, Any], context: CheckContext) -> StructuredOutputsParams | None:
     """Ollama's form."""
     if value == "":
         return None
@@ -82,16 +80,16 @@ def output_format(value: str | dict[str, Any], asked: Asked) -> StructuredOutput
         return StructuredOutputsParams(json_object=True)
     if isinstance(value, str):
         raise ValueError('it must be "json" or a schema')
-    return of_schema(StructuredOutputsParams(json=value), asked)
+    return of_schema(StructuredOutputsParams(json=value), context)
 
 
 def of_kind(kind: str) -> Check:
     """A check for the value of one field of `StructuredOutputsParams`. A grammar without text is none (llama.cpp)."""
 
-    def check(value: Any, asked: Asked) -> StructuredOutputsParams | None:
+    def check(value: Any, context: CheckContext) -> StructuredOutputsParams | None:
         if (kind, value) == ("grammar", ""):
             return None
-        return of_schema(StructuredOutputsParams(**{kind: value}), asked)
+        return of_schema(StructuredOutputsParams(**{kind: value}), context)
 
     return check
 
@@ -111,16 +109,3 @@ FORMS: dict[str, tuple[Any, Check, str]] = {  # by field: its type, its check, a
     "grammar": (str, of_kind("grammar"), "llama.cpp's: GBNF, or Lark as llguidance has it."),
     "format": (JSON_SCHEMA, output_format, 'Ollama\'s: "json", or a schema.'),
 }
-
-
-def structure_of(fields: Mapping[str, Any]) -> StructuredOutputsParams | None:
-    """What the answer to a request must be, whichever of its fields says so; a ValueError if two of them do."""
-    given = [name for name in FORMS if fields[name] is not None]
-    if len(given) > 1:
-        raise ValueError(f"{given[0]} and {given[1]} are both given; only one may say what the answer must be")
-    found: StructuredOutputsParams | None = fields[given[0]] if given else None
-    if (pattern := fields["guided_whitespace_pattern"]) is not None:
-        if found is None or (found.json is None and found.json_object is None):
-            raise ValueError(f"guided_whitespace_pattern is {json.dumps(pattern)[:100]}; it is only for JSON")
-        found = dataclasses.replace(found, whitespace_pattern=pattern)
-    return found

@@ -14,7 +14,7 @@ from typing import Any
 
 from werkzeug.datastructures import Headers
 
-from api.replies import LEFT, Job
+from api.generation import LEFT, EngineCall
 from observe.logs import logger
 
 PACKAGES = "opentelemetry-sdk opentelemetry-exporter-otlp-proto-http"
@@ -69,7 +69,7 @@ class Spans:
         self.provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint)))
         self.tracer = self.provider.get_tracer("manta")
 
-    def add(self, job: Job, headers: Headers, status: int, begun: float) -> None:
+    def add(self, call: EngineCall[Any], headers: Headers, status: int, begun: float) -> None:
         """Send the span of a request that has just ended, and came when it was `begun` by `time.monotonic()`.
 
         Its parent is the span that the header `traceparent` names, if any.
@@ -84,20 +84,20 @@ class Spans:
 
         parent = TraceContextTextMapPropagator().extract(headers)
         span = self.tracer.start_span("llm_request", parent, SpanKind.SERVER, start_time=at(begun))
-        span.set_attributes(attributes(job, begun, now) | {"http.response.status_code": status})
-        if job.error not in ("", LEFT) and not 400 <= status < 500:  # those are the client's
-            span.set_status(StatusCode.ERROR, job.error)
+        span.set_attributes(attributes(call, begun, now) | {"http.response.status_code": status})
+        if call.error not in ("", LEFT) and not 400 <= status < 500:  # those are the client's
+            span.set_status(StatusCode.ERROR, call.error)
         inside = set_span_in_context(span)
-        for name, (since, until) in phases(job, now).items():
+        for name, (since, until) in phases(call, now).items():
             self.tracer.start_span(name, inside, start_time=at(since)).end(at(until))
         span.end(at(now))
 
 
-def attributes(job: Job, begun: float, now: float) -> dict[str, Any]:
+def attributes(call: EngineCall[Any], begun: float, now: float) -> dict[str, Any]:
     """The attributes of a request's span, by vLLM's names; times are in seconds."""
-    facts, params, ran = job.facts(begun), job.requests[0].params, phases(job, now)
+    facts, params, ran = call.facts(begun), call.requests[0].params, phases(call, now)
     told = {
-        "gen_ai.request.id": job.id,
+        "gen_ai.request.id": call.id,
         "gen_ai.response.model": facts["model"],
         "gen_ai.usage.prompt_tokens": facts["prompt_tokens"],
         "gen_ai.usage.completion_tokens": facts["output_tokens"],
@@ -109,18 +109,18 @@ def attributes(job: Job, begun: float, now: float) -> dict[str, Any]:
         if name in ran:
             told[f"gen_ai.latency.time_in_model_{name}"] = ran[name][1] - ran[name][0]
             told["gen_ai.latency.time_in_model_inference"] = ran[name][1] - ran["prefill"][0]
-    if job.requests[0].pooling is None:
+    if call.requests[0].pooling is None:
         for name in ("max_tokens", "temperature", "top_p", "n"):
             told[f"gen_ai.request.{name}"] = getattr(params, name)
     return {name: value for name, value in told.items() if value is not None}
 
 
-def phases(job: Job, now: float) -> dict[str, tuple[float, float]]:
-    """From when until when a job waited, had its prompts computed and was answered, as far as it has come.
+def phases(call: EngineCall[Any], now: float) -> dict[str, tuple[float, float]]:
+    """From when until when a call waited, had its prompts computed and was answered, as far as it has come.
 
     The first of several prompts begins each phase but the second, which begins when all have been let in.
     """
-    metrics = [asked.metrics for asked in job.requests]
+    metrics = [asked.metrics for asked in call.requests]
     queued = [seconds for each in metrics if (seconds := each.time_in_queue) is not None]
     if not queued:
         return {}
@@ -128,4 +128,4 @@ def phases(job: Job, now: float) -> dict[str, tuple[float, float]]:
     let_in = sent + max(queued)
     first = min((at for each in metrics if (at := each.first_token_time) is not None), default=max(ends))
     found = {"queue": (sent, let_in), "prefill": (let_in, max(first, let_in))}
-    return found | ({"decode": (first, max(ends))} if job.endings else {})
+    return found | ({"decode": (first, max(ends))} if call.endings else {})

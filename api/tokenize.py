@@ -6,8 +6,8 @@ from typing import Any
 
 from api import checks
 from api import fields as shared
-from api.fields import ApiError, Face, Field
-from api.replies import Caller
+from api.checks import ApiError, Face, Field
+from api.generation import Caller
 from api.routes import Api
 
 

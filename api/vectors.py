@@ -11,10 +11,9 @@ from msgspec import Meta
 
 from api import checks
 from api import fields as shared
-from api.checks import Asked
-from api.fields import ApiError, Face, Field, too_long
+from api.checks import ApiError, CheckContext, Face, Field, too_long
+from api.generation import Caller, EngineCall, admitted
 from api.prompts import Prompt
-from api.replies import Caller, Job
 from api.routes import Api
 from observe.logs import warn_once
 from outputs import Vector, cosine, numbers
@@ -24,27 +23,29 @@ from text.prompts import CUT, opening
 
 def embeddings(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:
     """A vector for each prompt."""
-    prompts = inputs(api, fields, "embed")
-    pooled = pool(api, "embd-", fields, caller, prompts)
-    return listed("embd-", fields, caller, prompts, vectors("embedding", "embedding", pooled, fields))
+    prompts = encoded(api, fields, fields["input"], fields["add_special_tokens"] is not False)
+    pooled = pool(api, fields, caller, prompts)
+    return listed(fields, caller, prompts, vectors("embedding", "embedding", pooled, fields))
 
 
 def pooling(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:
     """What the model makes of each prompt: a vector, or what its classification head says."""
-    prompts, task = inputs(api, fields, "embed", "score", "classify"), api.facts["task"]
+    task = api.facts["task"]
     if fields["task"] not in (None, task, "classify" if task == "score" else task):
         raise ApiError(400, f"task is {fields['task']}; this server's is {task}", "task")
-    pooled = pool(api, "pool-", fields, caller, prompts)
-    return listed("pool-", fields, caller, prompts, vectors("pooling", "data", pooled, fields))
+    prompts = encoded(api, fields, fields["input"], fields["add_special_tokens"] is not False)
+    pooled = pool(api, fields, caller, prompts)
+    return listed(fields, caller, prompts, vectors("pooling", "data", pooled, fields))
 
 
 def classify(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:
     """The probability of each label for each prompt, and the label of the highest one."""
-    prompts, labels, data = inputs(api, fields, "classify", "score"), api.facts["labels"], []
-    for i, probs in enumerate(map(numbers, pool(api, "classify-", fields, caller, prompts))):
+    labels, data = api.facts["labels"], []
+    prompts = encoded(api, fields, fields["input"], fields["add_special_tokens"] is not False)
+    for i, probs in enumerate(map(numbers, pool(api, fields, caller, prompts))):
         label = labels[max(range(len(probs)), key=probs.__getitem__)]
         data.append({"index": i, "label": label, "probs": probs, "num_classes": len(probs)})
-    return listed("classify-", fields, caller, prompts, data)
+    return listed(fields, caller, prompts, data)
 
 
 def score(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:
@@ -53,46 +54,39 @@ def score(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:
     if len(first) not in (1, len(second)):
         message = f"text_1 has {len(first)} texts for {len(second)} of text_2; it must have as many, or 1"
         raise ApiError(400, message, "text_1")
-    found, prompts = compare(api, "score-", fields, caller, first, second)
+    found, prompts = compare(api, fields, caller, first, second)
     data = [{"object": "score", "index": i, "score": score} for i, score in enumerate(found)]
-    return listed("score-", fields, caller, prompts, data)
+    return listed(fields, caller, prompts, data)
 
 
 def rerank(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:
     """Documents in the order of how well they answer a query; among equals the first comes first."""
     documents = fields["documents"]
-    found, prompts = compare(api, "rerank-", fields, caller, [fields["query"]], documents)
+    found, prompts = compare(api, fields, caller, [fields["query"]], documents)
     results: list[dict[str, Any]] = []
     for i in sorted(range(len(found)), key=lambda i: (-found[i], i))[: fields["top_n"] or len(documents)]:
         shown = {"document": {"text": documents[i]}} if fields["return_documents"] else {}
         results.append({"index": i, "relevance_score": found[i]} | shown)
-    return {"id": "rerank-" + caller.name, "model": fields["model"], "usage": used(prompts), "results": results}
+    return {"id": caller.id, "model": fields["model"], "usage": used(prompts), "results": results}
 
 
 def compare(
-    api: Api, kind: str, fields: dict[str, Any], caller: Caller, first: list[str], second: list[str]
+    api: Api, fields: dict[str, Any], caller: Caller, first: list[str], second: list[str]
 ) -> tuple[list[float], list[Prompt]]:
     """How well texts go together, and the prompts that were run for it.
 
     For an embedder that is the cosine of two embeddings. For a classifier with one label, it is what the classifier
     says of both texts as one prompt, with the model's own prompt before the first one.
     """
-    api.need_task("embed", "score")
     if api.facts["task"] == "score":
         before = named(api, fields)
         pairs = zip([before + each for each in first] * (len(second) // len(first)), second, strict=True)
         prompts: list[Any] = [api.prompts.encode(fields, pair, True) for pair in pairs]
-        return [numbers(found)[0] for found in pool(api, kind, fields, caller, prompts)], prompts
+        return [numbers(found)[0] for found in pool(api, fields, caller, prompts)], prompts
     prompts = encoded(api, fields, first + second, True)
-    found = [numbers(pooled) for pooled in pool(api, kind, fields, caller, prompts)]
+    found = [numbers(pooled) for pooled in pool(api, fields, caller, prompts)]
     left = found[: len(first)] * (len(second) // len(first))
     return [cosine(a, b) for a, b in zip(left, found[len(first) :], strict=True)], prompts
-
-
-def inputs(api: Api, fields: dict[str, Any], *tasks: str) -> list[Prompt]:
-    """The prompts of `input`, where this server does one of these tasks."""
-    api.need_task(*tasks)
-    return encoded(api, fields, fields["input"], fields["add_special_tokens"] is not False)
 
 
 def encoded(api: Api, fields: dict[str, Any], prompts: Sequence[str | list[int]], special: bool) -> list[Prompt]:
@@ -115,23 +109,22 @@ def named(api: Api, fields: dict[str, Any]) -> str:
         raise ApiError(400, str(error), "prompt_name") from None
 
 
-def pool(api: Api, kind: str, fields: dict[str, Any], caller: Caller, prompts: Sequence[Prompt]) -> list[bytes]:
+def pool(api: Api, fields: dict[str, Any], caller: Caller, prompts: Sequence[Prompt]) -> list[bytes]:
     """The vector of each prompt."""
-    limit, name = api.facts["max_model_len"], kind + caller.name
+    limit = api.facts["max_model_len"]
     dimensions = fields.get("dimensions")  # not all routes have it
-    api.check_priority(fields)
     for _, ids in prompts:
         if len(ids) > limit:
             raise too_long(limit, f"a prompt is too long: it has {len(ids)}")
     if dimensions is not None and dimensions > (most := api.facts["vector_size"]):
         raise ApiError(400, f"dimensions is {dimensions}; at most {most} are there", "dimensions")
     params = PoolingParams(dimensions, fields["use_activation"])
-    asked = [Vector(f"{name}-{i}", ids, params) for i, (_, ids) in enumerate(prompts)]
-    with api.admitted(len(asked), caller):
-        job = caller.job = Job(name, caller, fields, asked)
-        for _ in job.run(api.client, api.config.request_timeout):
+    requests = [Vector(f"{caller.id}-{i}", ids, params) for i, (_, ids) in enumerate(prompts)]
+    with admitted(api, len(requests), caller):
+        call = caller.call = EngineCall(caller, fields, requests)
+        for _ in call.run(api.client, api.config.request_timeout):
             pass
-    return [vector.pooled for vector in asked]
+    return [vector.pooled for vector in requests]
 
 
 def used(prompts: Sequence[Prompt]) -> dict[str, int]:
@@ -140,9 +133,9 @@ def used(prompts: Sequence[Prompt]) -> dict[str, int]:
     return {"prompt_tokens": count, "total_tokens": count}
 
 
-def listed(kind: str, fields: dict[str, Any], caller: Caller, prompts: Sequence[Prompt], data: Any) -> dict[str, Any]:
+def listed(fields: dict[str, Any], caller: Caller, prompts: Sequence[Prompt], data: Any) -> dict[str, Any]:
     """A reply that is a list."""
-    head = {"id": kind + caller.name, "object": "list", "created": int(time.time()), "model": fields["model"]}
+    head = {"id": caller.id, "object": "list", "created": int(time.time()), "model": fields["model"]}
     return head | {"data": data, "usage": used(prompts)}
 
 
@@ -155,22 +148,22 @@ def vectors(kind: str, key: str, found: list[bytes], fields: dict[str, Any]) -> 
 # --- what they take --------------------------------------------------------------------------------------------------
 
 
-def texts(value: Any, asked: Asked) -> list[str]:
+def texts(value: Any, context: CheckContext) -> list[str]:
     found = [value] if isinstance(value, str) else value
     if not isinstance(found, list) or not found or not all(isinstance(text, str) and text for text in found):
         raise ValueError("it must be a string or a list of strings, none of them empty")
-    if len(found) > (most := asked.config.max_prompts):
+    if len(found) > (most := context.config.max_prompts):
         raise ValueError(f"it has {len(found)} texts; at most {most} are allowed (max_prompts)")
     return found
 
 
-def documents(value: Any, asked: Asked) -> list[str]:
+def documents(value: Any, context: CheckContext) -> list[str]:
     if not isinstance(value, list):
         raise ValueError("it must be a list of strings, or of objects with a text")
     for document in value:
         if isinstance(document, dict):
-            checks.known_keys(document, ("text",), asked)
-    return texts([document.get("text") if isinstance(document, dict) else document for document in value], asked)
+            checks.known_keys(document, ("text",), context)
+    return texts([document.get("text") if isinstance(document, dict) else document for document in value], context)
 
 
 TEXTS, TEXT = shared.shown(anyOf=shared.TEXT_OR_TEXTS), shared.STRING
@@ -182,11 +175,13 @@ FORM = Field("encoding_format", Literal["float", "base64"], "float")
 ACTIVATION = Field("use_activation", bool, about=shared.attributes_of(PoolingParams)["use_activation"])
 NAME = Field("prompt_name", str, about='Of the prompt that goes before each text, or ""; null: the model\'s default.')
 LAST = (*shared.CUT, shared.PRIORITY)
+TASKS = ("embed", "score", "classify")
 TASK = Field("task", Literal["embed", "classify", "score"], about="What this server does with prompts.")
 FIRST = (shared.MODEL, INPUT, ACTIVATION, shared.SPECIAL_TOKENS)
-EMBEDDINGS = Face("embeddings", ("/v1/embeddings",), (*FIRST, NAME, SIZE, FORM, *LAST), embeddings, needed=("input",))
-POOLING = Face("pooling", ("/pooling",), (*FIRST, NAME, TASK, SIZE, FORM, *LAST), pooling, needed=("input",))
-CLASSIFY = Face("classify", ("/classify",), (*FIRST, *LAST), classify, needed=("input",))
+SIZED = (SIZE, FORM, *LAST)
+EMBEDDINGS = Face("embeddings", ("/v1/embeddings",), (*FIRST, NAME, *SIZED), embeddings, "embd-", ("input",), TASKS[:1])
+POOLING = Face("pooling", ("/pooling",), (*FIRST, NAME, TASK, *SIZED), pooling, "pool-", ("input",), TASKS)
+CLASSIFY = Face("classify", ("/classify",), (*FIRST, *LAST), classify, "classify-", ("input",), ("classify", "score"))
 SCORED = (
     shared.MODEL,
     ACTIVATION,
@@ -196,7 +191,7 @@ SCORED = (
     *LAST,
 )
 SCORE = Face(
-    "score", ("/score", "/v1/score"), SCORED, score, needed=("text_1", "text_2"),
+    "score", ("/score", "/v1/score"), SCORED, score, "score-", ("text_1", "text_2"), TASKS[:2],
     aliases={"queries": "text_1", "data_1": "text_1", "documents": "text_2", "items": "text_2", "data_2": "text_2"},
 )  # fmt: skip
 RERANKED = (
@@ -209,4 +204,6 @@ RERANKED = (
     NAME,
     *LAST,
 )
-RERANK = Face("rerank", ("/rerank", "/v1/rerank", "/v2/rerank"), RERANKED, rerank, needed=("query", "documents"))
+RERANK = Face(
+    "rerank", ("/rerank", "/v1/rerank", "/v2/rerank"), RERANKED, rerank, "rerank-", ("query", "documents"), TASKS[:2]
+)

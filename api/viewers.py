@@ -17,10 +17,10 @@ from typing import Any
 
 import msgspec
 
-from api.checks import in_parts
-from api.fields import ApiError, without_folders
+from api.checks import ApiError, in_parts, without_folders
+from api.generation import EngineClient
 from api.options import ServerConfig
-from api.replies import EngineClient, sse
+from api.replies import sse
 from processes.child import Board, Shares
 from processes.client import EngineDeadError
 

@@ -67,7 +67,7 @@ from peers import WEIGHTS
 from plan import EngineCoreRequest, StepResult
 from sampling_params import SamplingParams
 from scheduler import Scheduler
-from sequence import Request
+from sequence import SequenceGroup
 
 Figures = list[dict[str, Any]]
 
@@ -121,7 +121,7 @@ def prefix_figures(trace: Path, pools: list[int], host_factor: int) -> Figures:
         refused = moved = 0
         for i, pages in enumerate(prompts):
             try:
-                scheduler.add(Request(str(i), pages, SamplingParams(max_tokens=1)))
+                scheduler.add(SequenceGroup(str(i), pages, SamplingParams(max_tokens=1)))
             except ValueError:  # longer than the whole pool
                 refused += 1
                 continue

@@ -27,7 +27,7 @@ from processes.routing import Router
 from ring import RingBuffer
 from sampling_params import SamplingParams
 from scheduler import Scheduler
-from sequence import Request
+from sequence import SequenceGroup
 
 Figures = list[dict[str, Any]]
 
@@ -156,7 +156,7 @@ def routing_figures(trace: Path, engines: int, pools: list[int], in_flight: int 
                 counts[rank] += 1
                 scheduler = schedulers[rank]
                 try:
-                    scheduler.add(Request(str(i), pages, SamplingParams(max_tokens=1)))
+                    scheduler.add(SequenceGroup(str(i), pages, SamplingParams(max_tokens=1)))
                 except ValueError:  # longer than the whole pool
                     continue
                 while scheduler.has_work():

@@ -37,7 +37,7 @@ from processes.routing import Router
 from ring import Codec
 from sampling_params import SamplingParams
 from scheduler import Scheduler
-from sequence import Request
+from sequence import SequenceGroup
 from simulated import CONTEXT, POOL, VOCAB, Device, ScheduledEngine
 
 Figures = list[dict[str, Any]]
@@ -417,7 +417,7 @@ def plan_figures(trace: Path | None, steps: int = 256) -> Figures:
         scheduler = Scheduler(config, 64 * (rows + 1), CONTEXT, VOCAB, [])
         for i in range(rows):
             prompt = [i] * min(int(lengths[rng.randrange(len(lengths))][0]), 2000)
-            scheduler.add(Request(f"cmpl-{rng.randbytes(16).hex()}-0", prompt, SamplingParams(max_tokens=2000)))
+            scheduler.add(SequenceGroup(f"cmpl-{rng.randbytes(16).hex()}-0", prompt, SamplingParams(max_tokens=2000)))
         sizes: defaultdict[str, list[int]] = defaultdict(list)
         while len(sizes["grows"]) + len(sizes["steady"]) < steps:
             plan = scheduler.schedule()
@@ -432,7 +432,7 @@ def plan_figures(trace: Path | None, steps: int = 256) -> Figures:
                 sizes["result"].append(len(codec.encode(result)))
                 sizes["outputs"].append(len(codec.encode(outputs)))
         mean = round(float(lengths[:, 0].mean()))
-        scheduler.add(Request("last", [rng.randrange(2**17) for _ in range(mean)], SamplingParams()))
+        scheduler.add(SequenceGroup("last", [rng.randrange(2**17) for _ in range(mean)], SamplingParams()))
         prompt_bytes = len(codec.encode(scheduler.schedule()))
         second = 1 / device.seconds(0, rows, rows * mean)
         plans = sizes["grows"] + sizes["steady"]

@@ -54,9 +54,10 @@ def measure(rows: int, waiting: int, adapters: int, drafts: int, steps: int = ST
     if drafts:
         fields |= {"speculative_config": {"method": "ngram", "num_speculative_tokens": drafts}}
     scheduler = Scheduler(EngineConfig(**fields), rows * 100, 16384, 1000, [999])
+    group = getattr(sequence, "Request", sequence.SequenceGroup)  # as earlier commits called it
     params = SamplingParams(max_tokens=4096, ignore_eos=True)
     for i in range(rows + waiting):
-        request = sequence.Request(str(i), [i % 900] * PROMPT, params)
+        request = group(str(i), [i % 900] * PROMPT, params)
         if adapters:
             number = i % (SLOTS if i < rows else adapters)
             request.adapter = sequence.Adapter(str(number), number)

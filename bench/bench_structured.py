@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from engine import LLM, SamplingParams, StructuredOutputsParams
-from scheduling.grammar import Grammars
+from text.grammar import Grammars
 
 Figures = list[dict[str, Any]]
 SCHEMA = {

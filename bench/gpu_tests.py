@@ -23,7 +23,7 @@ from gpu_models import ROOT, Row, has_gpu
 from pytest_tell import FIFO, write_line
 
 KERNEL_TESTS = (
-    "test_kernels.py", "ops/test_kernels_sampling.py", "ops/test_matmul.py", "ops/test_expert_kernels.py",
+    "test_kernels.py", "test_reference.py", "ops/test_kernels_sampling.py", "ops/test_matmul.py", "ops/test_experts.py",
     "ops/test_latent.py", "ops/test_delta.py", "ops/test_lora.py", "ops/test_drafts.py", "ops/test_quantized.py",
     "device/test_compile_guard.py",
 )  # fmt: skip
@@ -40,7 +40,7 @@ def kernel_tests() -> Iterator[Row]:
     """The kernels' tests, several at a time; the first that fails is run once more under a memory checker."""
     files = [f"tests/{name}" for name in KERNEL_TESTS]
     if not has_gpu():
-        runs = [["tests/test_kernels.py", "-k", "rms_norm"], ["tests/ops/test_drafts.py"]]
+        runs = [["tests/test_reference.py", "-k", "rms_norm"], ["tests/ops/test_drafts.py"]]
     elif find_spec("xdist"):
         runs = [["-n", str(max(2, (os.cpu_count() or 2) - 2)), *files]]
     else:

@@ -12,7 +12,7 @@ from config import EngineConfig
 from plan import StepPlan, StepResult
 from sampling_params import SamplingParams
 from scheduler import Scheduler
-from sequence import Request
+from sequence import SequenceGroup
 
 VOCAB = 2**31 - 1  # token ids are numbers of conversations
 POOL = 6000  # KV blocks of an engine: 50 GB of the 80, where a block of 64 tokens is 8 MiB
@@ -67,7 +67,7 @@ class ScheduledEngine:
         self.now, self.config, self.device, self.said, self.reports = 0.0, config, device, (0, 0), 0
         self.scheduler = Scheduler(config, num_blocks, max_model_len, VOCAB, [], clock=lambda: self.now)
         self.plan: StepPlan | None = None
-        self.jobs: dict[str, tuple[SimulatedRequest, Request]] = {}
+        self.jobs: dict[str, tuple[SimulatedRequest, SequenceGroup]] = {}
         self.names = itertools.count()
 
     @property
@@ -87,7 +87,7 @@ class ScheduledEngine:
             ValueError: the scheduler refuses it, as one that the pool cannot hold.
         """
         self.now, name = now, str(next(self.names))
-        request = Request(name, job.tokens(), SamplingParams(max_tokens=job.output, ignore_eos=True))
+        request = SequenceGroup(name, job.tokens(), SamplingParams(max_tokens=job.output, ignore_eos=True))
         self.scheduler.add(request)
         self.jobs[name] = job, request
 
@@ -96,7 +96,7 @@ class ScheduledEngine:
         self.now, scheduler = now, self.scheduler
         if self.plan:
             seqs = scheduler.in_flight[0].seqs
-            tokens = [s.group.request.prompt[-1] if s.num_computed == s.num_tokens else -1 for s in seqs]
+            tokens = [s.group.prompt[-1] if s.num_computed == s.num_tokens else -1 for s in seqs]
             for output in scheduler.update(self.plan, StepResult(self.plan.step, tokens)).outputs:
                 if output.finished:
                     job, request = self.jobs.pop(output.request_id)
@@ -115,5 +115,5 @@ class ScheduledEngine:
 def step_size(scheduler: Scheduler) -> tuple[int, int, int]:
     """Of the latest step: tokens of prompts, rows that decode, and tokens of the cache that all rows read."""
     flight = scheduler.in_flight[-1]
-    rows = sum(seq.num_computed > seq.group.request.num_prompt for seq in flight.seqs)
+    rows = sum(seq.num_computed > seq.group.num_prompt for seq in flight.seqs)
     return sum(count for _, count in flight.plan.rows) - rows, rows, sum(seq.num_computed for seq in flight.seqs)

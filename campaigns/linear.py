@@ -30,11 +30,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "text")]
 
 from api.bodies import parse_json  # noqa: E402
 from api.chat import CHAT  # noqa: E402
-from api.checks import Asked  # noqa: E402
+from api.checks import ApiError, CheckContext, Face, read_fields  # noqa: E402
 from api.faces import FACES  # noqa: E402
-from api.fields import PARAMS, ApiError, Face, read_fields  # noqa: E402
+from api.fields import PARAMS  # noqa: E402
 from api.options import ServerConfig  # noqa: E402
-from api.structure import structure_of  # noqa: E402
+from api.prompts import structure_of  # noqa: E402
 from checkpoints.gguf_config import config_of  # noqa: E402
 from checkpoints.gguf_file import read_headers  # noqa: E402
 from checkpoints.gguf_tokenizer import Vocabulary  # noqa: E402
@@ -391,7 +391,7 @@ def taken(face: Face, body: dict[str, Any]) -> Run:
 
     def read() -> None:
         config = ServerConfig()
-        fields = read_fields(face, parse_json(data, config), Asked(config))
+        fields = read_fields(face, parse_json(data, config), CheckContext(config))
         if fields.get("tools"):
             for parser in ("hermes", "qwen3_coder", "pythonic"):
                 call_grammar(parser, fields["tools"], True, True, lambda text: None)

@@ -16,66 +16,49 @@ DTYPES = torch.float16, torch.bfloat16, torch.float32  # of plain numbers
 LOWEST = {"int4": -8, "int6": -32}  # numbers of codes, as in reference.py
 
 
-class Read(NamedTuple):
-    """What `Codes` read of a matrix, as `reference.Quantized` has it."""
+class CodedRows(NamedTuple):
+    """Rows of a matrix in codes, in the tables of `reference.Quantized`."""
 
     codes: torch.Tensor  # [n, K], of integer kinds the numbers, of others the bits; or `paired` [n, K / 2]
     scales: torch.Tensor
     zeros: torch.Tensor | None = None
     factors: torch.Tensor | None = None
 
-    def with_zeros(self, kind: str, wanted: str) -> Read:
-        """The same numbers as a weight of the `wanted` kind with factors and zeros has them: counted from `LOWEST`."""
+    def with_zeros(self, kind: str, wanted: str) -> CodedRows:
+        """Recode from one kind to the `wanted` one, with factors and zeros: numbers are counted from `LOWEST`."""
         codes, scales, zeros, factors = self
         if wanted != kind:
             codes = unpaired(codes) + LOWEST[wanted] - LOWEST[kind]
         if zeros is None:  # (number - lowest) scale f - scale (-lowest f)
             assert factors is not None
             zeros, factors = scales, torch.cat((factors, factors * -LOWEST[kind]), 2)
-        return Read(codes, scales, zeros, factors)
+        return CodedRows(codes, scales, zeros, factors)
 
-    def without_factors(self, kind: str, group: int) -> Read:
-        """The same numbers, with the factors of each group multiplied into its scale and its zero."""
+    def without_factors(self, kind: str, group: int) -> CodedRows:
+        """Multiply the factors of each group into its scale and its zero."""
         assert self.factors is not None
         scales = self.scales * self.factors[..., 0]
         if self.zeros is None:
-            return Read(self.codes, scales)
+            return CodedRows(self.codes, scales)
         mins = self.zeros * self.factors[..., 1]
         flat = (scales == 0) & (mins != 0)  # a group without a scale: its numbers are all alike
         zeros = torch.where(flat, 1, torch.where(scales == 0, 0, mins / scales + LOWEST.get(kind, 0)))
         many, codes = flat.repeat_interleave(group, 1), self.codes
         codes = unpaired(codes) if kind == "int4" else codes
-        return Read(torch.where(many[:, : codes.shape[1]], 0, codes), torch.where(flat, mins, scales), zeros)
+        return CodedRows(torch.where(many[:, : codes.shape[1]], 0, codes), torch.where(flat, mins, scales), zeros)
 
 
-class Codes(NamedTuple):
-    """How a tensor can be kept in codes, of a kind of `reference.Quantized`.
-
-    `read(rows, columns, group, wide)` gives the code of each element, as an integer of 8 bits where the file has one,
-    the scale and zero of each `group` of columns, and the factors of each `wide` of them. The zeros are in the measure
-    of the codes. `rows` are the places of one column along each dimension but the last, and `columns` those along it.
-    """
+class CodedAs(NamedTuple):
+    """How a tensor can be kept in codes of `reference.Quantized`."""
 
     kind: str
-    group: int  # neighbouring columns that share a scale and a zero
-    has_zeros: bool
-    dtype: torch.dtype  # that holds each scale
-    read: Callable[[tuple[torch.Tensor, ...], torch.Tensor, int, int], Read]
-    groups: torch.Tensor | None = None  # [K], which scale each column has, where it is not neighbours that share one
-    input_kind: str = ""  # the codes to which products round their inputs, see `reference.Quantized`
-    input_scale: torch.Tensor | None = None
+    group: int = 0  # neighbouring columns that share a scale and a zero
+    has_zeros: bool = False
+    dtype: torch.dtype = torch.float32  # that holds each scale
     wide: int = 0  # neighbouring columns that share factors; 0: there are none
-
-
-class Kept(NamedTuple):
-    """How `scaled` numbers can be kept in codes."""
-
-    kind: str  # of `reference.Quantized`
-    middle: int = 0  # what is to be subtracted from codes and zeros to have the measure of that kind
-    has_zeros: bool = False  # otherwise all are the middle
-    dtype: torch.dtype = torch.float32  # that holds each scale, where the scales are not stored as floats
-    small: Table | None = None  # the scales before `factor` multiplies them, which `dtype` holds
-    factor: torch.Tensor | None = None  # [] float32
+    groups: torch.Tensor | None = None  # [K], the scale of each column, where columns that share one are not neighbours
+    input_kind: str = ""  # the codes to which products round their inputs
+    input_scale: torch.Tensor | None = None
 
 
 class Packed:
@@ -84,13 +67,18 @@ class Packed:
     Args:
         views: tensors of this one's shape. What is done to this one is done to each of them.
         values: makes the elements of such views, in float32 or bytes.
-        codes: how it can be kept without becoming numbers, if it can. Then the views are `coordinates`.
+        coded_as: how it can be kept without becoming numbers, if it can. Then the views are `coordinates`.
+        read_codes: the arguments (rows, columns, group, wide) give the code of each element, as an integer of 8 bits
+            where the file has one, the scale and zero of each `group` of columns, and the factors of each `wide` of
+            them. The zeros are in the measure of the codes. `rows` are the places of one column along each dimension
+            but the last, and `columns` the places along the last.
     """
 
     def __init__(
-        self, views: tuple[torch.Tensor, ...], values: Callable[..., torch.Tensor], codes: Codes | None = None
-    ):
-        self.views, self.values, self.codes = views, values, codes
+        self, views: tuple[torch.Tensor, ...], values: Callable[..., torch.Tensor], coded_as: CodedAs | None = None,
+        read_codes: Callable[[tuple[torch.Tensor, ...], torch.Tensor, int, int], CodedRows] | None = None,
+    ):  # fmt: skip
+        self.views, self.values, self.coded_as, self.read_codes = views, values, coded_as, read_codes
 
     @property
     def shape(self) -> torch.Size:
@@ -112,11 +100,11 @@ class Packed:
     def split(self, rows: int) -> list[Packed]:
         """Parts of at most so many rows."""
         parts = zip(*(view.split(rows) for view in self.views), strict=True)
-        return [Packed(views, self.values, self.codes) for views in parts]
+        return [Packed(views, self.values, self.coded_as, self.read_codes) for views in parts]
 
     def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Packed:
         """The tensor after a change of its views."""
-        return Packed(tuple(map(change, self.views)), self.values, self.codes)
+        return Packed(tuple(map(change, self.views)), self.values, self.coded_as, self.read_codes)
 
     def read(self) -> torch.Tensor:
         """The elements, as `values` makes them."""
@@ -132,17 +120,20 @@ def coordinates(shape: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
     return tuple(torch.meshgrid(*map(torch.arange, shape), indexing="ij")) if shape else ()
 
 
-Table = torch.Tensor | Packed
+Stored = torch.Tensor | Packed  # a tensor as a checkpoint has it
 Places = tuple[torch.Tensor, ...]
 
 
-def lookup(shape: Sequence[int], values: Callable[..., torch.Tensor], codes: Codes | None = None) -> Packed:
-    """A tensor of this shape whose elements are a function of their coordinates, each `distinct`."""
-    return Packed(coordinates(tuple(shape)), lambda *places: values(*map(distinct, places)), codes)
+def lookup(shape: Sequence[int], values: Callable[..., torch.Tensor], *in_codes: Any) -> Packed:
+    """A tensor of this shape whose elements are a function of their coordinates, each `distinct`.
+
+    in_codes: `coded_as` and `read_codes` of a `Packed`.
+    """
+    return Packed(coordinates(tuple(shape)), lambda *places: values(*map(distinct, places)), *in_codes)
 
 
 def take(
-    table: Table, places: Places, shared: Sequence[int],
+    table: Stored, places: Places, shared: Sequence[int],
     read: Callable[[Any], torch.Tensor] = lambda entries: entries.float(),
     split: Callable[[torch.Tensor, int], torch.Tensor] | None = None,
 ) -> torch.Tensor:  # fmt: skip
@@ -168,20 +159,20 @@ def take(
         wanted.append((at - first * each, each, alike))
         axes += varying
         sizes += [1 if alike else place.shape[axis] for axis in varying]
-    found = read(table).contiguous()
+    rows = read(table).contiguous()
     for dim, (at, each, alike) in reversed([*enumerate(wanted)]):
         if len(at) and not alike:
-            found = spread(found, dim, at, each, split)
-    found = found.reshape(sizes).permute(sorted(range(len(axes)), key=axes.__getitem__))
+            rows = spread(rows, dim, at, each, split)
+    rows = rows.reshape(sizes).permute(sorted(range(len(axes)), key=axes.__getitem__))
     shape = dict(zip(axes, sizes, strict=True))
-    return found.reshape([shape.get(axis, 1) for axis in range(places[0].ndim if places else 0)])
+    return rows.reshape([shape.get(axis, 1) for axis in range(places[0].ndim if places else 0)])
 
 
 def spread(
     entries: torch.Tensor, dim: int, at: torch.Tensor, each: int,
     split: Callable[[torch.Tensor, int], torch.Tensor] | None,
 ) -> torch.Tensor:  # fmt: skip
-    """What elements at some places along a dimension have of the entries that `each` neighbours share, see `take`.
+    """Give elements at some places along a dimension the entries that `each` neighbours share, see `take`.
 
     Places without gaps have all of the entries, which is far faster.
     """
@@ -231,8 +222,8 @@ def unpaired(codes: torch.Tensor) -> torch.Tensor:
 def minifloat(bits: torch.Tensor, exponent: int, mantissa: int) -> torch.Tensor:
     """The values of small floats, whose sign has been extended over the bits above. NaN and infinities are not known.
 
-    As a float32 with its bits in their places, such a number lacks only a power of two: that of the difference of the
-    biases. It is also true of those without a leading one. This is many times as fast as torch's conversion.
+    As a float32 with its bits in their places, such a number lacks only a power of two, for the biases differ. That
+    holds for subnormal numbers, too. This is many times as fast as torch's conversion.
     """
     mask = (1 << exponent + mantissa) - 1 << 23 - mantissa
     wide = bits.int().bitwise_left_shift_(23 - mantissa).bitwise_and_(mask - 2**31)
@@ -282,21 +273,27 @@ def fields(
 
 
 def scaled(
-    codes: Table, scales: Table, shared: Sequence[int], zeros: Table | None = None, groups: torch.Tensor | None = None,
-    kept: Kept | None = None, number: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.float,
+    codes: Stored, scales: Stored, shared: Sequence[int], zeros: Stored | None = None,
+    groups: torch.Tensor | None = None, coded_as: CodedAs | None = None,
+    number: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.float, middle: int = 0,
+    factor: torch.Tensor | None = None,
 ) -> Packed:  # fmt: skip
-    """(number(codes) - zeros) * scales, where so many neighbours along each dimension share a scale and a zero.
+    """(number(codes) - zeros) * (scales * factor), where so many neighbours along each dimension share a scale and a
+    zero.
 
     Args:
         codes: [..., N, K], a byte each.
         groups: [K], which scale each input has, where it is not neighbours that share one.
-        kept: how the tensor can be kept in codes, if it can.
+        coded_as: how the tensor can be kept in codes, if it can; its groups come from the other arguments, as does its
+            dtype if the scales are floats. If it has no zeros, all zeros are `middle`.
         number: makes float32 of codes.
+        middle: is subtracted from codes and zeros that are kept.
+        factor: [] float32; None: 1.
     """
     ones = [1] * len(codes.shape)
     neighbours, shared = shared[-1], shared if groups is None else (*shared[:-1], 1)
 
-    def raw(part: Table) -> torch.Tensor:
+    def raw(part: Stored) -> torch.Tensor:
         return part if isinstance(part, torch.Tensor) else part.read()
 
     def values(*places: torch.Tensor) -> torch.Tensor:
@@ -304,33 +301,34 @@ def scaled(
         numbers = number(take(codes, places, ones, raw))
         if zeros is not None:
             numbers = numbers.sub_(take(zeros, there, shared))
-        return numbers.mul_(take(scales, there, shared))
+        table = take(scales, there, shared)
+        return numbers.mul_(table if factor is None else table * factor)
 
-    def read(rows: tuple[torch.Tensor, ...], columns: torch.Tensor, group: int, wide: int) -> Read:
-        assert kept
+    def read_codes(rows: tuple[torch.Tensor, ...], columns: torch.Tensor, group: int, wide: int) -> CodedRows:
+        assert coded_as
         tables = columns[::group] if groups is None else groups[columns[::group]]
         places, there = grid(rows, columns), grid(rows, tables)
-        found = take(codes, places, ones, raw)
-        if kept.kind == "int4" and kept.middle == 8 and len(columns) % 32 == 0:  # its bits are the code + 8
-            found = paired(found.expand(places[0].shape))
+        numbers = take(codes, places, ones, raw)
+        if coded_as.kind == "int4" and middle == 8 and len(columns) % 32 == 0:  # its bits are the code + 8
+            numbers = paired(numbers.expand(places[0].shape))
         else:  # bytes that are less than the middle become numbers below 0 of two's complement
-            found = ((found - kept.middle).view(torch.int8) if kept.middle else found).expand(places[0].shape)
-        own = take(scales if kept.small is None else kept.small, there, shared).expand(there[0].shape)
-        less = None
-        if kept.has_zeros and zeros is not None:
-            less = take(zeros, there, shared).expand(there[0].shape) - kept.middle
-        factors = None if kept.factor is None else kept.factor.expand(len(own), len(columns[::wide]), 1)
-        return Read(found, own, less, factors)
+            numbers = ((numbers - middle).view(torch.int8) if middle else numbers).expand(places[0].shape)
+        table, less = take(scales, there, shared).expand(there[0].shape), None
+        if coded_as.has_zeros and zeros is not None:
+            less = take(zeros, there, shared).expand(there[0].shape) - middle
+        factors = None if factor is None else factor.expand(len(table), len(columns[::wide]), 1)
+        return CodedRows(numbers, table, less, factors)
 
-    if kept is None:
+    if coded_as is None:
         return lookup(codes.shape, values)
-    dtype = scales.dtype if isinstance(scales, torch.Tensor) and scales.dtype in DTYPES else kept.dtype
-    wide = 0 if kept.factor is None else codes.shape[-1]
-    return lookup(codes.shape, values, Codes(kept.kind, neighbours, kept.has_zeros, dtype, read, groups, wide=wide))
+    dtype = scales.dtype if isinstance(scales, torch.Tensor) and scales.dtype in DTYPES else coded_as.dtype
+    wide = 0 if factor is None else codes.shape[-1]
+    coded_as = coded_as._replace(group=neighbours, dtype=dtype, groups=groups, wide=wide)
+    return lookup(codes.shape, values, coded_as, read_codes)
 
 
 def grid(rows: tuple[torch.Tensor, ...], columns: torch.Tensor) -> Places:
-    """The places of the elements of a matrix, see `Codes`."""
+    """The places of the elements of a matrix, from `rows` and `columns` of a `Packed`."""
     shape = len(rows[0]), len(columns)
     return *(row[:, None].expand(shape) for row in rows), columns.expand(shape)
 
@@ -341,9 +339,9 @@ def rows_of(packed: Packed, ids: torch.Tensor) -> torch.Tensor:
 
 
 def axes(packed: Packed) -> tuple[tuple[torch.Tensor, ...], torch.Tensor] | None:
-    """The `rows` and `columns` (see `Codes`) of a matrix; None if it cannot be kept in codes, or is transposed."""
+    """The `rows` and `columns` (see `Packed`) of a matrix; None if it cannot be kept in codes, or is transposed."""
     *outer, last = packed.views
-    if packed.codes is None or last.ndim != 2 or not last.numel():
+    if packed.coded_as is None or last.ndim != 2 or not last.numel():
         return None
     if any(place.stride(1) and place.shape[1] > 1 for place in outer) or (last.stride(0) and len(last) > 1):
         return None

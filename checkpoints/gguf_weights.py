@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from checkpoints.dequantize import Codes, Packed, Read, apart, coordinates, distinct
+from checkpoints.dequantize import CodedRows, Packed, apart, coordinates, distinct
 from checkpoints.gguf_blocks import BLOCK_TYPES, BLOCKS, DTYPES, split, unpack
-from checkpoints.gguf_config import Saved, architecture_of, saved_names
+from checkpoints.gguf_config import SavedTensor, architecture_of, saved_names
 from checkpoints.gguf_file import FLOATS, parts_of, read_header
 from models.families import FAMILIES
 
@@ -45,7 +45,7 @@ class GGUFFile:
         return list(self.names)
 
     def get_slice(self, name: str) -> Any:
-        """Something that has the tensor's dtype, as safetensors names it: that of the numbers, once unpacked."""
+        """An object with the dtype of the tensor's numbers, once unpacked, by safetensors' name."""
         kind = self.header.tensors[self.names[name].name].kind
         return SimpleNamespace(get_dtype=lambda: kind if kind in FLOATS else "F32")
 
@@ -62,7 +62,7 @@ class GGUFFile:
             return self.plain(table.view(DTYPES[tensor.kind]).flatten(-2), saved)
         return packed(table, tensor.kind, saved.heads)
 
-    def plain(self, tensor: torch.Tensor, saved: Saved) -> torch.Tensor:
+    def plain(self, tensor: torch.Tensor, saved: SavedTensor) -> torch.Tensor:
         """A tensor that needs no unpacking, as Hugging Face's checkpoints have it."""
         if saved.part == "shared_gate":
             return tensor.view(1, -1)
@@ -103,28 +103,28 @@ def packed(table: torch.Tensor, kind: str, heads: int) -> Packed:
 
     if kind not in BLOCK_TYPES:
         return Packed(coordinates(shape), values)
-    own = BLOCK_TYPES[kind]
+    coded_as = BLOCK_TYPES[kind][1]
 
-    def read(rows: tuple[torch.Tensor, ...], columns: torch.Tensor, group: int, wide: int) -> Read:
+    def read_codes(rows: tuple[torch.Tensor, ...], columns: torch.Tensor, group: int, wide: int) -> CodedRows:
         first, end = int(columns[0]) // numbers, int(columns[-1]) // numbers + 1
         *outer, row = rows
         places = [*outer, in_file(row) if heads else row]
         codes, scales, mins, factors = split(at_rows(table[..., first:end, :], places), kind)
         columns = columns - first * numbers  # among those of these blocks
         begin, count, gaps = int(columns[0]), len(columns), bool((columns.diff() != 1).any())
-        if own.paired and not gaps and begin % 32 == count % 32 == 0:
+        pairs = codes.dtype == torch.uint8
+        if pairs and not gaps and begin % 32 == count % 32 == 0:
             codes = codes.narrow(1, begin // 2, count // 2)  # which copies nothing
         else:
-            if own.paired:
-                codes = apart(codes).view(torch.int8) - (8 if own.kind == "int4" else 0)
+            if pairs:
+                codes = apart(codes).view(torch.int8) - (8 if coded_as.kind == "int4" else 0)
             codes = codes.index_select(1, columns) if gaps else codes.narrow(1, begin, count)
-        at = columns[::group] // own.group
+        at = columns[::group] // coded_as.group
         mins = None if mins is None else mins[:, at]
         factors = None if factors is None else factors[:, columns[::wide] // numbers]
-        return Read(codes, scales[:, at], mins, factors)
+        return CodedRows(codes, scales[:, at], mins, factors)
 
-    wide = numbers if own.factors else 0
-    return Packed(coordinates(shape), values, Codes(own.kind, own.group, own.factors == 2, own.dtype, read, wide=wide))
+    return Packed(coordinates(shape), values, coded_as, read_codes)
 
 
 def at_rows(table: torch.Tensor, places: list[torch.Tensor]) -> torch.Tensor:
@@ -138,7 +138,7 @@ def at_rows(table: torch.Tensor, places: list[torch.Tensor]) -> torch.Tensor:
 
 @contextlib.contextmanager
 def opened_gguf(path: str) -> Iterator[GGUFFile]:
-    """A GGUF file, of which only the header has been read.
+    """Open a GGUF file and read its header.
 
     Raises:
         ValueError: see `checkpoints.gguf_file.read_header`.

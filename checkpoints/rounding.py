@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import torch
 
-from checkpoints.dequantize import Codes, Packed, Read, coordinates
+from checkpoints.dequantize import CodedAs, CodedRows, Packed, coordinates
 
 GROUPS = {"int8": 0, "int8_per_channel_weight_only": 0, "fp8": 0, "int4": 32}  # inputs that share a scale; 0: all
 RANGES = {"int8": (-127, 127), "int4": (-8, 7), "fp8": (-448, 448)}
 
 
 def rounded(numbers: torch.Tensor, kind: str) -> Packed:
-    """Matrices [.., n, inputs], of which codes may be asked for. Where numbers are, they are as they were.
+    """Matrices [.., n, inputs] that can be read as codes, or as the numbers that they were.
 
     The scales are of whole rows, so a part has the codes that it has in the whole.
     """
-    own, input_kind = GROUPS[kind] or numbers.shape[-1], "int8" if kind == "int8" else ""
+    shared, input_kind = GROUPS[kind] or numbers.shape[-1], "int8" if kind == "int8" else ""
     kind = kind.split("_")[0]
 
-    def read(rows: tuple[torch.Tensor, ...], columns: torch.Tensor, group: int, wide: int) -> Read:
-        values, scales = nearest_of(numbers[rows].float(), kind, own, torch.float16)
+    def read_codes(rows: tuple[torch.Tensor, ...], columns: torch.Tensor, group: int, wide: int) -> CodedRows:
+        values, scales = nearest_of(numbers[rows].float(), kind, shared, torch.float16)
         codes, columns = codes_of(values, kind), columns.to(values.device)
         codes = codes.view(torch.uint8) if kind == "fp8" else codes
-        return Read(codes[:, columns], scales[:, columns[::group] // own])
+        return CodedRows(codes[:, columns], scales[:, columns[::group] // shared])
 
-    codes = Codes(kind, own, False, torch.float16, read, input_kind=input_kind)
-    return Packed(coordinates(tuple(numbers.shape)), lambda *places: numbers[places].float(), codes)
+    coded_as = CodedAs(kind, shared, dtype=torch.float16, input_kind=input_kind)
+    return Packed(coordinates(tuple(numbers.shape)), lambda *places: numbers[places].float(), coded_as, read_codes)
 
 
 def kind_of_head(kind: str) -> str:

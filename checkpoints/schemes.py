@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from checkpoints.dequantize import Kept, Packed, Table, e2m1, e4m3, fields, lookup, power_of_two, scaled, take
+from checkpoints.dequantize import CodedAs, Packed, Stored, e2m1, e4m3, fields, lookup, power_of_two, scaled, take
 from checkpoints.quantization import Format
 
 FLOATS = ("BF16", "F16", "F32")  # of plain tensors, as safetensors names them
@@ -65,8 +65,10 @@ def groups_of(
     if groups is None:
         return None
     check("groups of inputs", groups, [inputs])
-    own = (torch.arange(inputs) // size).to(groups.dtype)
-    if bool((groups == -1).all()) or torch.equal(groups, own):  # compressed-tensors leaves -1 where none has moved
+    neighbours = (torch.arange(inputs) // size).to(groups.dtype)
+    if bool((groups == -1).all()) or torch.equal(
+        groups, neighbours
+    ):  # compressed-tensors leaves -1 where none has moved
         return None
     if not bool(((groups >= 0) & (groups < count)).all()):
         raise ValueError(
@@ -88,7 +90,7 @@ def unpack_fp8(codes: torch.Tensor, form: Format, scales: torch.Tensor) -> Packe
     else:
         shared = (*[1] * (codes.ndim - 2), *form.block)
     check("scales", scales, [-(-n // each) for n, each in zip(shape, shared, strict=True)] if codes.ndim > 1 else [1])
-    return scaled(codes.view(torch.uint8), scales, shared, kept=Kept("fp8"), number=e4m3)
+    return scaled(codes.view(torch.uint8), scales, shared, coded_as=CodedAs("fp8"), number=e4m3)
 
 
 def unpack_int8(codes: torch.Tensor, form: Format, scales: torch.Tensor, zeros: torch.Tensor | None = None) -> Packed:
@@ -100,11 +102,13 @@ def unpack_int8(codes: torch.Tensor, form: Format, scales: torch.Tensor, zeros: 
         group, count = grouping(form, k)
         check("scales", scales, [n, count])
         shared = 1, group
+    if zeros is not None and form.symmetric and not zeros.any():  # torchao may write zeros beside symmetric codes
+        zeros = None
     check_zeros(form, zeros)
     if zeros is not None:
         check("zero points", zeros, scales.shape, [1] if scales.numel() == 1 else scales.shape)
         zeros = zeros.view(scales.shape)
-    return scaled(codes, scales, shared, zeros, kept=Kept("int8", has_zeros=zeros is not None))
+    return scaled(codes, scales, shared, zeros, coded_as=CodedAs("int8", has_zeros=zeros is not None))
 
 
 def check_zeros(form: Format, zeros: torch.Tensor | None) -> None:
@@ -126,12 +130,12 @@ def unpack_pack(
     check(f"codes of {form.bits} bits", codes, [n, words_for(k, form.bits)])
     check("scales", scales, [n, count])
     check_zeros(form, zeros)
-    table: Table = torch.full((1, 1), 1 << (form.bits - 1)).expand(n, count)
+    table: Stored = torch.full((1, 1), 1 << (form.bits - 1)).expand(n, count)
     if zeros is not None:
         check("zero points", zeros, [words_for(n, form.bits), count])
         table = fields(zeros, 0, form.bits, n)
-    own, kept = groups_of(groups, k, group, count, form.ordered), unsigned(form.bits, zeros is not None)
-    return scaled(fields(codes, 1, form.bits, k), scales, (1, group), table, own, kept)
+    ordered = groups_of(groups, k, group, count, form.ordered)
+    return unsigned(fields(codes, 1, form.bits, k), scales, group, table, form.bits, zeros is not None, ordered)
 
 
 def unpack_gptq(
@@ -150,8 +154,8 @@ def unpack_gptq(
     middle = 1 << (form.bits - 1)
     if form.symmetric and not bool((table.float() == middle).all()):
         raise ValueError(f"has zero points other than {middle}, and config.json says sym true: is the format gptq_v2?")
-    own, kept = groups_of(groups, k, group, count, form.ordered), unsigned(form.bits, not form.symmetric)
-    return scaled(fields(codes.mT, 1, form.bits, k), scales.mT, (1, group), table.mT, own, kept)
+    numbers, ordered = fields(codes.mT, 1, form.bits, k), groups_of(groups, k, group, count, form.ordered)
+    return unsigned(numbers, scales.mT, group, table.mT, form.bits, not form.symmetric, ordered)
 
 
 def unpack_awq(codes: torch.Tensor, form: Format, zeros: torch.Tensor, scales: torch.Tensor) -> Packed:
@@ -163,12 +167,16 @@ def unpack_awq(codes: torch.Tensor, form: Format, zeros: torch.Tensor, scales: t
     check(f"codes [{k}, {words}] in groups of {group}, and scales", scales, [count, n])
     check("zero points", zeros, [count, words])
     numbers, table = (fields(each.mT, 0, 4, n, order=AWQ_ORDER) for each in (codes, zeros))
-    return scaled(numbers, scales.mT, (1, group), table, kept=unsigned(4, True))
+    return unsigned(numbers, scales.mT, group, table)
 
 
-def unsigned(bits: int, has_zeros: bool) -> Kept:
-    """How unsigned integers can be kept."""
-    return Kept("int8" if bits == 8 else "int4", 1 << (bits - 1), has_zeros)
+def unsigned(
+    codes: Packed, scales: Stored, group: int, zeros: Stored, bits: int = 4, has_zeros: bool = True,
+    groups: torch.Tensor | None = None,
+) -> Packed:  # fmt: skip
+    """(codes - zeros) * scales of unsigned integers; without `has_zeros` all zeros are the middle of the codes."""
+    coded_as = CodedAs("int8" if bits == 8 else "int4", has_zeros=has_zeros)
+    return scaled(codes, scales, (1, group), zeros, groups, coded_as, middle=1 << (bits - 1))
 
 
 def nibbles(pairs: torch.Tensor) -> Packed:
@@ -185,14 +193,13 @@ def unpack_nvfp4(codes: torch.Tensor, form: Format, scales: torch.Tensor, factor
     check("a factor of all scales", factor, [], [1])
     if not 0 < float(factor) < math.inf:
         raise ValueError(f"has the factor {float(factor)} of all scales; it must be above 0 and finite")
-    whole = factor.float().reshape(())
-    table = Packed((scales,), lambda part: e4m3(part).mul_(whole))
-    kept = Kept("fp4", dtype=torch.float8_e4m3fn, small=Packed((scales,), e4m3), factor=whole)
-    return scaled(nibbles(codes), table, (1, form.block[1]), kept=kept, number=e2m1)
+    table, coded_as = Packed((scales,), e4m3), CodedAs("fp4", dtype=torch.float8_e4m3fn)
+    factor = factor.float().reshape(())
+    return scaled(nibbles(codes), table, (1, form.block[1]), coded_as=coded_as, number=e2m1, factor=factor)
 
 
 def unpack_nvfp4_pack(codes: torch.Tensor, form: Format, scales: torch.Tensor, divisor: torch.Tensor) -> Packed:
-    """As `unpack_nvfp4`, with what the scales are divided by."""
+    """The numbers of `unpack_nvfp4`, whose factor is 1 / divisor."""
     return unpack_nvfp4(codes, form, scales, divisor.float().reciprocal())
 
 
@@ -203,8 +210,9 @@ def unpack_mxfp4(codes: torch.Tensor, form: Format, scales: torch.Tensor) -> Pac
     """
     if codes.ndim < 3 or codes.shape[-1] != 16 or codes.shape[:-1] != scales.shape:
         raise ValueError(f"has blocks of shape {list(codes.shape)} and scales of shape {list(scales.shape)}")
-    shared, kept = (*[1] * (codes.ndim - 2), 32), Kept("fp4", dtype=torch.bfloat16)
-    return scaled(nibbles(codes.flatten(-2)), Packed((scales,), power_of_two), shared, kept=kept, number=e2m1).mT
+    shared, coded_as = (*[1] * (codes.ndim - 2), 32), CodedAs("fp4", dtype=torch.bfloat16)
+    table = Packed((scales,), power_of_two)
+    return scaled(nibbles(codes.flatten(-2)), table, shared, coded_as=coded_as, number=e2m1).mT
 
 
 def unpack_bnb_4bit(
@@ -213,8 +221,8 @@ def unpack_bnb_4bit(
 ) -> Packed:  # fmt: skip
     """table[codes] * scales: codes of the flattened matrix in pairs, the upper one first, and a scale for each block of
     it. Nested scales are themselves codes: nested_table[codes] * nested, for each block of them, and an offset."""
-    said = read_state(state)
-    (n, k), block = said["shape"], said["blocksize"]
+    fields_of = read_state(state)
+    (n, k), block = fields_of["shape"], fields_of["blocksize"]
     count = -(-n * k // block)
     check("codes", codes, [-(-n * k // 2), 1])
     check("scales", scales, [count])
@@ -223,33 +231,33 @@ def unpack_bnb_4bit(
         raise ValueError(
             "has scales in bytes and no nested_absmax and nested_quant_map for them, or the other way round"
         )
-    absmax: Table = scales.view(n if k % block == 0 else 1, -1)  # else a block may be in two rows
+    absmax: Stored = scales.view(n if k % block == 0 else 1, -1)  # else a block may be in two rows
     if nested is not None and nested_table is not None:
-        check("nested scales", nested, [-(-count // said["nested_blocksize"])])
+        check("nested scales", nested, [-(-count // fields_of["nested_blocksize"])])
         check("a nested table", nested_table, [256])
-        absmax = unnest(scales.view(absmax.shape), nested, nested_table, said)
+        absmax = unnest(scales.view(absmax.shape), nested, nested_table, fields_of)
     pairs = codes.view(n if k % 2 == 0 else 1, -1)
-    found, number = fields(pairs, 1, 4, 2 * pairs.shape[1], order=UPPER_FIRST), partial(entries, table)
+    numbers, number = fields(pairs, 1, 4, 2 * pairs.shape[1], order=UPPER_FIRST), partial(entries, table)
     if absmax.shape[0] == n and torch.allclose(table, torch.tensor(NF4), atol=1e-6):  # a block is of one row
-        return scaled(found, absmax, (1, block), kept=Kept("nf4"), number=number)
-    return scaled(flat(found, n, k, 1), flat(absmax, n, k, block), (1, 1), number=number)
+        return scaled(numbers, absmax, (1, block), coded_as=CodedAs("nf4"), number=number)
+    return scaled(flat(numbers, n, k, 1), flat(absmax, n, k, block), (1, 1), number=number)
 
 
 def read_state(state: torch.Tensor) -> dict[str, Any]:
-    """What the JSON in a `quant_state` says of a matrix."""
+    """Read the JSON in a `quant_state`, which describes a matrix."""
     try:
-        said = {"nested_blocksize": 256, "nested_offset": 0.0} | json.loads(bytes(state.tolist()))
+        fields_of = {"nested_blocksize": 256, "nested_offset": 0.0} | json.loads(bytes(state.tolist()))
     except (ValueError, TypeError):
         raise ValueError("has a quant_state that is no JSON object") from None
-    shape = said.get("shape")
-    sizes = [*(shape if isinstance(shape, list) else [None]), said.get("blocksize"), said["nested_blocksize"]]
+    shape = fields_of.get("shape")
+    sizes = [*(shape if isinstance(shape, list) else [None]), fields_of.get("blocksize"), fields_of["nested_blocksize"]]
     fine = len(sizes) == 4 and all(type(size) is int and size > 0 for size in sizes)
-    if not fine or not isinstance(said["nested_offset"], int | float):
-        raise ValueError(f"has the quant_state {said!r:.200}; it must be of a matrix, with a blocksize")
-    return said
+    if not fine or not isinstance(fields_of["nested_offset"], int | float):
+        raise ValueError(f"has the quant_state {fields_of!r:.200}; it must be of a matrix, with a blocksize")
+    return fields_of
 
 
-def flat(table: Table, n: int, k: int, each: int) -> Packed:
+def flat(table: Stored, n: int, k: int, each: int) -> Packed:
     """A matrix [N, K] whose `each` neighbours, row after row, share an entry of a table [1, N * K / each], or [N, K /
     each] where no row shares any with the next."""
     if table.shape[0] == n:
@@ -262,13 +270,13 @@ def entries(table: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
     return table.index_select(0, codes.flatten().int()).view(codes.shape)
 
 
-def unnest(codes: torch.Tensor, nested: torch.Tensor, table: torch.Tensor, said: dict[str, Any]) -> Packed:
+def unnest(codes: torch.Tensor, nested: torch.Tensor, table: torch.Tensor, fields_of: dict[str, Any]) -> Packed:
     """The scales that are packed themselves [rows, columns], see `unpack_bnb_4bit`."""
 
     def values(row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
-        found = entries(table, take(codes, (row, column), (1, 1), torch.Tensor.int))
-        found = found.mul_(take(nested, (row * codes.shape[1] + column,), (said["nested_blocksize"],)))
-        return found.add_(said["nested_offset"])
+        scales = entries(table, take(codes, (row, column), (1, 1), torch.Tensor.int))
+        scales = scales.mul_(take(nested, (row * codes.shape[1] + column,), (fields_of["nested_blocksize"],)))
+        return scales.add_(fields_of["nested_offset"])
 
     return lookup(codes.shape, values)
 
@@ -281,16 +289,7 @@ def unpack_bnb_int8(
     check("scales", scales, [n])
     if layout is not None and bool((layout != 0).any()):
         raise ValueError(f"has the weight_format {layout.tolist()}; Manta reads 0, row after row")
-    return scaled(codes, scales[:, None].float() / 127, (1, max(1, k)), kept=Kept("int8"))
-
-
-def unpack_torchao_int8(
-    codes: torch.Tensor, form: Format, scales: torch.Tensor, zeros: torch.Tensor | None = None
-) -> Packed:
-    """codes * scales, as `unpack_int8`. Zero points may be beside symmetric codes, too, and then all of them are 0."""
-    if zeros is not None and bool(zeros.any()):
-        raise ValueError("has zero points other than 0, and config.json names a config of symmetric weights")
-    return unpack_int8(codes, form, scales)
+    return scaled(codes, scales[:, None].float() / 127, (1, max(1, k)), coded_as=CodedAs("int8"))
 
 
 def unpack_torchao_int4(codes: torch.Tensor, form: Format, scales: torch.Tensor, zeros: torch.Tensor) -> Packed:
@@ -305,7 +304,7 @@ def unpack_torchao_int4(codes: torch.Tensor, form: Format, scales: torch.Tensor,
     numbers = fields(codes.view(torch.uint8), 1, 4, 2 * half, lambda found: found ^ 8)
     # In float32, scales too, because zeros are no whole numbers, and are kept as the scales are.
     table = Packed((scales.mT, zeros.mT), lambda scale, zero: 8 - zero.float() / scale.float())
-    return scaled(numbers, Packed((scales.mT,), torch.Tensor.float), (1, group), table, kept=unsigned(4, True))
+    return unsigned(numbers, Packed((scales.mT,), torch.Tensor.float), group, table)
 
 
 class Beside(NamedTuple):
@@ -320,7 +319,7 @@ class Scheme(NamedTuple):
     """How tensors stand for one. Their names differ in their endings alone."""
 
     codes: str  # the ending of the one with the codes
-    plain: str  # that of the tensor where it is not packed
+    plain: str  # the ending of a plain tensor's name
     dtype: str  # of the codes
     unpack: Callable[..., Packed]  # takes the codes, the format, and what is beside by name; raises ValueError
     beside: dict[str, Beside]
@@ -360,7 +359,7 @@ SCHEMES = {
     "torchao-int4": Scheme("._weight_qdata", ".weight", "I8", unpack_torchao_int4, TORCHAO | {
         "zeros": Beside("._weight_zero_point", FLOATS),
     }),
-    "torchao-int8": Scheme("._weight_qdata", ".weight", "I8", unpack_torchao_int8, TORCHAO | {
+    "torchao-int8": Scheme("._weight_qdata", ".weight", "I8", unpack_int8, TORCHAO | {
         "zeros": Beside("._weight_zero_point", ("I8",), False),
     }),
     "torchao-fp8": Scheme("._weight_qdata", ".weight", "F8_E4M3", unpack_fp8, TORCHAO),

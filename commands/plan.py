@@ -10,9 +10,9 @@ import os
 import sys
 from typing import NoReturn
 
-from api.flags import OptionParser, exit_on_mistake, from_flags, split_command
 from api.options import ServerConfig, with_all_keys
 from checkpoints.hub import find_model
+from commands.flags import OptionParser, exit_on_mistake, from_flags, split_command
 from config import PACKAGES as OF_ENGINES
 from config import PROG, EngineConfig, lacking
 from model_config import ModelConfig

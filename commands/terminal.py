@@ -28,8 +28,8 @@ from typing import Any, ClassVar
 from urllib.error import HTTPError
 
 from api.adapters import read_module
-from api.flags import OF_REQUESTS, OptionParser, exit_on_mistake, from_flags, refuse_given, words_of
 from checkpoints.hub import find_model
+from commands.flags import OF_REQUESTS, OptionParser, exit_on_mistake, from_flags, refuse_given, words_of
 from config import DEMO, PROG, EngineConfig, check_fields, option
 from executor import end_with_parent
 from sampling_params import SamplingParams

@@ -7,27 +7,20 @@ gets, and answers with the product of these codes. So each matrix learns behind 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
+from checkpoints.dequantize import CodedRows
 from checkpoints.gptq import gptq
 from checkpoints.rounding import codes_of
 from config import EngineConfig
 from core import EngineCore
 from device.coded import PLAIN, key
 from device.startup import pick_device
-from models.shares import Part
+from models.shares import TensorPart
 from plan import EngineCoreRequest
 from sampling_params import SamplingParams
-
-
-class Found(NamedTuple):
-    """What a matrix has become."""
-
-    codes: torch.Tensor  # [n, inputs] int8 or e4m3
-    scales: torch.Tensor  # [n, groups]
 
 
 class Learner:
@@ -43,12 +36,12 @@ class Learner:
     def __init__(self, weight: torch.Tensor, kind: str, group: int, dtype: torch.dtype):
         self.weight, self.kind, self.dtype = weight, kind, dtype
         self.group = group if group > 0 else weight.shape[1]
-        self.found: Found | None = None
+        self.codes: CodedRows | None = None  # [n, inputs] int8 or e4m3, and scales [n, groups]
         self.tokens = 0  # that it has learned from
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [.., inputs] W^T + bias, where W has its codes."""
-        if self.found is None:
+        if self.codes is None:
             self.learn(x.flatten(0, -2).float())
         return F.linear(x, self.weight, bias)
 
@@ -57,12 +50,13 @@ class Learner:
         values, scales = gptq(self.weight.float(), inputs.T @ inputs, self.kind, self.group, self.dtype)
         wide = scales.repeat_interleave(self.group, 1)[:, : values.shape[1]]
         self.weight.copy_(values * wide)
-        self.found, self.tokens = Found(codes_of(values, self.kind).cpu(), scales.to(self.dtype).cpu()), len(inputs)
+        codes = codes_of(values, self.kind).cpu()
+        self.codes, self.tokens = CodedRows(codes, scales.to(self.dtype).cpu()), len(inputs)
 
 
 def calibrate(
     config: EngineConfig, chunks: list[list[int]], kind: str, group: int, dtype: torch.dtype
-) -> dict[str, Found]:
+) -> dict[str, CodedRows]:
     """The codes of a model's matrices, by our names of the tensors of its checkpoint. Experts are not among them, nor
     is a matrix that no token came to.
 
@@ -102,21 +96,21 @@ def calibrate(
     return {name: codes for name, part in parts.items() if (codes := gathered(part, learners))}
 
 
-def gathered(part: Part, learners: dict[int, Learner]) -> Found | None:
+def gathered(part: TensorPart, learners: dict[int, Learner]) -> CodedRows | None:
     """The codes of a tensor of the checkpoint, whose rows may lie in several of the model's matrices; None if one of
     them has not learned.
     """
     pieces = [(learners.get(key(piece.target)), piece) for piece in part.pieces]
-    founds = [(learner.found, piece) for learner, piece in pieces if learner and learner.found]
-    if not pieces or len(founds) < len(pieces):
+    learned = [(learner.codes[:2], piece) for learner, piece in pieces if learner and learner.codes]
+    if not pieces or len(learned) < len(pieces):
         return None
     shape = part.view or part.shape
-    made = Found(*(x.new_empty(*shape[:-1], x.shape[1]) for x in founds[0][0]))
-    for found, (target, at) in founds:
+    wholes = [x.new_empty(*shape[:-1], x.shape[1]) for x in learned[0][0]]
+    for tables, (target, at) in learned:
         size = shape[-1]
         strides = [stride // size for stride in target.stride()[:-1]]
-        rows = torch.arange(len(found.codes)).as_strided(target.shape[:-1], strides, target.storage_offset() // size)
-        for whole, rows_of in zip(made, found, strict=True):
+        rows = torch.arange(len(tables[0])).as_strided(target.shape[:-1], strides, target.storage_offset() // size)
+        for whole, rows_of in zip(wholes, tables, strict=True):
             bits = torch.uint8 if whole.itemsize == 1 else whole.dtype  # torch moves no 8-bit floats by index
             whole.view(bits)[at] = rows_of.view(bits)[rows]
-    return Found(*(x.flatten(0, -2) for x in made))
+    return CodedRows(*(x.flatten(0, -2) for x in wholes))

@@ -12,11 +12,11 @@ import functools
 import math
 import os
 from collections import Counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from checkpoints.dequantize import Codes, Packed, Read, axes, common_group, in_quarters, paired, unpaired
+from checkpoints.dequantize import CodedAs, CodedRows, Packed, Stored, axes, common_group, in_quarters, paired, unpaired
 from checkpoints.hub import checkpoint_files
 from checkpoints.rounding import GROUPS, kind_of_head
 from config import EngineConfig
@@ -25,7 +25,7 @@ from lora.stacks import AdaptedLinear
 from model import Transformer
 from model_config import ModelConfig
 from models.quantized import QuantizedWeight
-from models.shares import Part, is_absent
+from models.shares import Parts, is_absent
 
 PIECE_ELEMENTS = 2**22  # become codes at a time: so many that the calls' own time does not count
 LEAST_GROUP = 16
@@ -38,55 +38,50 @@ TABLES = ("embedding", "head")  # of a model
 # As in reference.py.
 BITS = {"int4": 4, "fp4": 4, "nf4": 4, "iq4": 4, "int6": 6, "int8": 8, "fp8": 8}
 
-Source = torch.Tensor | Packed
+
+def fill(weight: QuantizedWeight, source: Packed) -> torch.Tensor:
+    """Copy the codes of a part [.., n, in] of a checkpoint, which fills a weight [rows, in].
+
+    Returns:
+        The sum of the part's scales and zeros: NaN or infinite if one is.
+    """
+    coded, begin, total = weight.coded, 0, torch.zeros(())
+    tables = coded.codes, coded.scales, coded.zeros, coded.factors
+    for matrix in matrices_of(source):
+        for part in matrix.split(max(1, PIECE_ELEMENTS // matrix.shape[1])):
+            filled = rows_for(weight, part)
+            rows = slice(begin, begin + len(filled.codes))
+            for table, values in zip(tables, filled, strict=True):
+                if table is not None:
+                    table[rows] = 0 if values is None else values
+            total += sum(values.sum(dtype=torch.float32) for values in filled[1:] if values is not None)
+            if coded.kind == "fp8" and bool((filled.codes.view(torch.uint8) & 127 == 127).any()):
+                total += math.nan
+            begin = rows.stop
+    return total
 
 
-class Rows(NamedTuple):
-    """Rows of a weight in codes that a part of a checkpoint fills."""
-
-    weight: QuantizedWeight
-    begin: int  # of the rows, counted over all experts
-
-    def fill(self, source: Packed) -> torch.Tensor:
-        """Copy the codes of a part [.., n, in]; returns the sum of its scales and zeros: NaN or infinite if one is."""
-        weight, coded, begin, total = self.weight, self.weight.coded, self.begin, torch.zeros(())
-        fields = coded.codes, coded.scales, coded.zeros, coded.factors
-        tables = [None if x is None else x.flatten(0, len(weight.shape) - 2) for x in fields]
-        for matrix in matrices_of(source):
-            for part in matrix.split(max(1, PIECE_ELEMENTS // matrix.shape[1])):
-                read = read_for(weight, part)
-                rows = slice(begin, begin + len(read.codes))
-                for table, values in zip(tables, read, strict=True):
-                    if table is not None:
-                        table[rows] = 0 if values is None else values
-                total += sum(values.sum(dtype=torch.float32) for values in read[1:] if values is not None)
-                if coded.kind == "fp8" and bool((read.codes.view(torch.uint8) & 127 == 127).any()):
-                    total += math.nan
-                begin = rows.stop
-        return total
-
-
-def read_for(weight: QuantizedWeight, part: Packed) -> Read:
-    """Rows of a matrix of the checkpoint, with their codes, scales, zeros and factors as a weight keeps them."""
-    found, coded, order = axes(part), weight.coded, weight.order
-    assert found and part.codes
-    rows, columns = found
+def rows_for(weight: QuantizedWeight, part: Packed) -> CodedRows:
+    """Read rows of a matrix of the checkpoint, with codes, scales, zeros and factors as a weight keeps them."""
+    places, coded, order = axes(part), weight.coded, weight.order
+    assert places and part.coded_as and part.read_codes
+    rows, columns = places
     columns = columns if order is None else columns[order.to(columns.device)]
-    read = part.codes.read(rows, columns, coded.group, coded.wide or coded.group)
-    if coded.factors is None and read.factors is not None:
-        read = read.without_factors(part.codes.kind, coded.group)
+    coded_rows = part.read_codes(rows, columns, coded.group, coded.wide or coded.group)
+    if coded.factors is None and coded_rows.factors is not None:
+        coded_rows = coded_rows.without_factors(part.coded_as.kind, coded.group)
     elif coded.factors is not None and coded.zeros is not None:
-        read = read.with_zeros(part.codes.kind, coded.kind)
-    return read._replace(codes=stored(read.codes, coded.kind, len(columns)))
+        coded_rows = coded_rows.with_zeros(part.coded_as.kind, coded.kind)
+    return coded_rows._replace(codes=stored(coded_rows.codes, coded.kind, len(columns)))
 
 
-def matrices_of(source: Source) -> list[Any]:
+def matrices_of(source: Stored) -> list[Any]:
     """The matrices of a part, in order: it may have one for each head."""
     return [source] if len(source.shape) == 2 else [source[i] for i in range(source.shape[0])]
 
 
 def stored(numbers: torch.Tensor, kind: str, inputs: int) -> torch.Tensor:
-    """The codes of a `Read`, of so many inputs, as `Quantized` has them. Pairs of int4 may be for a wider kind."""
+    """The codes of `CodedRows`, of so many inputs, as `Quantized` has them. Pairs of int4 may be for a wider kind."""
     if kind == "fp8":
         return numbers.to(torch.uint8).view(torch.float8_e4m3fn)
     if numbers.shape[1] < inputs:  # they are in pairs
@@ -101,7 +96,7 @@ def stored(numbers: torch.Tensor, kind: str, inputs: int) -> torch.Tensor:
 
 
 def settle(
-    model: Transformer, wanted: dict[str, Part], sources: dict[str, list[Source]], fp8: bool | None = None
+    model: Transformer, wanted: Parts, sources: dict[str, list[Stored]], fp8: bool | None = None
 ) -> dict[str, list[Any]]:
     """Give the weights of a model their memory, where they have none yet.
 
@@ -111,7 +106,7 @@ def settle(
         fp8: `rounds_to_fp8` of the device that the model is for; by default, of the one that it is on.
 
     Returns:
-        By name, what each piece is to be copied to: a tensor, or `Rows`.
+        By name, what each piece is to be copied to: a tensor, or rows of a weight in codes.
     """
     targets: dict[str, list[Any]] = {name: [piece.target for piece in part.pieces] for name, part in wanted.items()}
     if not model.coded:
@@ -143,12 +138,13 @@ def settle(
         for name, i in filling:
             view = targets[name][i]
             if isinstance(made, QuantizedWeight):
-                targets[name][i] = Rows(made, view.storage_offset() // weight.shape[-1])
+                inputs = weight.shape[-1]
+                targets[name][i] = made.part(view.storage_offset() // inputs, view.numel() // inputs)
             else:
                 targets[name][i] = made.as_strided(view.shape, view.stride(), view.storage_offset())
     for name, part in wanted.items():
         both = zip(part.pieces, targets[name], strict=True)
-        filled = (piece if isinstance(to, Rows) else piece._replace(target=to) for piece, to in both)
+        filled = (piece._replace(target=to) if isinstance(to, torch.Tensor) else piece for piece, to in both)
         wanted[name] = part._replace(pieces=tuple(filled))
     return targets
 
@@ -168,21 +164,21 @@ def coded_as(config: EngineConfig, model_config: ModelConfig) -> str:
         ValueError: the options ask for a kind, and the checkpoint has few bits already; or they ask for
             `batch_invariant`.
     """
-    asked, paths = config.quantization, files_of(config)
+    kind, paths = config.quantization, files_of(config)
     in_codes = bool(paths and model_config.quantization) or any(path.endswith(".gguf") for path in paths)
-    if in_codes and asked != "auto":
+    if in_codes and kind != "auto":
         raise ValueError(
-            f"quantization is {asked!r}; {config.model} has its weights in few bits already, so it must be auto"
+            f"quantization is {kind!r}; {config.model} has its weights in few bits already, so it must be auto"
         )
-    if config.batch_invariant and (in_codes or asked != "auto"):
+    if config.batch_invariant and (in_codes or kind != "auto"):
         raise ValueError("batch_invariant is True; with weights in few bits it must be False")
-    return "checkpoint" if in_codes else asked.replace("auto", "")
+    return "checkpoint" if in_codes else kind.replace("auto", "")
 
 
 def coded_tensors(model: Transformer) -> list[torch.Tensor]:
     """The tensors of all matrices in codes."""
-    found = [unwrapped(value) for owner in model.owners() for value in vars(owner).values()]
-    return [tensor for weight in found if isinstance(weight, QuantizedWeight) for tensor in weight.tensors()]
+    weights = [unwrapped(value) for owner in model.owners() for value in vars(owner).values()]
+    return [tensor for weight in weights if isinstance(weight, QuantizedWeight) for tensor in weight.tensors()]
 
 
 def unwrapped(weight: Any) -> Any:
@@ -192,16 +188,16 @@ def unwrapped(weight: Any) -> Any:
 
 def kinds_of(model: Transformer) -> dict[str, int]:
     """Counts the matrices of a stage by kind, or by dtype if they are plain. Tables and the head do not count."""
-    found = Counter[str]()
+    counts = Counter[str]()
     for owner in model.owners():
         for name in (*owner.matrices, *owner.stacks):
             weight = getattr(owner, name)
             if isinstance(weight, QuantizedWeight):
                 kind, input_kind = weight.coded.kind, weight.coded.input_kind
-                found[f"{kind} with inputs in {input_kind}" if input_kind else kind] += 1
+                counts[f"{kind} with inputs in {input_kind}" if input_kind else kind] += 1
             elif torch.is_tensor(weight):
-                found[str(weight.dtype).removeprefix("torch.")] += 1
-    return dict(found)
+                counts[str(weight.dtype).removeprefix("torch.")] += 1
+    return dict(counts)
 
 
 def key(tensor: torch.Tensor) -> int:
@@ -209,7 +205,7 @@ def key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def kinds_to_round(model: Transformer, wanted: dict[str, Part], head: bool = True) -> dict[str, str]:
+def kinds_to_round(model: Transformer, wanted: Parts, head: bool = True) -> dict[str, str]:
     """The kind, see `rounded`, to which `--quantization` rounds tensors, by our names. Others are not rounded."""
     if model.coded not in GROUPS:
         return {}
@@ -223,29 +219,29 @@ def kinds_to_round(model: Transformer, wanted: dict[str, Part], head: bool = Tru
     return {name: kinds[storage] for name, storage in keys.items() if storage in kinds}
 
 
-def coded_of(model: Transformer, weight: torch.Tensor, parts: list[tuple[torch.Tensor, Source]], fp8: bool) -> Any:
+def coded_of(model: Transformer, weight: torch.Tensor, parts: list[tuple[torch.Tensor, Stored]], fp8: bool) -> Any:
     """A `QuantizedWeight` to take the place of `weight`, or None if codes of one kind cannot hold all its parts.
 
     Args:
         parts: views of `weight`, and what fills them.
         fp8: see `settle`.
     """
-    found, inputs = list[tuple[Codes, torch.Tensor]](), weight.shape[-1]
+    stored_as, inputs = list[tuple[CodedAs, torch.Tensor]](), weight.shape[-1]
     for target, source in parts:
         if target.shape[-1] != inputs or not target.is_contiguous():
             return None
         for matrix in matrices_of(source):
-            if isinstance(matrix, torch.Tensor) or (here := axes(matrix)) is None or not matrix.codes:
+            if isinstance(matrix, torch.Tensor) or (places := axes(matrix)) is None:
                 return None
-            found.append((matrix.codes, here[1]))
-    codes = [each for each, _ in found]
-    kinds = {each.kind for each in codes}
+            stored_as.append((matrix.coded_as, places[1]))
+    forms = [form for form, _ in stored_as]
+    kinds = {form.kind for form in forms}
     if len(kinds) > 1 and not kinds <= {"int4", "int6", "int8"}:
         return None
     assert kinds  # a weight that nothing fills has been refused
     kind = max(kinds, key=BITS.__getitem__)  # it has the numbers of the others, too
-    group = math.gcd(*(common_group(each.group, columns) for each, columns in found))
-    orders = [order_of(each.groups, columns, group) for each, columns in found]
+    group = math.gcd(*(common_group(form.group, columns) for form, columns in stored_as))
+    orders = [order_of(form.groups, columns, group) for form, columns in stored_as]
     order = orders[0]
     if order is None or any(other is None or not torch.equal(order, other) for other in orders):
         return None
@@ -253,17 +249,17 @@ def coded_of(model: Transformer, weight: torch.Tensor, parts: list[tuple[torch.T
         return None
     if (group % LEAST_GROUP and group < inputs) or (BITS[kind] < 8 and inputs % 32):
         return None
-    has_factors = group in FINE and all(each.wide for each in codes)
-    wide = math.gcd(*(common_group(each.wide, columns) for each, columns in found)) if has_factors else 0
+    has_factors = group in FINE and all(form.wide for form in forms)
+    wide = math.gcd(*(common_group(form.wide, columns) for form, columns in stored_as)) if has_factors else 0
     wide = wide if wide >= inputs or wide % LEAST_WIDE == 0 else 0
     # Without factors scales are floats that hold the products with them.
-    dtypes = (each.dtype if wide or not each.wide else torch.float32 for each in codes)
+    dtypes = (form.dtype if wide or not form.wide else torch.float32 for form in forms)
     dtype = functools.reduce(torch.promote_types, dtypes)
     dtype = torch.int8 if dtype == torch.int16 else dtype  # of int8 and uint8; those of GGUF have six bits
-    has_zeros = any(each.has_zeros for each in codes)
+    has_zeros = any(form.has_zeros for form in forms)
     coded = new_codes(model, weight.shape, kind, dtype, has_zeros, group, wide)
     if not has_zeros and (group >= inputs or group % ROUNDED_GROUP == 0):
-        input_kind, input_scale = rounding_of(codes, model.device, fp8)
+        input_kind, input_scale = rounding_of(forms, model.device, fp8)
         coded = coded._replace(input_kind=input_kind, input_scale=input_scale)
     return QuantizedWeight(model.ops, weight, coded, order.to(model.device) if len(order) else None)
 
@@ -286,17 +282,17 @@ def rounds_to_fp8(device: str) -> bool:
     return torch.device(device).type == "cuda" and torch.cuda.get_device_capability() >= FP8_CAPABILITY
 
 
-def rounding_of(codes: list[Codes], device: str, fp8: bool) -> tuple[str, torch.Tensor | None]:
+def rounding_of(forms: list[CodedAs], device: str, fp8: bool) -> tuple[str, torch.Tensor | None]:
     """`input_kind` and `input_scale` of a matrix, or experts, with these parts. The largest scale serves all."""
-    kind, scales = codes[0].input_kind, [each.input_scale for each in codes if each.input_scale is not None]
-    if (kind == "fp8" and not fp8) or any(each.input_kind != kind for each in codes) or 0 < len(scales) < len(codes):
+    kind, scales = forms[0].input_kind, [form.input_scale for form in forms if form.input_scale is not None]
+    if (kind == "fp8" and not fp8) or any(form.input_kind != kind for form in forms) or 0 < len(scales) < len(forms):
         return "", None
     return kind, torch.stack(scales).max().to(device) if scales else None
 
 
 def order_of(groups: torch.Tensor | None, columns: torch.Tensor, size: int) -> torch.Tensor | None:
     """The order [in] that puts columns of one group side by side. It is empty if they lie so already, and None if not
-    all groups have this size. `groups`: see `Codes`."""
+    all groups have this size. `groups`: see `CodedAs`."""
     if groups is None:
         return columns[:0]
     groups = groups[columns]

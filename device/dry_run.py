@@ -19,7 +19,7 @@ from config import MOST_DRAFTING, EngineConfig, load_named, wrong_tensor
 from device.coded import unwrapped
 from device.compile_guard import kernels_of, unlaunched
 from layers import Owner
-from lora.stacks import Adapters
+from lora.stacks import AdapterPool
 from model import Transformer
 from model_config import ModelConfig
 from models.expert_ranks import ExpertGroup
@@ -27,10 +27,10 @@ from models.logprobs import LogprobGatherer
 from models.packing import be_batch_invariant
 from models.pooled import Pooler
 from models.quantized import QuantizedWeight
-from parallel import Group, Pipeline
+from parallel import Group, Pipeline, incoming_of
 from plan import StepPlan
 from speculation.proposer import add_draft, new_proposer
-from worker import Worker
+from worker import StepRun, Worker
 
 MIB = 2**20
 
@@ -67,7 +67,7 @@ def table_columns(config: EngineConfig, max_model_len: int) -> int:
 def dry_worker(config: EngineConfig, model: Transformer, ops: ModuleType) -> Worker:
     """A worker on the meta device for a model of the same shape as `model`; `ops` is the module `kernels`."""
     dry = dry_model(config, model.config, ops, model.dtype, model.max_model_len, model.group.pipeline)
-    adapters = Adapters.of(config, dry, dry.parameters())
+    adapters = AdapterPool.of(config, dry, dry.parameters())
     for own, other in zip(dry.owners(), model.owners(), strict=True) if model.coded else ():
         for name, value in vars(other).items():
             if isinstance(weight := unwrapped(value), QuantizedWeight):
@@ -80,8 +80,9 @@ def dry_worker(config: EngineConfig, model: Transformer, ops: ModuleType) -> Wor
     states = torch.empty(2, model.state_size, device="meta")
     state = new_state(config, model, model.max_model_len, config.max_num_seqs, "meta")
     gatherer = LogprobGatherer(ops, model.config.vocab_size, config.max_samples)
-    worker = Worker(config, dry, pool, pool, states, states, state, gatherer, Pooler.of(config, dry))
-    worker.adapters, worker.proposer = adapters, new_proposer(config, dry)
+    worker = Worker(config, dry, (pool, pool, states, states), state, gatherer)
+    worker.adapters, worker.proposer, worker.pooler = adapters, new_proposer(config, dry), Pooler.of(config, dry)
+    worker.arrange()
     return worker
 
 
@@ -172,12 +173,14 @@ def count_step(dry: Worker, counts: list[int]) -> tuple[int, int, int, int]:
     shape = shape._replace(adjusted=True, adapted=dry.adapters is not None)
     propose = dry.config.num_drafts if len(counts) <= MOST_DRAFTING else 0
     state, plan = dry.state, StepPlan(0, rows=[*enumerate(counts)], propose=propose)
+    run = StepRun(plan, shape)
     state.num_blocks = [[state.block_tables.shape[2]] for _ in counts]  # all contexts have their full length
     if experts := dry.group.experts:
         experts.engines = experts.most
     with torch.inference_mode(), torch.device("meta"), unlaunched(kernels_of(dry.ops)), LiveBytes() as live:
-        dry.phases = live  # it is told of the same phases
-        dry.forward(shape, plan, incoming=dry.receive(shape))
+        dry.marks = live  # it is told of the same phases
+        run.incoming = incoming_of(dry, shape.tokens)
+        dry.forward(run)
         begin, most = live.phases.pop("sample", (0, 0))
         activations = max(peak for _, peak in live.phases.values())
         if most:

@@ -8,24 +8,36 @@ from typing import TYPE_CHECKING
 import torch
 
 from batch_state import Rows
-from plan import StepPlan
 
 if TYPE_CHECKING:
-    from models.expert_ranks import ExpertGroup
-    from worker import Worker
+    from worker import StepRun, Worker
 
 
-def agree(peers: ExpertGroup, plan: StepPlan, graph_sizes: list[int]) -> bool:
-    """Agree with the engines that share the experts on the tokens of this step's messages: the most that one has.
+def add_lockstep(w: Worker) -> None:
+    """Engines that share the experts agree on the tokens of a step's messages: the most that one of them has.
 
     An engine that only decodes counts its rows as its graph pads them: if all do, each has a graph of that size.
-    Returns whether the number has changed.
     """
-    tokens = sum(count for _, count in plan.rows)
-    if graph_sizes and tokens and tokens == len(plan.rows):
-        tokens = graph_sizes[bisect_left(graph_sizes, tokens)]
-    before, peers.bound = peers.bound, peers.agree(tokens)
-    return peers.bound != before
+
+    def agree(run: StepRun) -> None:
+        if not (peers := w.group.peers):
+            return
+        rows, sizes = run.plan.rows, w.graph_sizes
+        tokens = sum(count for _, count in rows)
+        if sizes and tokens and tokens == len(rows):
+            tokens = sizes[bisect_left(sizes, tokens)]
+        before, peers.bound = peers.bound, peers.agree(tokens)
+        if peers.bound != before:
+            w.rows = None  # they may have been padded to another number
+        if peers.bound and not rows:
+            w.model.serve()
+
+    def check_graph(run: StepRun) -> None:
+        if w.group.peers and w.group.peers.bound != run.shape.rows:
+            run.graph = None
+
+    w.plan_phases.append(agree)
+    w.row_phases.insert(w.row_phases.index(w.enter_rows) + 1, check_graph)
 
 
 def may_refuse(worker: Worker) -> bool:

@@ -83,7 +83,7 @@ class Launched:
         return result
 
 
-def run_one_by_one(run: Callable[[StepPlan], Launched], plan: StepPlan, pooled: bool) -> Launched:
+def run_one_by_one(run: Callable[[StepPlan], Launched], pooled: bool, plan: StepPlan) -> Launched:
     """Run the plan's rows one after the other, and prompts token by token unless they are pooled.
 
     torch's operators round differently for other numbers of rows.

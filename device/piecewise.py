@@ -59,8 +59,11 @@ class PiecewiseGraphs:
     def forward(self, size: int, cut: Cut) -> torch.Tensor:
         """Run the model on `size` tokens, where `cut` takes the place of each attention."""
         none = self.positions[:0]
-        inputs = self.input_ids[:size], self.positions[:size], self.slot_mapping[:, :size]
-        batch = Batch(*inputs, none, self.slots[:size], none[None, None], 0, none, none, 1, [])
+        batch = Batch(
+            input_ids=self.input_ids[:size], positions=self.positions[:size], slots=self.slots[:size],
+            slot_mapping=self.slot_mapping[:, :size], seq_lens=none, block_tables=none[None, None], starts=none,
+            query_starts=none,
+        )  # fmt: skip
         return self.model.forward(batch, self.pool, self.states, None, cut)
 
     def hand_over(self, attention: Attention | None, made: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -23,13 +23,14 @@ from typing import NoReturn
 import torch
 
 from checkpoints import compressed
+from checkpoints.dequantize import CodedRows
 from checkpoints.hub import checkpoint_files, find_model
 from checkpoints.rounding import codes_of, nearest_of
-from checkpoints.storage import opened
+from checkpoints.storage import tensors_in
 from checkpoints.tied_head import settle_head
 from config import DEMO, PROG, EngineConfig
 from core import EngineCore
-from device.calibrate import Found, calibrate
+from device.calibrate import calibrate
 from device.coded import kinds_to_round
 from device.dry_run import dry_model
 from device.startup import pick_ops
@@ -58,8 +59,8 @@ Chunks = list[list[int]]
 
 
 @dataclass(frozen=True)
-class Options:
-    """What the command line says.
+class QuantizeOptions:
+    """The options of the command line.
 
     Raises:
         ValueError: two of the options do not go together, or one is out of range.
@@ -133,7 +134,7 @@ def main(argv: Sequence[str]) -> None:
     """Run the command. If it cannot be done, one line says why, and the exit code is 2."""
     parser = new_parser()
     try:
-        for line in quantize(Options(**vars(parser.parse_args(argv)))):
+        for line in quantize(QuantizeOptions(**vars(parser.parse_args(argv)))):
             print(line)
     except ValueError as error:
         parser.error(str(error))
@@ -141,7 +142,7 @@ def main(argv: Sequence[str]) -> None:
         sys.exit(128 + signal.SIGINT)
 
 
-def quantize(options: Options) -> list[str]:
+def quantize(options: QuantizeOptions) -> list[str]:
     """Do what the options say; returns what is to be told.
 
     Raises:
@@ -154,18 +155,18 @@ def quantize(options: Options) -> list[str]:
     compressed.check_target(target, here, options.overwrite)  # before anything is downloaded
     source = find_model(source)
     compressed.check_target(target, Path(source.folder), options.overwrite)
-    job = Job(options, source)
+    job = QuantizeJob(options, source)
     lessons, exam = job.chunks(texts)
     before = perplexity(source, exam)
-    found: dict[str, Found] = {}
+    learned: dict[str, CodedRows] = {}
     if options.calibration:
-        found = calibrate(source, lessons, options.recipe.kind, options.group, job.dtype)
-    size, new_size = job.write(target, found)
+        learned = calibrate(source, lessons, options.recipe.kind, options.group, job.dtype)
+    size, new_size = job.write(target, learned)
     after = perplexity(EngineConfig(str(target)), exam)
     tokens = sum(map(len, exam))
-    method = f"by GPTQ with {sum(map(len, lessons)):,} tokens" if found else "to the nearest"
-    left = len(job.rounds) - len(found)
-    also = f", but {left} (experts, and what no token reached) to the nearest" if found and left else ""
+    method = f"by GPTQ with {sum(map(len, lessons)):,} tokens" if learned else "to the nearest"
+    left = len(job.rounds) - len(learned)
+    also = f", but {left} (experts, and what no token reached) to the nearest" if learned and left else ""
     return [
         f"{target}: {len(job.rounds)} matrices in {options.scheme}, rounded {method}{also}",
         f"  perplexity  {before:.4f} before, {after:.4f} after, of {tokens:,} tokens",
@@ -187,7 +188,7 @@ def read_text(path: str) -> str:
     return text
 
 
-class Job:
+class QuantizeJob:
     """A checkpoint that is to be quantized: what its headers say of each tensor.
 
     Attributes:
@@ -199,7 +200,7 @@ class Job:
         ValueError: it is none that can be quantized, or not with these options.
     """
 
-    def __init__(self, options: Options, source: EngineConfig):
+    def __init__(self, options: QuantizeOptions, source: EngineConfig):
         self.options, self.source, name = options, source, source.model
         self.paths = checkpoint_files(source.folder)
         config = ModelConfig.from_folder(source.folder)
@@ -219,24 +220,22 @@ class Job:
         model = dry_model(self.source, self.config, ops, self.dtype, 2, Pipeline(), kind)
         wanted = model.parameters()
         rounded = kinds_to_round(model, wanted, head=False)
-        for path in self.paths:
-            with opened(path) as file:
-                for saved in file.keys():  # noqa: SIM118 (a safetensors file is not a dict)
-                    shape, module = file.get_slice(saved).get_shape(), saved.removesuffix(".weight")
-                    name = our_name(saved, wanted)
-                    if name in rounded:
-                        if len(shape) != 2 or wanted[name].transposed or module == saved:
-                            raise ValueError(
-                                f"tensor {saved} of {self.config.architecture} has shape {shape}; compressed-tensors "
-                                "has a matrix [outputs, inputs] for each module and each expert, and so this is refused"
-                            )
-                        if group > 0 and shape[1] % group:
-                            raise ValueError(
-                                f"group_size is {group}; it must divide the {shape[1]} inputs of {saved}, or be -1"
-                            )
-                        self.rounds[saved] = name
-                    elif len(shape) > 1 and module != saved and name != f"{self.config.row.name('embed')}.weight":
-                        self.ignore.add(module)
+        for file, saved in tensors_in(self.paths):
+            shape, module = file.get_slice(saved).get_shape(), saved.removesuffix(".weight")
+            name = our_name(saved, wanted)
+            if name in rounded:
+                if len(shape) != 2 or wanted[name].transposed or module == saved:
+                    raise ValueError(
+                        f"tensor {saved} of {self.config.architecture} has shape {shape}; compressed-tensors has a "
+                        "matrix [outputs, inputs] for each module and each expert, and so this is refused"
+                    )
+                if group > 0 and shape[1] % group:
+                    raise ValueError(
+                        f"group_size is {group}; it must divide the {shape[1]} inputs of {saved}, or be -1"
+                    )
+                self.rounds[saved] = name
+            elif len(shape) > 1 and module != saved and name != f"{self.config.row.name('embed')}.weight":
+                self.ignore.add(module)
 
     def chunks(self, texts: list[str]) -> tuple[Chunks, Chunks]:
         """Chunks of tokens: to calibrate with, and to measure. `texts` are those that the options name.
@@ -266,35 +265,33 @@ class Job:
             )
         return spread(learned, CALIBRATED), spread(measured, MEASURED)
 
-    def write(self, target: Path, found: dict[str, Found]) -> tuple[int, int]:
+    def write(self, target: Path, learned: dict[str, CodedRows]) -> tuple[int, int]:
         """Write the folder; returns the bytes of the weights' files before and after.
 
         Args:
-            found: by our names, the codes and scales that are chosen already; the other matrices are rounded now.
+            learned: by our names, the codes and scales that are chosen already; the other matrices are rounded now.
         """
         source, recipe = Path(self.source.folder), self.options.recipe
         with compressed.new_folder(target) as folder:
             shards = compressed.Shards(folder)
-            for path in self.paths:
-                with opened(path) as file:
-                    for saved in file.keys():  # noqa: SIM118 (a safetensors file is not a dict)
-                        tensor = file.get_tensor(saved)
-                        if saved not in self.rounds:
-                            shards.add({saved: tensor})
-                            continue
-                        codes, scales = found.get(self.rounds[saved]) or self.to_nearest(tensor)
-                        shards.add(compressed.tensors_of(saved, codes, scales, recipe))
+            for file, saved in tensors_in(self.paths):
+                tensor = file.get_tensor(saved)
+                if saved not in self.rounds:
+                    shards.add({saved: tensor})
+                    continue
+                rows = learned.get(self.rounds[saved]) or self.to_nearest(tensor)
+                shards.add(compressed.tensors_of(saved, rows.codes, rows.scales, recipe))
             shards.finish()
             compressed.copy_beside(source, folder)
             compressed.write_config(source, folder, compressed.config_of(recipe, self.options.group, self.ignore))
             sizes = [sum(map(os.path.getsize, paths)) for paths in (self.paths, folder.glob("*.safetensors"))]
         return sizes[0], sizes[1]
 
-    def to_nearest(self, matrix: torch.Tensor) -> Found:
+    def to_nearest(self, matrix: torch.Tensor) -> CodedRows:
         """The nearest codes of a matrix, and their scales."""
         kind, group = self.options.recipe.kind, self.options.group
         values, scales = nearest_of(matrix.float(), kind, group if group > 0 else matrix.shape[1], self.dtype)
-        return Found(codes_of(values, kind), scales.to(self.dtype))
+        return CodedRows(codes_of(values, kind), scales.to(self.dtype))
 
 
 def spread(chunks: Chunks, most: int) -> Chunks:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -28,8 +27,7 @@ from device.coded import coded_tensors
 from device.loader import find_weights
 from device.start import Start
 from device.warmup import capture
-from lora.loads import AdapterReader
-from lora.stacks import Adapters
+from lora.stacks import AdapterPool
 from model import Transformer
 from models.logprobs import LogprobGatherer
 from models.pooled import Pooler
@@ -38,11 +36,10 @@ from plan import KV_CACHE, WEIGHTS
 from speculation.proposer import add_draft, new_proposer, wanted_of
 from worker import Worker
 
-READERS = 4  # threads that read adapters
 Pools = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-class KeptWorker(AdapterReader, Worker):
+class KeptWorker(Worker):
     """A worker, with what has made it ready, which is needed again where memory or weights change.
 
     Args:
@@ -54,14 +51,15 @@ class KeptWorker(AdapterReader, Worker):
         config, model = start.config, start.model
         gatherer = LogprobGatherer(model.ops, model.config.vocab_size, config.max_samples)
         watch = start.guard.watch if start.guard else contextlib.nullcontext
-        super().__init__(config, model, *pools, state, gatherer, Pooler.of(config, model), start.greedy_head, watch)
+        super().__init__(config, model, pools, state, gatherer, watch)
         self.start, self.lengths = start, [*map(len, pools)]
-        self.adapters, self.proposer = start.adapters, new_proposer(config, model)
+        self.adapters, self.greedy_head = start.adapters, start.greedy_head
+        self.pooler, self.proposer = Pooler.of(config, model), new_proposer(config, model)
+        self.arrange()
         self.asleep: set[str] = set()
         self.packed = self.ops.BACKEND == "cpu" or bool(model.coded)  # whether weights are not plain tensors
         self.dropped = False  # whether there are no weights
         self.emptied: list[tuple[torch.UntypedStorage, int, torch.Tensor | None]] = []  # each one's size, and copy
-        self.readers, self.loads = ThreadPoolExecutor(READERS), {}
 
     # --- sleep --------------------------------------------------------------------------------------------------------
 
@@ -83,6 +81,7 @@ class KeptWorker(AdapterReader, Worker):
         elif self.device == "cuda" and not self.dropped:
             self.empty(keep=True)
         self.asleep.add(WEIGHTS)
+        self.arrange()
         self.give_back()
 
     def wake_up(self, tags: list[str], source: str) -> None:
@@ -143,7 +142,7 @@ class KeptWorker(AdapterReader, Worker):
             self.greedy_head = self.start.greedy_head = None
             if self.adapters:  # which refer to the old model, as it does to them
                 wanted = self.model.parameters()
-                self.start.adapters = self.adapters = Adapters.of(self.config, self.model, wanted, self.adapters)
+                self.start.adapters = self.adapters = AdapterPool.of(self.config, self.model, wanted, self.adapters)
                 gc.collect()
             self.proposer = new_proposer(self.config, self.model)  # the old one has the old draft
 
@@ -205,5 +204,6 @@ class KeptWorker(AdapterReader, Worker):
             self.greedy_head, self.adapters = start.greedy_head, start.adapters
         self.dropped = False
         self.asleep.discard(WEIGHTS)
+        self.arrange()
         self.capture_missing()
         self.give_back()

@@ -17,9 +17,10 @@ from device.piecewise import PiecewiseGraphs
 from device.start import Start
 from layers import Batch
 from model import Transformer
+from parallel import incoming_of
 from plan import NewRow, StepPlan
-from sampling_params import PoolingParams
-from worker import Worker
+from sampling_params import PoolingParams, SamplingParams
+from worker import StepRun, Worker
 
 SOME_ROWS = 33  # products with weights in codes have a specialization for 17 to 64 rows
 
@@ -41,9 +42,10 @@ def rehearse(start: Start) -> None:
                     each = np.ones(count, dtype=np.int32)
                     shape = dry.shape_of(each * length, each * (1 + drafts), each * drafts)
                     shape = shape._replace(adjusted=adjusted, adapted=dry.adapters is not None)
-                    brought, logits = dry.forward(shape, incoming=dry.receive(shape))
+                    run = StepRun(shape=shape, incoming=incoming_of(dry, shape.tokens))
+                    brought = dry.forward(run)
                     if last and not config.makes_vectors:
-                        ops.logprobs(logits, brought[0].long(), int(adjusted))
+                        ops.logprobs(run.logits, brought[0].long(), int(adjusted))
             if dry.adapters:
                 ops.swap_blocks(dry.adapters.host, dry.adapters.pool, pairs)
             if config.makes_vectors:
@@ -61,7 +63,10 @@ def run_layers(model: Transformer, rows: int, pool: torch.Tensor) -> None:
     x = torch.zeros(rows, model.config.hidden_size, dtype=model.dtype, device=model.device)
     zeros = torch.zeros(rows, dtype=torch.int64)
     nowhere = torch.full((len(model.layout.windows), rows), -1)
-    batch = Batch(zeros, zeros, nowhere, zeros, zeros, zeros[None, None], 0, zeros, zeros, 1, [])
+    batch = Batch(
+        input_ids=zeros, positions=zeros, slot_mapping=nowhere, seq_lens=zeros, slots=zeros,
+        block_tables=zeros[None, None], starts=zeros, query_starts=zeros,
+    )  # fmt: skip
     step = model.new_step(batch, pool, x.new_empty(0, model.state_size, dtype=torch.float32))
     model.enter(x)
     for i in model.span:
@@ -111,7 +116,7 @@ def run_prompts(start: Start, worker: Worker) -> float:
     blocks = some_blocks(start, min(length + 3 + start.config.num_drafts, start.max_model_len))
     adapters = [(0, 0)] if worker.adapters else []  # of zeros
     asked: list[dict[str, Any]] = [{"penalties": (2.0, 0.0, 0.0), "num_logprobs": 0}]
-    asked.append({"temperature": 1.0, "num_logprobs": 1})
+    asked.append({"sampling": SamplingParams().columns, "num_logprobs": 1})
     if start.device == "cuda":  # which loads kernels at their first launch, so the last prompts are timed without
         asked.append(asked[-1])
     for fields in tqdm(asked, desc="Warming up", leave=False, disable=None):
@@ -214,10 +219,10 @@ def capture(start: Start, worker: Worker) -> None:
             experts.exchange(shape.rows)
         incoming = None if pipeline.first else worker.incoming[: shape.tokens]
         # This compiles kernels, and lets libraries allocate what they cannot during a capture.
-        worker.forward(shape, incoming=incoming)
+        worker.forward(StepRun(shape=shape, incoming=incoming))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):  # the next graph reuses the memory of all that nobody refers to
-            result = worker.forward(shape, incoming=incoming)[0]
+            result = worker.forward(StepRun(shape=shape, incoming=incoming))
             if not pipeline.last:
                 result = outgoing[: shape.tokens].copy_(result)
         worker.graphs[shape] = graph, result

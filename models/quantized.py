@@ -32,8 +32,16 @@ class QuantizedWeight:
         """[out, in] of the matrix that it stands for."""
         return self.weight.shape
 
+    def part(self, begin: int, count: int) -> QuantizedWeight:
+        """Some of its rows [count, in], counted over all experts; they have their memory in this weight."""
+        last = len(self.shape) - 2
+        flat = (x.flatten(0, last) if isinstance(x, torch.Tensor) and x.ndim else x for x in self.coded)
+        rows = slice(begin, begin + count)
+        coded = self.ops.Quantized(*flat).at(rows)
+        return QuantizedWeight(self.ops, self.weight.flatten(0, last)[rows], coded, self.order)
+
     def tensors(self) -> list[torch.Tensor]:
-        """What takes memory."""
+        """The tensors that take memory."""
         return [x for x in (*self.coded, self.order) if isinstance(x, torch.Tensor)]
 
     def on_meta(self, ops: ModuleType) -> QuantizedWeight:
@@ -47,7 +55,7 @@ class QuantizedWeight:
         return self.ops.quantized_rows(self.coded, ids, self.weight.dtype)
 
     def packed(self, pack: Callable[[Any], Any]) -> Any:
-        """What `pack` makes of the codes. It is called in the place of this weight."""
+        """The codes in the layout that `pack` makes, to be called in the place of this weight."""
         product, order = pack(self.coded), self.order
         return product if order is None else lambda x, bias=None: product(x[:, order], bias)
 

@@ -14,7 +14,8 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
+from collections.abc import Sequence as Items
 from typing import Any
 
 from config import EngineConfig
@@ -23,7 +24,7 @@ from observe.observer import Observer
 from plan import Adapter, Logprobs, StateRoom, StepPlan, StepResult, Verified
 from sampling_params import PoolingParams, SamplingParams
 from scheduler import Scheduler
-from sequence import Beam, Request, SequenceGroup
+from sequence import Beam, Sequence, SequenceGroup
 
 
 class Journal(Observer):
@@ -53,8 +54,8 @@ class Journal(Observer):
         """Let the clock go on to now."""
         self.now = time.monotonic() - self.start
 
-    def added(self, request: Request) -> None:
-        r, params = request, dataclasses.asdict(request.params)
+    def added(self, group: SequenceGroup) -> None:
+        r, params = group, dataclasses.asdict(group.params)
         pooling, adapter = r.pooling and dataclasses.asdict(r.pooling), r.adapter and dataclasses.astuple(r.adapter)
         fields = r.request_id, r.prompt, params, r.salt, r.priority, r.client, pooling, adapter, r.beam
         self.events.append(["add", self.now, *fields])
@@ -62,11 +63,11 @@ class Journal(Observer):
     def aborted(self, request_id: str, index: int | None = None, reason: str = "abort") -> None:
         self.events.append(["abort", self.now, request_id, index, reason])
 
-    def late(self, groups: Collection[SequenceGroup]) -> None:
-        """Note which groups' masks are late, and how many drafts grammars have left the others."""
-        names = [[group.request.request_id, group.index] for group in groups]
-        left = [g for g in self.scheduler.others if g.seq.proposed]
-        drafts = [[g.request.request_id, g.index, len(g.seq.proposed)] for g in left]
+    def awaiting_masks(self, seqs: Collection[Sequence]) -> None:
+        """Note which sequences' masks are late, and how many drafts grammars have left the others."""
+        names = [[seq.group.request_id, seq.index] for seq in seqs]
+        left = [seq for seq in self.scheduler.others if seq.proposed]
+        drafts = [[seq.group.request_id, seq.index, len(seq.proposed)] for seq in left]
         self.events.append(["late", self.now, names, drafts])
 
     def reset_prefix_cache(self) -> None:
@@ -110,9 +111,9 @@ def decisions(scheduler: Scheduler) -> dict[str, Any]:
         moves += [plan.state_out, plan.state_in, plan.state_copies]
     if scheduler.config.enable_lora:
         moves += [plan.adapters]
-    drafts = [[seq.group.name, count] for seq, count in flight.drafts.items()]
+    drafts = [[seq.name, count] for seq, count in flight.drafts.items()]
     return ({"drafts": drafts} if scheduler.config.num_drafts else {}) | {
-        "rows": [[seq.group.name, count] for seq, (_, count) in zip(flight.seqs, plan.rows, strict=True)],
+        "rows": [[seq.name, count] for seq, (_, count) in zip(flight.seqs, plan.rows, strict=True)],
         "preempted": [list(entry) for entry in scheduler.admission.preempted],
         "moves": [len(pairs) for pairs in moves],
         "held_up": list(scheduler.admission.obstacle),
@@ -122,7 +123,7 @@ def decisions(scheduler: Scheduler) -> dict[str, Any]:
     }
 
 
-def replay(lines: Sequence[str], watch: Callable[[Scheduler, dict[str, Any]], None] | None = None) -> Scheduler:
+def replay(lines: Items[str], watch: Callable[[Scheduler, dict[str, Any]], None] | None = None) -> Scheduler:
     """Make the decisions of a journal again; returns the scheduler as it was after the last of them. `watch` is called
     after each line, with it.
 
@@ -163,22 +164,22 @@ def replay(lines: Sequence[str], watch: Callable[[Scheduler, dict[str, Any]], No
 
 
 def apply_event(scheduler: Scheduler, kind: str, rest: list[Any]) -> None:
-    """Give the scheduler a request again, take one back, tell it who is late, or let it forget its cached prefixes."""
+    """Repeat an event: a request comes or is taken back, masks are late, or cached prefixes are forgotten."""
     if kind == "add":
         request_id, prompt, params, salt, priority, client, pooling, adapter, beam = rest
         of_prompt, with_adapter = pooling and PoolingParams(**pooling), adapter and Adapter(*adapter)
         whose = salt, priority, client, of_prompt, with_adapter
-        scheduler.add(Request(request_id, prompt, SamplingParams(**params), *whose, beam=beam and Beam(*beam)))
+        scheduler.add(SequenceGroup(request_id, prompt, SamplingParams(**params), *whose, beam=beam and Beam(*beam)))
     elif kind == "abort":
         scheduler.abort(*rest)
     elif kind == "late":
         late, proposed = rest
-        names = {(g.request.request_id, g.index): g for g in scheduler.others}
-        scheduler.late = {names[request_id, index] for request_id, index in late}
-        for group in scheduler.others:
-            group.seq.proposed = []
+        names = {(seq.group.request_id, seq.index): seq for seq in scheduler.others}
+        scheduler.awaiting_masks = {names[request_id, index] for request_id, index in late}
+        for seq in scheduler.others:
+            seq.proposed = []
         for request_id, index, count in proposed:  # which they are decides nothing
-            names[request_id, index].seq.proposed = [0] * count
+            names[request_id, index].proposed = [0] * count
     else:
         scheduler.space.reset_prefix_cache()
 

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from observe.observer import Observer
 from plan import StepPlan, StepResult
 from scheduler import Scheduler
-from sequence import SequenceGroup
+from sequence import Sequence
 
 LINGER = 10.0  # seconds after the latest question in which steps are still noted
 MAX_REQUESTS, MAX_STEPS, MAX_MOVED, MAX_FINISHED = 256, 128, 64, 64  # that one answer lists
@@ -72,7 +72,7 @@ class Recorder(Observer):
             return
         flight = self.scheduler.in_flight[-1]
         others = [row for row in flight.other_rows if row[0] not in flight.drafts]
-        prompts = [n for seq, n, computed in others if n > 1 or computed <= seq.group.request.num_prompt]
+        prompts = [n for seq, n, computed in others if n > 1 or computed <= seq.group.num_prompt]
         step = {
             "step": plan.step,
             "prefill": sum(prompts),
@@ -111,7 +111,7 @@ class Recorder(Observer):
         then = before.get(self.rank, {})
         # A successor of the engine that said so counts from 0 again.
         new = {name: max(0, total - then.get(name, total)) for name, total in totals.items()}
-        waiting = len(s.waiting) + len(s.admission.aside)
+        waiting = len(s.waiting) + len(s.admission.deferred)
         found = {
             "rank": self.rank,
             "block_size": s.blocks.block_size,
@@ -119,10 +119,10 @@ class Recorder(Observer):
             "num_host_blocks": s.space.host.num_blocks,
             "max_num_seqs": s.config.max_num_seqs,
             "counts": {"waiting": waiting, "running": len(s.running), "swapped": len(s.swapped)},
-            "requests": [request_row(group, state) for group, state in islice(self._groups(), MAX_REQUESTS)],
-            "held": flat((group.key[1], group.seq.tables) for group in s.running),
+            "requests": [request_row(seq, state) for seq, state in islice(self._sequences(), MAX_REQUESTS)],
+            "held": flat((seq.key[1], seq.tables) for seq in s.running),
             # Prompts that samples are yet to come for; their tables refer to the blocks, whoever runs on them.
-            "kept": flat((r.groups[0].key[1], r.prompt_tables) for r in s.admission.samples.holders),
+            "kept": flat((r.seqs[0].key[1], r.prompt_tables) for r in s.admission.samples.holders),
             "findable": bytes(s.blocks.findable),
             "moves": {
                 **{name: new[name] for name in ("out", "in", "copies")},
@@ -145,13 +145,13 @@ class Recorder(Observer):
         mine = [story for story in found if client in (None, story["client"])]
         return [{key: value for key, value in story.items() if key != "client"} for story in mine]
 
-    def _groups(self) -> Iterator[tuple[SequenceGroup, str]]:
+    def _sequences(self) -> Iterator[tuple[Sequence, str]]:
         """Who runs, who is swapped and who waits, each in their order, as far as an answer may list them."""
         s = self.scheduler
-        yield from ((group, "running") for group in s.running)
-        waiting = chain(s.waiting, s.admission.aside)
+        yield from ((seq, "running") for seq in s.running)
+        waiting = chain(s.waiting, s.admission.deferred)
         for state, queue in (("swapped", s.swapped), ("waiting", waiting)):
-            yield from ((group, state) for group in nsmallest(MAX_REQUESTS, queue, key=lambda group: group.key))
+            yield from ((seq, state) for seq in nsmallest(MAX_REQUESTS, queue, key=lambda seq: seq.key))
 
 
 def flat(holders: Iterable[tuple[int, Iterable[list[int]]]]) -> tuple[bytes, list[tuple[int, int]]]:
@@ -168,24 +168,24 @@ def flat(holders: Iterable[tuple[int, Iterable[list[int]]]]) -> tuple[bytes, lis
     return blocks.tobytes(), counts
 
 
-def request_row(group: SequenceGroup, state: str) -> dict[str, Any]:
-    """What is told of a group that has yet to finish. Its key is the number of the request's arrival."""
-    request, seq = group.request, group.seq
+def request_row(seq: Sequence, state: str) -> dict[str, Any]:
+    """What is told of a sequence that has yet to finish. Its key is the number of the request's arrival."""
+    group = seq.group
     return {
-        "key": group.key[1],
-        "id": request.request_id,
-        "client": request.client,
-        "adapter": request.adapter and request.adapter.name,
+        "key": seq.key[1],
+        "id": group.request_id,
+        "client": group.client,
+        "adapter": group.adapter and group.adapter.name,
         "state": state,
-        "prompt": request.num_prompt,
+        "prompt": group.num_prompt,
         "computed": seq.num_computed,
-        "output": seq.num_tokens - request.num_prompt,
-        "preemptions": group.num_preemptions,
+        "output": seq.num_tokens - group.num_prompt,
+        "preemptions": seq.num_preemptions,
     }
 
 
 def ending(report: dict[str, Any]) -> dict[str, Any]:
-    """What is told of a finished request; see `Request.report`."""
+    """What is told of a finished request; see `Reports.explain`."""
     answers = report["answers"]
     return {
         "id": report["request_id"],

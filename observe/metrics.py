@@ -11,7 +11,7 @@ from collections import Counter
 from typing import Any, Literal, NamedTuple
 
 from config import EngineConfig
-from sequence import DecodeRows, SequenceGroup
+from sequence import DecodeRows, Sequence
 
 LATENCIES = (
     0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
@@ -155,7 +155,7 @@ class EngineStats:
         self.now, self.together = now, rows is self.rows
         if not self.together:  # somebody has joined or left
             for seq in self.rows.seqs:
-                seq.group.token_at = self.rows_at
+                seq.token_at = self.rows_at
             self.rows = rows
 
     def decoded(self, count: int) -> None:
@@ -164,58 +164,58 @@ class EngineStats:
         if self.together:
             self.observe("inter_token_latency_seconds", self.now - self.rows_at, count)
         else:
-            for at, times in Counter(seq.group.token_at for seq in self.rows.seqs if seq.slot >= 0).items():
+            for at, times in Counter(seq.token_at for seq in self.rows.seqs if seq.slot >= 0).items():
                 self.observe("inter_token_latency_seconds", self.now - at, times)
         self.rows_at = self.now
 
-    def sampled(self, group: SequenceGroup, count: int = 1) -> None:
+    def sampled(self, seq: Sequence, count: int = 1) -> None:
         """A row of the step that has landed, none of its decodes, has brought a token, or several at once."""
-        request = group.request
-        if request.params.max_tokens == 0 or request.beam:  # it goes to nobody
+        group = seq.group
+        if group.params.max_tokens == 0 or group.beam:  # it goes to nobody
             return
         self.counters["generation_tokens_total"] += count
-        if group.first_token_at is None:
-            group.first_token_at = self.now
-            if request.first_token_at is None:
-                request.first_token_at = self.now
-            self.observe("time_to_first_token_seconds", request.delay + self.now - request.arrival)
+        if seq.first_token_at is None:
+            seq.first_token_at = self.now
+            if group.first_token_at is None:
+                group.first_token_at = self.now
+            self.observe("time_to_first_token_seconds", group.delay + self.now - group.arrival)
         else:
-            self.observe("inter_token_latency_seconds", self.now - group.token_at)
+            self.observe("inter_token_latency_seconds", self.now - seq.token_at)
         if count > 1:
             self.observe("inter_token_latency_seconds", 0.0, count - 1)
-        group.token_at = self.now
+        seq.token_at = self.now
 
-    def finished(self, group: SequenceGroup, now: float) -> None:
-        """A group has ended at `now`, and its report is the latest of its request's."""
-        request = group.request
-        report = request.finished_reports[-1]
+    def finished(self, seq: Sequence, now: float) -> None:
+        """A sequence has ended at `now`, and its report is the latest of its request's."""
+        group = seq.group
+        report = group.finished_reports[-1]
         self.ended[report["finish_reason"]] += 1
         if report["finish_reason"] not in COMPLETE:
             return
         stays = report["stays"]
         entry = next(i for i, stay in enumerate(stays) if stay["state"] == "running")
-        elapsed = request.delay + now - request.arrival
-        queued = request.delay + sum(stay["seconds"] for stay in stays[:entry])
-        decoded = 0.0 if group.first_token_at is None else now - group.first_token_at
+        elapsed = group.delay + now - group.arrival
+        queued = group.delay + sum(stay["seconds"] for stay in stays[:entry])
+        decoded = 0.0 if seq.first_token_at is None else now - seq.first_token_at
         self.observe("e2e_request_latency_seconds", elapsed)
         self.observe("request_queue_time_seconds", queued)
         self.observe("request_inference_time_seconds", elapsed - queued)
         self.observe("request_prefill_time_seconds", elapsed - queued - decoded)
         self.observe("request_decode_time_seconds", decoded)
-        self.observe("request_prompt_tokens", request.num_prompt)
-        self.observe("request_prefill_kv_computed_tokens", request.num_prompt - stays[entry]["cached_tokens"])
+        self.observe("request_prompt_tokens", group.num_prompt)
+        self.observe("request_prefill_kv_computed_tokens", group.num_prompt - stays[entry]["cached_tokens"])
         self.observe("request_num_preemptions", report["preemptions"])
-        if request.pooling is not None:
+        if group.pooling is not None:
             return
         tokens = report["output_tokens"]
         self.observe("request_generation_tokens", tokens)
         self.observe("request_time_per_output_token_seconds", decoded / (tokens - 1) if tokens > 1 else 0.0)
-        if request.params.max_tokens:
-            self.observe("request_params_max_tokens", request.params.max_tokens)
-        if not request.groups:
-            longest = max(report["output_tokens"] for report in request.finished_reports)
+        if group.params.max_tokens:
+            self.observe("request_params_max_tokens", group.params.max_tokens)
+        if not group.seqs:
+            longest = max(report["output_tokens"] for report in group.finished_reports)
             self.observe("request_max_num_generation_tokens", longest)
-            self.observe("request_params_n", request.params.n)
+            self.observe("request_params_n", group.params.n)
 
     def refused(self) -> None:
         """A request was not taken, because it can never run."""

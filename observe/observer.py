@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from plan import StepPlan, StepResult
-from sequence import Request, SequenceGroup
+from sequence import Sequence, SequenceGroup
 
 
 class Observer:
@@ -14,14 +14,14 @@ class Observer:
     def tick(self) -> None:
         """Time goes on: what follows happens now."""
 
-    def added(self, request: Request) -> None:
+    def added(self, group: SequenceGroup) -> None:
         """A request was accepted."""
 
     def aborted(self, request_id: str, index: int | None = None, reason: str = "abort") -> None:
         """A request was given up, or one sample of it."""
 
-    def late(self, groups: Collection[SequenceGroup]) -> None:
-        """These cannot go on in the next step, because what may come next there is not known yet."""
+    def awaiting_masks(self, seqs: Collection[Sequence]) -> None:
+        """These sit out the next step, because their masks are not ready."""
 
     def planned(self, plan: StepPlan) -> None:
         """The scheduler has planned a step."""

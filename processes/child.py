@@ -471,7 +471,7 @@ class Board(ctypes.Structure):
 
     def count(self, name: str) -> None:
         """Count one more of this name, of which there may be few."""
-        names, word = self.names[self.mine], name.encode()
+        names, word = self.names[self.mine], name.encode()[: self.MOST_NAME]  # a route's path may be longer
         at = next(i for i, there in enumerate(names) if there.value in (word, b""))
         names[at].value = word
         self.counts[self.mine][at] += 1
@@ -481,7 +481,7 @@ class Board(ctypes.Structure):
         total = Counter[str]()
         for names, counts in zip(self.names, self.counts, strict=True):
             for name, count in zip(names, itertools.takewhile(bool, counts), strict=False):
-                total[name.value.decode()] += count
+                total[name.value.decode(errors="replace")] += count
         return total
 
     def tasks_of(self, age: int) -> str:

@@ -82,7 +82,7 @@ class EngineServer:
         if not self.coordinator:
             return
         core, scheduler = self.core, self.core.scheduler
-        waiting = len(scheduler.waiting) + len(scheduler.swapped) + len(scheduler.admission.aside)
+        waiting = len(scheduler.waiting) + len(scheduler.swapped) + len(scheduler.admission.deferred)
         waiting += len(core.paused) + len(core.adapters.waiting)
         load = Load(self.load.rank, waiting, len(scheduler.running))
         if load != self.load:

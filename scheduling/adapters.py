@@ -1,4 +1,4 @@
-"""Which adapters are on the device: slots that groups share, and the groups that wait for one."""
+"""Which adapters are on the device: slots that sequences share, and the sequences that wait for one."""
 
 from __future__ import annotations
 
@@ -7,58 +7,55 @@ from collections.abc import Callable
 
 from plan import Adapter, StepPlan
 from scheduling.policy import place
-from sequence import Sequence, SequenceGroup
+from sequence import Sequence
 
 
 class AdapterSlots:
-    """The device's slots for adapters. A group that runs holds its adapter's slot.
+    """The device's slots for adapters. A sequence that runs holds its adapter's slot.
 
-    While groups with other adapters hold all slots, a group cannot have one, and others pass it. So that they cannot
-    keep it waiting for ever, the adapter with the fewest groups then has to leave: of the groups that want it, only
-    those before the first one that is passed still come in. Once no group holds its slot, the first in line takes it.
-
-    Args:
-        count: slots.
-        room: virtual tokens that a slot has room for.
+    While other adapters have all slots, a sequence cannot have one, and others pass it. So that they cannot keep it
+    waiting for ever, the adapter with the fewest sequences then has to leave: of the sequences that want it, only those
+    before the first one that is passed are still admitted. Once no sequence holds its slot, the first in line takes it.
+    A slot has room for `room` virtual tokens.
     """
 
     def __init__(self, count: int, room: int = 0):
         self.count, self.room = count, room
         self.free = list(range(count))[::-1]
         self.slots: dict[Adapter, int] = {}  # the least recently used first
-        self.holders: dict[SequenceGroup, Adapter] = {}
-        self.users: Counter[Adapter] = Counter()  # how many groups hold each of those that are held
+        self.holders: dict[Sequence, Adapter] = {}
+        self.users: Counter[Adapter] = Counter()  # how many sequences hold each of those that are held
         self.leaving: Adapter | None = None  # this one has to leave
 
-    def lacks(self, group: SequenceGroup) -> bool:
-        """Whether other adapters have all slots, so that a group cannot have one for its own."""
-        adapter = group.request.adapter
+    def lacks(self, seq: Sequence) -> bool:
+        """Whether other adapters have all slots, so that a sequence cannot have one for its own."""
+        adapter = seq.group.adapter
         return len(self.users) == self.count and adapter is not None and adapter not in self.users
 
-    def admissible(self, firsts: list[SequenceGroup]) -> list[SequenceGroup]:
-        """Those of `firsts` that may come in now. These are the first groups of all lines, one line an adapter."""
-        passed = [group for group in firsts if self.lacks(group)] if len(self.users) == self.count else []
+    def admissible(self, firsts: list[Sequence]) -> list[Sequence]:
+        """Those of `firsts` that may come in now. These are the first sequences of all lines, one line an adapter."""
+        passed = [seq for seq in firsts if self.lacks(seq)] if len(self.users) == self.count else []
         if not passed:
             self.leaving = None
             return firsts
         if self.leaving is None:
             self.leaving = min(self.slots, key=self.users.__getitem__)
-        bar, others = min(group.key for group in passed), set(firsts).difference(passed)
-        return [group for group in others if group.request.adapter != self.leaving or group.key < bar]
+        bar, others = min(seq.key for seq in passed), set(firsts).difference(passed)
+        return [seq for seq in others if seq.group.adapter != self.leaving or seq.key < bar]
 
-    def to_preempt(self, group: SequenceGroup, yields: Callable[[SequenceGroup], bool]) -> list[SequenceGroup] | None:
-        """The groups of one adapter to preempt, for a group to have its slot; None: no adapter's groups all yield."""
-        if not self.lacks(group):
+    def to_preempt(self, seq: Sequence, yields: Callable[[Sequence], bool]) -> list[Sequence] | None:
+        """The sequences of one adapter to preempt, so that `seq` has a slot; None: no adapter's sequences all yield."""
+        if not self.lacks(seq):
             return []
-        by_adapter: defaultdict[Adapter, list[SequenceGroup]] = defaultdict(list)
+        by_adapter: defaultdict[Adapter, list[Sequence]] = defaultdict(list)
         for holder, adapter in self.holders.items():
             by_adapter[adapter].append(holder)
-        yielding = [groups for groups in by_adapter.values() if all(map(yields, groups))]
-        return max(yielding, key=lambda groups: min(map(place, groups)), default=None)
+        yielding = [seqs for seqs in by_adapter.values() if all(map(yields, seqs))]
+        return max(yielding, key=lambda seqs: min(map(place, seqs)), default=None)
 
-    def take(self, group: SequenceGroup, plan: StepPlan) -> None:
-        """Give a group that comes in its adapter's slot; the plan loads the adapter if the slot has another one."""
-        if (adapter := group.request.adapter) is None:
+    def take(self, seq: Sequence, plan: StepPlan) -> None:
+        """Give a sequence that comes in its adapter's slot; the plan loads the adapter if the slot has another one."""
+        if (adapter := seq.group.adapter) is None:
             return
         slot = self.slots.pop(adapter, -1)
         if slot < 0:
@@ -68,30 +65,30 @@ class AdapterSlots:
             slot = self.free.pop()
             plan.adapters.append((adapter.row, slot))
         self.slots[adapter] = slot  # last, as the latest used
-        self.holders[group] = adapter
+        self.holders[seq] = adapter
         self.users[adapter] += 1
 
-    def slot(self, group: SequenceGroup) -> int:
-        """`NewRow.adapter` of a group that has come in."""
-        adapter = group.request.adapter
+    def slot(self, seq: Sequence) -> int:
+        """`NewRow.adapter` of a sequence that has come in."""
+        adapter = seq.group.adapter
         return 0 if adapter is None else 1 + self.slots[adapter]
 
     def known(self, seq: Sequence) -> list[int]:
-        """`NewRow.token_ids` of a sequence whose group has come in."""
-        if not (virtual := seq.group.request.num_virtual):
+        """`NewRow.token_ids` of a sequence that has come in."""
+        if not (virtual := seq.group.num_virtual):
             return list(seq.tokens)
-        first = -1 - (self.slot(seq.group) - 1) * self.room
+        first = -1 - (self.slot(seq) - 1) * self.room
         return [*range(first, first - virtual, -1), *seq.tokens[virtual:]]
 
-    def leave(self, group: SequenceGroup) -> None:
-        """A group runs no more."""
-        if adapter := self.holders.pop(group, None):
+    def leave(self, seq: Sequence) -> None:
+        """A sequence runs no more."""
+        if adapter := self.holders.pop(seq, None):
             self.users[adapter] -= 1
             if not self.users[adapter]:
                 del self.users[adapter]
 
     def forget(self) -> None:
-        """Nobody knows what is in the slots any more; no group runs."""
+        """Nobody knows what is in the slots any more; no sequence runs."""
         assert not self.holders
         self.free += self.slots.values()
         self.slots.clear()

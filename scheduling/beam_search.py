@@ -1,12 +1,9 @@
 """Beam search: which beams go on and when it is over (`beam_search`), and the requests that it makes (`BeamSearches`).
 
-The algorithm is that of transformers (`GenerationMixin._beam_search`), so that beams and scores can be compared. It
-looks at the best `num_candidates` continuations of all beams. Those that end are kept as answers if they are among the
-best `width`, and the best `width` that do not end go on. An answer's score is the sum of its tokens' log-probabilities,
-the one that ended it included, divided by length^length_penalty.
-
-transformers makes up missing beams and answers, of log-probability -1e9. Here there are fewer, and at first one beam,
-the empty output. That matters only if fewer than `width` tokens do not end a beam, because made-up beams then count.
+The algorithm is that of transformers (`GenerationMixin._beam_search`). It looks at the best `num_candidates`
+continuations of all beams. Those that end are kept as answers if they are among the best `width`, and the best `width`
+that do not end go on. A score is the sum of all tokens' log-probabilities divided by length^length_penalty.
+transformers makes up missing beams of log-probability -1e9, which count if fewer than `width` tokens do not end a beam.
 
 The scheduler knows nothing of this. Each beam of a step is a request of one token, whose prompt is the client's and the
 beam's output so far. The prefix cache has all full blocks of it, so the step computes the tokens of its last block.
@@ -24,8 +21,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from config import HookError
 from plan import EngineOutput, error_output
 from sampling_params import SamplingParams
-from scheduling.timeline import Timeline
-from sequence import Beam, Request, SequenceGroup, Status
+from scheduling.reports import Timeline
+from sequence import Beam, Sequence, SequenceGroup, Status
 
 if TYPE_CHECKING:
     from scheduler import Scheduler
@@ -62,8 +59,7 @@ def beam_search(
         width: beams that are kept, and answers at most.
         max_tokens: length at which a beam ends in any case.
         stop_ids: tokens that end it.
-        length_penalty: above 0 favours longer answers.
-        early_stopping: see `SamplingParams`.
+        length_penalty, early_stopping: see `SamplingParams`.
     """
     beams: list[tuple[float, list[int]]] = [(0.0, [])]  # each beam's log-probability and output
     answers: list[Answer] = []
@@ -97,11 +93,10 @@ def beam_search(
 class Search:
     """A client's request for a beam search, and the requests of its step."""
 
-    request: Request  # the client's, which the scheduler never has
-    group: SequenceGroup  # as what it is told of
+    group: SequenceGroup  # the client's, which the scheduler never has
+    seq: Sequence  # as what it is told of
     params: SamplingParams  # of a beam's request
     beams: Generator[list[list[int]], list[Nexts], list[Answer]]
-    width: int
     asked: list[str] = field(default_factory=list)  # ids of the step's requests, one a beam
     nexts: dict[str, Nexts] = field(default_factory=dict)  # what has come, by id
     num_asked: int = 0  # requests of all steps
@@ -110,9 +105,7 @@ class Search:
 class BeamSearches:
     """The beam searches of an engine, each of which the client knows as one request.
 
-    Args:
-        scheduler: has their requests.
-        observe: is told of each that comes or is dropped, see `Observer`.
+    `observe` is called when the scheduler gets or drops a beam's request, see `Observer`.
     """
 
     def __init__(self, scheduler: Scheduler, observe: Callable[..., None]):
@@ -120,49 +113,49 @@ class BeamSearches:
         self.running: dict[str, Search] = scheduler.reports.searches  # by the client's id
         self.of_beam: dict[str, Search] = {}  # by the id of a beam's request
 
-    def begin(self, request: Request) -> None:
+    def begin(self, group: SequenceGroup) -> None:
         """Begin a search; raises a ValueError if it can never run, see `RequestLimits.settle`, or is too wide."""
-        scheduler, params = self.scheduler, request.params
-        limit, width = scheduler.limits.settle(request), params.num_sequences
+        scheduler, params = self.scheduler, group.params
+        limit, width = scheduler.limits.settle(group), params.num_sequences
         if width > (most := min(scheduler.config.max_num_seqs, scheduler.limits.vocab_size)):
             raise ValueError(
                 f"beam_width is {width}; it must be at most {most}, the lower of max_num_seqs and the vocabulary's size"
             )
-        request.arrival = scheduler.clock()
-        group = SequenceGroup(request, 0, Timeline(scheduler.waits), limit=limit)
-        request.groups.append(group)
+        group.arrival = scheduler.clock()
+        seq = Sequence(group, 0, Timeline(scheduler.waits), limit=limit)
+        group.seqs.append(seq)
         beams = beam_search(
-            width, limit - request.num_prompt, request.stop_ids, params.length_penalty, params.early_stopping
+            width, limit - group.num_prompt, group.stop_ids, params.length_penalty, params.early_stopping
         )
         of_beam = replace(
             params, use_beam_search=False, n=1, beam_width=None, length_penalty=1.0, early_stopping=False,
             temperature=0.0, max_tokens=1,
         )  # fmt: skip
-        search = Search(request, group, of_beam, beams, width)
+        search = Search(group, seq, of_beam, beams)
         self._ask(search, next(beams))
-        self.running[request.request_id] = search
-        scheduler.counters["prompt_tokens_total"] += request.num_prompt
+        self.running[group.request_id] = search
+        scheduler.counters["prompt_tokens_total"] += group.num_prompt
 
     def _ask(self, search: Search, outputs: list[list[int]]) -> None:
         """Add the requests of a step, whose beams have these `outputs`."""
-        whole = search.request
-        candidates = min(num_candidates(search.width, whole.stop_ids), self.scheduler.limits.vocab_size)
+        whole = search.group
+        candidates = min(num_candidates(whole.params.num_sequences, whole.stop_ids), self.scheduler.limits.vocab_size)
         search.nexts, search.asked = {}, []
         for output in outputs:
             while (name := f"{whole.request_id}/{search.num_asked}") in self.scheduler.requests:  # a client's own id
                 search.num_asked += 1
             own = whole.salt, whole.priority, whole.client, None, whole.adapter
-            request = Request(name, [*whole.prompt, *output], search.params, *own, grammar=whole.grammar)
-            place = (search.group.key[1], search.num_asked) if output else None
-            request.delay, request.beam = whole.delay, Beam(len(output), candidates, place)
+            group = SequenceGroup(name, [*whole.prompt, *output], search.params, *own, grammar=whole.grammar)
+            place = (search.seq.key[1], search.num_asked) if output else None
+            group.delay, group.beam = whole.delay, Beam(len(output), candidates, place)
             search.num_asked += 1
-            self.scheduler.add(request)
-            self.observe("added", request)
+            self.scheduler.add(group)
+            self.observe("added", group)
             search.asked.append(name)
             self.of_beam[name] = search
             if not output:  # its steps keep the place in the queues that its arrival gave it
-                first = request.groups[0]
-                search.group.key, search.group.timeline, search.group.status = first.key, first.timeline, Status.RUNNING
+                first = group.seqs[0]
+                search.seq.key, search.seq.timeline, search.seq.status = first.key, first.timeline, Status.RUNNING
 
     def take(self, outputs: Iterable[EngineOutput]) -> list[EngineOutput]:
         """Replace the outputs of beams by those of the searches that have ended; searches that go on ask for more."""
@@ -174,7 +167,7 @@ class BeamSearches:
 
     def _take(self, search: Search, output: EngineOutput) -> list[EngineOutput]:
         """What a client is told after an output of one of its beams."""
-        request_id = search.request.request_id
+        request_id = search.group.request_id
         if output.error:
             self.abort(request_id, "error")
             return [replace(output, request_id=request_id)]
@@ -183,10 +176,10 @@ class BeamSearches:
         assert output.logprobs and output.finished
         del self.of_beam[output.request_id]
         search.nexts[output.request_id] = output.logprobs[0].ids, output.logprobs[0].values
-        if search.request.time_in_queue is None:
-            search.request.time_in_queue, search.request.num_cached = output.time_in_queue, output.num_cached_tokens
+        if search.group.time_in_queue is None:
+            search.group.time_in_queue, search.group.num_cached = output.time_in_queue, output.num_cached_tokens
             search.params = replace(search.params, prompt_logprobs=None)
-            self.scheduler.stats.sampled(search.group, 0)
+            self.scheduler.stats.sampled(search.seq, 0)
         if len(search.nexts) < len(search.asked):
             return []
         try:
@@ -200,28 +193,27 @@ class BeamSearches:
 
     def _answer(self, search: Search, answers: list[Answer]) -> list[EngineOutput]:
         """The answers of a search that is over, the best first; or the error that there are too few."""
-        request, outputs = search.request, list[EngineOutput]()
-        n = request.params.n
-        if len(answers) < n:
-            most = len(answers)
+        group, most = search.group, len(answers)
+        if most < (n := group.params.n):
             error = f"n is {n}, but the request's other fields allow only {most} answers; it must be at most {most}"
-            self.abort(request.request_id, "error")
-            return [error_output(request.request_id, error)]
+            self.abort(group.request_id, "error")
+            return [error_output(group.request_id, error)]
+        outputs = []
         for index, answer in enumerate(answers[:n]):
-            output = EngineOutput(request.request_id, answer.tokens, "stop" if answer.stopped else "length")
-            output.stop_reason = answer.tokens[-1] if answer.tokens[-1] in request.params.stop_token_ids else None
-            output.num_cached_tokens, output.index = request.num_cached, index
+            output = EngineOutput(group.request_id, answer.tokens, "stop" if answer.stopped else "length")
+            output.stop_reason = answer.tokens[-1] if answer.tokens[-1] in group.params.stop_token_ids else None
+            output.num_cached_tokens, output.index = group.num_cached, index
             output.cumulative_logprob = answer.score
             outputs.append(output)
         self.scheduler.counters["generation_tokens_total"] += sum(len(output.token_ids) for output in outputs)
-        search.group.seq.tokens.extend(answers[0].tokens)
-        outputs[-1].finished, outputs[0].time_in_queue = True, request.time_in_queue
+        search.seq.tokens.extend(answers[0].tokens)
+        outputs[-1].finished, outputs[0].time_in_queue = True, group.time_in_queue
         self._end(search, outputs[0].finish_reason or "")
         return outputs
 
     def _end(self, search: Search, reason: str) -> None:
-        del self.running[search.request.request_id]
-        self.scheduler.reports.keep(search.request, self.scheduler.close(search.group, reason))
+        del self.running[search.group.request_id]
+        self.scheduler.reports.keep(search.group, self.scheduler.close(search.seq, reason))
 
     def abort(self, request_id: str, reason: str = "abort") -> None:
         """Drop a search, with all its requests; an unknown id has just finished. See `Scheduler.abort`."""
@@ -235,4 +227,4 @@ class BeamSearches:
     def owner(self, request_id: str) -> str:
         """The client's id of a request, which may be a beam's."""
         search = self.of_beam.get(request_id)
-        return search.request.request_id if search else request_id
+        return search.group.request_id if search else request_id

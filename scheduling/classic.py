@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class ClassicOrder:
-    """Stands in for `Scheduler.schedule_mixed`: prompts in steps of their own, then running groups, then swapped ones.
+    """Replaces `Scheduler.schedule_mixed`: prompts in steps of their own, then running sequences, then swapped ones.
 
     Prompts wait for `delay_factor` times the seconds of the latest step of prompts, so that more come together.
     """
@@ -40,7 +40,7 @@ class ClassicOrder:
         if not self.delay_factor or not self.scheduler.waiting or not self.scheduler.running:
             return False
         requests = self.scheduler.requests.values()  # in the order of arrival, so it passes only those that run
-        first = next(r for r in requests if any(group.status is Status.WAITING for group in r.groups))
+        first = next(r for r in requests if any(seq.status is Status.WAITING for seq in r.seqs))
         return now - first.arrival <= self.delay_factor * self.prefill_seconds
 
     def landed(self, flight: Flight, now: float) -> None:

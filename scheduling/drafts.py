@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 from config import MOST_DRAFTING, EngineConfig
 from plan import Verified
@@ -30,6 +31,8 @@ class AcceptanceStats:
     tried: float = 0.0  # drafts that were compared with what the model has sampled
     taken: float = 0.0
     found: float = 1.0  # how often there were any, of late
+    num_drafts: int = 0  # all that were verified,
+    num_taken: int = 0  # and those that the model has sampled, too
     chance: float = field(init=False)  # the probability that its next draft is taken
 
     def __post_init__(self) -> None:
@@ -56,11 +59,7 @@ class Drafting:
     cost is more than the n d(n) / c(n) tokens of these seconds.
 
     Drafts may also be made and not verified: then the next token says for nothing whether the first one was right.
-
-    Args:
-        config: the engine's options.
-        counters: of the scheduler, which count drafts, too.
-        row_seconds: (n, c(n), d(n)) for rising numbers of rows; empty: drafts cost nothing.
+    `row_seconds` has (n, c(n), d(n)) for rising numbers of rows; if it is empty, drafts cost nothing.
     """
 
     def __init__(
@@ -97,26 +96,24 @@ class Drafting:
 
     def _seconds(self, rows: int, column: int) -> float:
         """c or d of so many rows, between those that were timed; beyond them it grows with the rows."""
-        known = [(timed[0], timed[column]) for timed in self.row_seconds]
-        above = next((i for i, (count, _) in enumerate(known) if count >= rows), None)
-        if above is None:
-            count, seconds = known[-1]
+        above = bisect_left(self.row_seconds, rows, key=itemgetter(0))
+        timed = self.row_seconds[min(above, len(self.row_seconds) - 1)]
+        count, seconds = timed[0], timed[column]
+        if above == len(self.row_seconds):
             return seconds * rows / count
-        count, seconds = known[above]
         if not above or count == rows:
             return seconds
-        fewer, less = known[above - 1]
+        fewer, less = self.row_seconds[above - 1][0], self.row_seconds[above - 1][column]
         return less + (seconds - less) * (rows - fewer) / (count - fewer)
 
     def proposals(self, flight: Flight) -> int:
-        """How many drafts the rows of a step that is planned should get for a later step: from a model as many as pay;
-        from a look-up, which costs nothing, now and then some also where few will pay."""
+        """Drafts to make for the rows of a step: from a model as many as pay, from a look-up now and then some more."""
         plan = flight.plan
         if not self.by_model:
             likely = self.room > 0 and self.needed <= LIKELY
             return self.most if plan.drafts or likely or plan.step % REVIEW == 0 else 0
         seqs = flight.seqs
-        chances = [seq.acceptance.chance for seq in seqs if not seq.group.request.beam]
+        chances = [seq.acceptance.chance for seq in seqs if not seq.group.beam]
         if not chances:  # nor are drafts that were made used up
             return 0
         rows, self.made = len(seqs), 0  # a model makes drafts for beams, too
@@ -134,11 +131,11 @@ class Drafting:
         stats = seq.acceptance
         if not self.floors or stats.found * stats.chance < self.needed:
             return 0
-        group, params = seq.group, seq.group.request.params
-        most = min(room, group.limit - seq.num_known - 1)
+        params = seq.group.params
+        most = min(room, seq.limit - seq.num_known - 1)
         if params.constrained:  # those that its grammar takes; it has masks for each count of tokens
             most = min(most, len(seq.proposed))
-        elif params.min_tokens and seq.num_tokens - group.request.num_prompt < params.min_tokens:
+        elif params.min_tokens and seq.num_tokens - seq.group.num_prompt < params.min_tokens:
             return 0  # a mask changes with the count of tokens
         if most <= 0:
             return 0
@@ -151,21 +148,20 @@ class Drafting:
             if flight.brings(seq := seqs[row]):
                 seq.acceptance.learn(1, right)
 
-    def counted(self, flight: Flight, rows: dict[int, Verified], policy: Policy) -> int:
-        """Count the drafts of a step that has landed as computed, and tell the policy of those that were taken; returns
-        how many tokens more the step has computed than was planned, which is 0 or less."""
+    def counted(self, rows: dict[int, Verified], policy: Policy) -> int:
+        """Count a step's drafts as computed, and tell the policy of those that were taken; returns their number."""
         drafts = sum(row.drafts for row in rows.values())
         taken = sum(len(row.token_ids) - 1 for row in rows.values())
         self.counters["num_computed_tokens_total"] += drafts
         policy.advance(taken, taken)
-        return drafts - sum(flight.drafts.values())
+        return drafts
 
     def landed(self, seq: Sequence, row: Verified) -> None:
         """Learn what a row with drafts has brought."""
         taken = len(row.token_ids) - 1
         seq.acceptance.learn(row.drafts, taken)
-        seq.num_drafts += row.drafts
-        seq.num_taken += taken
+        seq.acceptance.num_drafts += row.drafts
+        seq.acceptance.num_taken += taken
         self.taken_counts[taken] += row.drafts > 0
         self.counters["spec_decode_num_drafts_total"] += row.drafts > 0
         self.counters["spec_decode_num_draft_tokens_total"] += row.drafts

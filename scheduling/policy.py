@@ -1,4 +1,4 @@
-"""The queues of groups that do not run: `GroupQueue`, and `Policy` for those who wait."""
+"""The queues of sequences that do not run: `SequenceQueue`, and `Policy` for those who wait."""
 
 from __future__ import annotations
 
@@ -12,120 +12,117 @@ from typing import Any, Self
 
 from config import Check, EngineConfig
 from plan import Adapter
-from sequence import Flight, Request, SequenceGroup, Status
+from sequence import Flight, Sequence, SequenceGroup, Status
 
-place = attrgetter("key")  # of a group: what queues are sorted by
+place = attrgetter("key")  # of a sequence: what queues are sorted by
 
 
-class GroupQueue:
-    """Groups of one status: a line for each adapter, sorted by key. A step looks at the first of each line."""
+class SequenceQueue:
+    """Sequences of one status: a line for each adapter, sorted by key. A step looks at the first of each line."""
 
     def __init__(self, status: Status):
         self.status = status
-        self.lines: dict[Adapter | None, list[SequenceGroup]] = {}  # none is empty
+        self.lines: dict[Adapter | None, list[Sequence]] = {}  # none is empty
 
     def __len__(self) -> int:
         return sum(map(len, self.lines.values()))
 
-    def __iter__(self) -> Iterator[SequenceGroup]:
-        """All groups, line by line."""
+    def __iter__(self) -> Iterator[Sequence]:
+        """All sequences, line by line."""
         return chain.from_iterable(self.lines.values())
 
-    def firsts(self) -> list[SequenceGroup]:
-        """The first group of each line."""
+    def firsts(self) -> list[Sequence]:
+        """The first sequence of each line."""
         return [line[0] for line in self.lines.values()]
 
-    def push(self, group: SequenceGroup) -> None:
-        """Put `group` in its place."""
-        group.status = self.status
-        insort(self.lines.setdefault(group.request.adapter, []), group, key=place)
+    def push(self, seq: Sequence) -> None:
+        """Put `seq` in its place."""
+        seq.status = self.status
+        insort(self.lines.setdefault(seq.group.adapter, []), seq, key=place)
 
-    def pop(self, group: SequenceGroup, status: Status) -> SequenceGroup:
-        """Take `group` out, and give it `status`."""
-        self._remove(group)
-        group.status = status
-        return group
+    def pop(self, seq: Sequence, status: Status) -> Sequence:
+        """Take `seq` out, and give it `status`."""
+        self._remove(seq)
+        seq.status = status
+        return seq
 
-    def _remove(self, group: SequenceGroup) -> None:
-        line = self.lines[group.request.adapter]
-        del line[bisect_left(line, group.key, key=place)]
+    def _remove(self, seq: Sequence) -> None:
+        line = self.lines[seq.group.adapter]
+        del line[bisect_left(line, seq.key, key=place)]
         if not line:
-            del self.lines[group.request.adapter]
+            del self.lines[seq.group.adapter]
 
 
-class Policy(GroupQueue):
-    """The groups that wait, in the order of a scheduling policy.
+class Policy(SequenceQueue):
+    """The sequences that wait, in the order of a scheduling policy.
 
-    All queues are in order of class, then of arrival, and a group may preempt those of a worse class. A policy says of
-    which class a request is; here all are of one, so the first to come is the first to be served. The methods after
-    `yields` do nothing here: they tell a policy what becomes of requests.
+    All queues are in order of class, then of arrival, and a sequence may preempt those of a worse class. A policy gives
+    each request its class; here all have the same one, so the first to come is the first to be served. The methods
+    after `yields` do nothing here: they tell a policy what becomes of requests.
     """
 
     def __new__(cls, *args: Any) -> Self:
         """Make the queue here, so that a class of a user's may have an `__init__` that calls no other."""
         policy = super().__new__(cls)
-        GroupQueue.__init__(policy, Status.WAITING)
+        SequenceQueue.__init__(policy, Status.WAITING)
         return policy
 
     def __init__(self, config: EngineConfig):
         """Read the options that the policy needs."""
 
-    def rank(self, request: Request) -> int:
-        """The class of a request, the first part of its groups' keys: the lowest goes first."""
+    def rank(self, group: SequenceGroup) -> int:
+        """The class of a request, the first part of its sequences' keys: the lowest goes first."""
         return 0
 
-    def yields(self, victim: SequenceGroup, group: SequenceGroup) -> bool:
-        """Whether `victim`, which runs, makes way for `group`, which waits."""
-        return victim.key[0] > group.key[0]
+    def yields(self, victim: Sequence, seq: Sequence) -> bool:
+        """Whether `victim`, which runs, makes way for `seq`, which waits."""
+        return victim.key[0] > seq.key[0]
 
-    def arrived(self, request: Request) -> None:
-        """`request` is about to queue."""
+    def arrived(self, group: SequenceGroup) -> None:
+        """`group` is about to queue."""
 
-    def admitted(self, group: SequenceGroup, prompt: int, output: int) -> None:
-        """`group` is let in, perhaps once more: it will compute `prompt` tokens and write at most `output`."""
+    def admitted(self, seq: Sequence, prompt: int, output: int) -> None:
+        """`seq` is let in, perhaps once more: it will compute `prompt` tokens and write at most `output`."""
 
-    def passed_over(self, group: SequenceGroup, running: Items[SequenceGroup]) -> None:
-        """`group`, the first in line, has waited for at least a step, in which `running` ran."""
+    def passed_over(self, seq: Sequence, running: Items[Sequence]) -> None:
+        """`seq`, the first in line, has waited for at least a step, in which `running` ran."""
 
     def advance(self, tokens: int, output: int) -> None:
         """A step was planned that computes `tokens` tokens, `output` of them to decode; or drafts were taken."""
 
     def shares(
-        self, flight: Flight, to_come: int, entrant: Callable[[], tuple[SequenceGroup, int] | None]
+        self, flight: Flight, to_come: int, entrant: Callable[[], tuple[Sequence, int] | None]
     ) -> dict[str, int]:
         """The most tokens of a step that each client's prompts may have; clients that are not named have no limit.
 
-        Args:
-            flight: the step.
-            to_come: its tokens that are kept for decodes.
-            entrant: returns `Admission.entrant`.
+        `to_come` of its tokens are kept for decodes, and `entrant` returns `Admission.entrant`.
         """
         return {}
 
-    def ended(self, group: SequenceGroup) -> None:
-        """`group` has ended, and has left its request's groups."""
+    def ended(self, seq: Sequence) -> None:
+        """`seq` has ended, and has left its request's sequences."""
 
-    def account(self, request: Request) -> dict[str, Any]:
+    def account(self, group: SequenceGroup) -> dict[str, Any]:
         """The policy's own part of what `/explain` says of a request."""
         return {}
 
-    def instead(self, request: Request, running: Items[SequenceGroup]) -> dict[str, Any]:
+    def instead(self, group: SequenceGroup, running: Items[Sequence]) -> dict[str, Any]:
         """The policy's own part of what `/explain` says of an answer that waits while `running` run."""
         return {}
 
 
 CHECKS: dict[str, Check | None] = {  # what of a policy `load_named` guards, and what these must return
-    **dict.fromkeys(name for name in vars(Policy) | vars(GroupQueue) if name[0] != "_"),
+    **dict.fromkeys(name for name in vars(Policy) | vars(SequenceQueue) if name[0] != "_"),
     **dict.fromkeys(("shares", "account", "instead"), lambda found, *of: "" if isinstance(found, dict) else "a dict"),
-    "rank": lambda rank, request: "" if isinstance(rank, Real) and rank == rank else "a number",
-    "yields": lambda yields, *groups: "True or False" if yields is None else "",
+    "rank": lambda rank, group: "" if isinstance(rank, Real) and rank == rank else "a number",
+    "yields": lambda yields, *seqs: "True or False" if yields is None else "",
     "__init__": None,
 }
 
 
 class Priority(Policy):
-    """The lowest `Request.priority` first."""
+    """The lowest `SequenceGroup.priority` first."""
 
-    def rank(self, request: Request) -> int:
+    def rank(self, group: SequenceGroup) -> int:
         """What its client has given."""
-        return request.priority
+        return group.priority

@@ -1,4 +1,4 @@
-"""How much of the KV pool admission keeps free, because running groups will grow."""
+"""How much of the KV pool admission keeps free, because running sequences will grow."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from config import EngineConfig
 from models.kv_layout import most_blocks
-from sequence import Sequence, SequenceGroup
+from sequence import Sequence
 
 if TYPE_CHECKING:
     from kv_cache import BlockSpaceManager
@@ -17,17 +17,16 @@ FIRST_GUESS = 0.7  # of the share of its allowance that a request's output uses,
 PREEMPTED, FINISHED = 0.2, 0.98  # change the caution of admission; in balance one request in 10 is preempted
 
 
-def allowance(group: SequenceGroup) -> int:
-    """The most output expected of a group, in tokens."""
-    return min(group.limit - group.request.num_prompt, EXPECTED_TOKENS)
+def allowance(seq: Sequence) -> int:
+    """The most output expected of a sequence, in tokens."""
+    return min(seq.limit - seq.group.num_prompt, EXPECTED_TOKENS)
 
 
 class Reserve:
-    """The blocks that groups are expected to need beyond those they have.
+    """The blocks that sequences are expected to need beyond those they have.
 
-    Without this reserve a burst of prompts fills the pool, all of them grow at once, and most are preempted, some many
-    times. As outputs end, it learns how much of their allowance they use. The part of that growth that is kept free
-    rises with each preemption and falls as requests end (after SGLang's new_token_ratio).
+    As outputs end, it learns how much of their allowance they use. The part of that growth that is kept free rises
+    with each preemption and falls as requests end (after SGLang's new_token_ratio).
     """
 
     def __init__(self, config: EngineConfig, space: BlockSpaceManager):
@@ -36,26 +35,26 @@ class Reserve:
         self.used_share = FIRST_GUESS  # of their allowance that outputs are expected to use
         self.caution = 1.0  # share of the growth so expected that is kept free
 
-    def growth(self, groups: Iterable[SequenceGroup]) -> float:
-        """Blocks that `groups` are expected to need beyond those of their tokens, or that prompts have yet to take."""
+    def growth(self, seqs: Iterable[Sequence]) -> float:
+        """Blocks that `seqs` are expected to need beyond those of their tokens, or that prompts have yet to take."""
         slots, to_come = 0.0, 0
-        for group in groups:
-            end = group.request.num_prompt + self.used_share * allowance(group)
-            slots += self._slots(group.seq, end)
-            to_come += self._to_come(group.seq)
+        for seq in seqs:
+            end = seq.group.num_prompt + self.used_share * allowance(seq)
+            slots += self._slots(seq, end)
+            to_come += self._to_come(seq)
         return to_come + slots * self.caution * self.conservativeness / self.block_size
 
-    def learn(self, group: SequenceGroup) -> None:
-        """Learn from a group that has all its tokens. One token more of a beam says nothing."""
-        if group.request.beam:
+    def learn(self, seq: Sequence) -> None:
+        """Learn from a sequence that has all its tokens. One token more of a beam says nothing."""
+        if seq.group.beam:
             return
-        if group.request.params.max_tokens != 0:
-            used = min(1.0, (group.seq.num_tokens - group.request.num_prompt) / allowance(group))
+        if seq.group.params.max_tokens != 0:
+            used = min(1.0, (seq.num_tokens - seq.group.num_prompt) / allowance(seq))
             self.used_share += (used - self.used_share) / 16
         self.caution *= FINISHED
 
     def preempted(self) -> None:
-        """A group was preempted: too little was kept free."""
+        """A sequence was preempted: too little was kept free."""
         self.caution = min(1.0, self.caution + PREEMPTED)
 
     def _slots(self, seq: Sequence, end: float) -> float:
@@ -66,10 +65,9 @@ class Reserve:
 
     def _to_come(self, seq: Sequence) -> int:
         """Blocks that the rest of a sequence's prompt will take, of the kinds with a window."""
-        known, computed, windows = seq.num_known, seq.num_computed, self.space.windows
+        known, computed, size = seq.num_known, seq.num_computed, self.block_size
         if known - computed <= 1 or not self.space.windowed or not seq.tables:
             return 0
-        size, ahead = self.block_size, self.space.device.num_lookahead_slots
-        most = most_blocks(windows, known, self.space.chunk, size, ahead)
-        kinds = zip(windows, most, seq.tables, strict=True)
+        most = most_blocks(self.space.windows, known, self.space.chunk, size, self.space.device.num_lookahead_slots)
+        kinds = zip(self.space.windows, most, seq.tables, strict=True)
         return sum(max(0, n - len(table) + max(0, computed - w) // size) for w, n, table in kinds if w)

@@ -60,7 +60,10 @@ class Drafter:
                     state.token_ids, at, tables, slots, starts, size, state.block_size
                 )
                 ids = drafts[:, i - 1].clamp(min=0).long() if i else ids
-                one = Batch(ids, positions, mapping, lens, slots, tables, size, starts, starts[size:], 1, [])
+                one = Batch(
+                    input_ids=ids, positions=positions, slot_mapping=mapping, seq_lens=lens, slots=slots,
+                    block_tables=tables, starts=starts, num_decodes=size, query_starts=starts[size:],
+                )  # fmt: skip
                 x, hidden = self.run(one, pool, hidden)
             sampled = state.sample(self.ops, self.logits(x), slots, None, drafts)
             drafts[:, i] = sampled.int().masked_fill(slots < 0, -1)

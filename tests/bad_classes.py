@@ -30,8 +30,8 @@ class Picky(Policy):
     def rank(self, request: Any) -> int:
         return None if request.num_prompt == RANK else 0
 
-    def ended(self, group: Any) -> None:
-        assert group.request.num_prompt != END, "no nine"
+    def ended(self, seq: Any) -> None:
+        assert seq.group.num_prompt != END, "no nine"
 
 
 class Processor:

@@ -6,6 +6,7 @@ that are so marked.
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import signal
@@ -13,6 +14,7 @@ import sys
 from collections.abc import Callable, Generator, Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -119,9 +121,11 @@ def device(kernel_device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]
     import numpy as np
     import torch
 
-    attention = pytest.importorskip("ops.attention")
     torch.manual_seed(0)
-    monkeypatch.setattr(attention, "PROCESSORS", 6)  # few programs for the interpreter, and rows in several of them
+    if find_spec("triton"):
+        attention = importlib.import_module("ops.attention")
+        attention._programs.cache_clear()
+        monkeypatch.setattr(attention, "PROCESSORS", 6)  # few programs for the interpreter, and rows in several of them
     empty, empty_like = torch.empty, torch.empty_like
 
     def poison(x: torch.Tensor) -> torch.Tensor:
@@ -131,6 +135,19 @@ def device(kernel_device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]
     monkeypatch.setattr(torch, "empty_like", lambda *args, **kwargs: poison(empty_like(*args, **kwargs)))
     with np.errstate(all="ignore"):  # the interpreter computes in numpy, which warns of an overflow to inf
         yield kernel_device
+
+
+@pytest.fixture(params=["reference", "cpu.ops", "kernels"])
+def ops(request: pytest.FixtureRequest) -> ModuleType:
+    """A backend."""
+    load = pytest.importorskip if request.param == "kernels" else importlib.import_module
+    return load(request.param)
+
+
+@pytest.fixture
+def place(ops: ModuleType, device: str) -> str:
+    """Where the backend's tensors lie."""
+    return "cpu" if ops.__name__ == "cpu.ops" else device
 
 
 @pytest.fixture(scope="session")

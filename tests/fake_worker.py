@@ -19,7 +19,7 @@ from plan import Adapter, Logprobs, StateRoom, StepPlan, StepResult, Verified
 from sampling_params import SamplingParams
 from scheduler import Scheduler
 from scheduling.beam_search import Answer, BeamSearches, beam_search, num_candidates
-from sequence import Request, SequenceGroup, derived_seed
+from sequence import Sequence, SequenceGroup, derived_seed
 
 VOCAB, EOS = 50, 7
 NUM_MOVES = 7  # kinds of moves in a plan
@@ -229,7 +229,7 @@ class FakeWorker:
         brought, records, wanted = [], [], row["row"].num_logprobs
         while True:
             token = next_token(row["tokens"], self.seed_of(row))
-            if wanted > 0 and row["row"].temperature == 0:  # a beam
+            if wanted > 0 and row["row"].sampling[0] == 0:  # a beam
                 token = known_logprobs([*row["tokens"], 0], len(row["tokens"]), 1).ids[0]
             if wanted >= 0:
                 records.append(known_logprobs([*row["tokens"], token], len(row["tokens"]), wanted))
@@ -296,26 +296,27 @@ class Engine:
     def add(
         self, request_id: str, prompt: list[int], salt: str = "", priority: int = 0, client: str = "",
         adapter: int | None = None, **params,
-    ) -> SequenceGroup:  # fmt: skip
+    ) -> Sequence:  # fmt: skip
         """A request; its adapter, if it has one, is in that row of the host's memory."""
         chosen = None if adapter is None else Adapter(salt_of(adapter), adapter)
         salt += salt_of(adapter)
         if params.get("use_beam_search"):
             params = {"temperature": 0} | params
-        request = Request(
+        request = SequenceGroup(
             request_id, prompt, SamplingParams(**{"seed": 0} | params), salt, priority, client, None, chosen
         )
         (self.searches.begin if request.params.use_beam_search else self.scheduler.add)(request)
         self.answers[request_id] = {i: [] for i in range(request.params.num_samples)}
-        return request.groups[0]
+        return request.seqs[0]
 
     def step(self) -> StepPlan:
         plan = self.scheduler.schedule()
-        assert plan.rows or plan.new or self.flying or self.scheduler.late, "a step with work to do runs something"
+        waits = self.flying or self.scheduler.awaiting_masks
+        assert plan.rows or plan.new or waits, "a step with work to do runs something"
         assert sum(count for _, count in plan.rows) <= self.config.max_num_batched_tokens
         assert len(plan.rows) <= self.config.max_num_seqs
         check_integrity(self.scheduler)
-        ran = {seq.group.request.request_id for seq in self.scheduler.in_flight[-1].seqs}
+        ran = {seq.group.request_id for seq in self.scheduler.in_flight[-1].seqs}
         if self.kills(ran):
             self.deaths += 1
             self._start_over(True, "killed")

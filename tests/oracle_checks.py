@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,29 +25,32 @@ def make_worker(folder: Path, **fields: Any) -> Worker:
     return start_worker(EngineConfig(str(folder), **options | fields), ModelConfig.from_folder(str(folder)))
 
 
-def logits_of(worker: Worker, prompt: list[int]) -> torch.Tensor:
-    """Of a prompt's tokens [T, V]."""
+def first_step(
+    worker: Worker, prompts: list[list[int]], row_adapters: Sequence[int] = (), **fields: Any
+) -> tuple[list[int], torch.Tensor]:
+    """The tokens and the hidden states of a step that has all prompts; the plan has more `fields`."""
     seen, forward = [], worker.model.forward
     worker.model.forward = lambda *args: seen.append(forward(*args)) or seen[-1]
     kinds, _, per_seq = worker.state.block_tables.shape
-    blocks = torch.arange(kinds * per_seq).view(kinds, per_seq).tolist()
-    worker.step(StepPlan(0, rows=[(0, len(prompt))], new=[NewRow(slot=0, token_ids=prompt, blocks=blocks)]))
-    return worker.model.logits(seen[0])
+    tables = torch.arange(len(prompts) * kinds * per_seq).view(len(prompts), kinds, per_seq).tolist()
+    row_adapters = row_adapters or [0] * len(prompts)
+    new = [NewRow(slot=i, token_ids=p, blocks=tables[i], adapter=row_adapters[i]) for i, p in enumerate(prompts)]
+    result = worker.step(StepPlan(0, rows=[(i, len(p)) for i, p in enumerate(prompts)], new=new, **fields))
+    return result.token_ids, seen[0]
+
+
+def logits_of(worker: Worker, prompt: list[int]) -> torch.Tensor:
+    """Of a prompt's tokens [T, V]."""
+    return worker.model.logits(first_step(worker, [prompt])[1])
 
 
 def check(worker: Worker, case: dict, oracle: dict[str, torch.Tensor]) -> None:
     """All prompts in one batch: logits of every position, then greedy tokens, against transformers."""
-    seen, forward = [], worker.model.forward
-    worker.model.forward = lambda *args: seen.append(forward(*args)) or seen[-1]
     prompts = case["prompts"]
-    kinds, _, per_seq = worker.state.block_tables.shape
-    tables = torch.arange(len(prompts) * kinds * per_seq).view(len(prompts), kinds, per_seq).tolist()
-    new = [NewRow(slot=i, token_ids=p, blocks=tables[i]) for i, p in enumerate(prompts)]
-    result = worker.step(StepPlan(0, rows=[(i, len(p)) for i, p in enumerate(prompts)], new=new))
-    logits = worker.model.logits(seen[0]).split([len(p) for p in prompts])
-    for i, ours in enumerate(logits):
+    sampled, hidden = first_step(worker, prompts)
+    for i, ours in enumerate(worker.model.logits(hidden).split([len(p) for p in prompts])):
         assert (ours - oracle[f"logits{i}"]).abs().max() <= 1e-4
-    tokens = [[token] for token in result.token_ids]
+    tokens = [[token] for token in sampled]
     for step in range(1, NEW):
         result = worker.step(StepPlan(step, rows=[(i, 1) for i in range(len(prompts))]))
         for i, token in enumerate(result.token_ids):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -9,6 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 from hypothesis import strategies as st
+
+
+def ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
 
 
 class Paged(NamedTuple):
@@ -256,6 +261,24 @@ def prefill(ops: ModuleType, q: torch.Tensor, kv: torch.Tensor, *args: Any) -> t
     return ops.attention_prefill(q, kv, args[:5], *args[5:])
 
 
+def call(ops: ModuleType, op: str) -> Callable[..., Any]:
+    """ops.<op>; attention_decode makes its own plan, and attention_prefill its rows."""
+    made = {"attention_decode": decode, "attention_prefill": prefill}
+    return functools.partial(made[op], ops) if op in made else getattr(ops, op)
+
+
+def run(ops: ModuleType, op: str, place: str, *args: Any) -> Any:
+    """Call ops.<op> at a place. The result comes back to the CPU, and so does what was written in place."""
+    moved = [x.to(place) if isinstance(x, torch.Tensor) and place != "cpu" else x for x in args]
+    moved = [type(x)(*(y.to(place) for y in x)) if isinstance(x, tuple) else x for x in moved]
+    result = call(ops, op)(*moved)
+    for x, there in zip(args, moved, strict=True):
+        for y, back in zip(x, there, strict=True) if isinstance(x, tuple) else [(x, there)]:
+            if isinstance(y, torch.Tensor) and y is not back:
+                y.copy_(back)
+    return [x.cpu() for x in result] if isinstance(result, tuple) else None if result is None else result.cpu()
+
+
 def product(
     rows: int, outputs: int, inputs: int, dtype: torch.dtype, with_bias: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -406,11 +429,16 @@ def adjusted(x: torch.Tensor, slot: int, fields: tuple[torch.Tensor, ...], draft
     return y
 
 
+def columns(*values: torch.Tensor) -> torch.Tensor:
+    """Sampling parameters [S, P] float32 of their columns [S]."""
+    return torch.stack([value.float() for value in values], 1)
+
+
 class Drafted(NamedTuple):
     """Arguments of `sample` for rows that come after drafts, and those for slots that have really sampled these."""
 
     logits: torch.Tensor
-    args: tuple[torch.Tensor, ...]  # slots, and from temperature to num_known
+    args: tuple[torch.Tensor, ...]  # slots, and from params to num_known
     fields: tuple[torch.Tensor, ...]  # of the `Adjust`
     drafts: torch.Tensor
     sampled_args: tuple[torch.Tensor, ...]  # here row r has slot r
@@ -435,7 +463,7 @@ def drafted(vocab: int, width: int, rows: int | None = None) -> Drafted:
     guesses = torch.randint(0, min(vocab, 5), (4, width))[owner]  # few tokens, so that some come several times
     drafts = guesses.masked_fill(torch.arange(width) >= after[:, None], -1).int()
     drafts[slots < 0] = 2**31 - 1  # nobody may read these
-    fields, state = adjustments([7, 0, 7, 7], vocab, width + 1), (heats, top_ks, top_ps, min_ps, seeds, known)
+    fields, state = adjustments([7, 0, 7, 7], vocab, width + 1), (columns(heats, top_ks, top_ps, min_ps), seeds, known)
     sampled = [x[owner] for x in fields]
     sampled[2] = sampled[2] + 2 * (drafts[:, :, None] == torch.arange(vocab)).sum(1, dtype=torch.int32)
     sampled[5] = sampled[5][torch.arange(len(slots)), after][:, None]

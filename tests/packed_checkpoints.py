@@ -8,13 +8,13 @@ its own because no version of it allows both the numpy and the torch of constrai
 
 from __future__ import annotations
 
-import json
 import shutil
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from random_checkpoints import run_oracle
 
 TESTS = Path(__file__).parent
 PACKED = TESTS / "data" / "packed"
@@ -32,12 +32,9 @@ KEPT: dict[str, dict[str, Any]] = {  # arguments of GPTQModel's QuantizeConfig; 
 
 
 def ask(folder: Path, cases: dict[str, dict[str, Any]]) -> None:
-    """Have oracle_coded.py make a case in the folder of its name."""
-    told = {"folder": str(folder / "plain"), "shape": SHAPE, "prompts": PROMPTS}
-    asked = [case | told | {"out": str(folder / name)} for name, case in cases.items()]
-    (folder / "cases.json").write_text(json.dumps(asked))
-    # -I: transformers looks for a package called `kernels`, and would find ours.
-    subprocess.run([sys.executable, "-I", TESTS / "oracle_coded.py", "cases.json"], check=True, cwd=folder)
+    """Have oracle.py make a case in the folder of its name."""
+    told = {"make": "coded", "base": str(folder / "plain"), "shape": SHAPE, "prompts": PROMPTS}
+    run_oracle({name: case | told for name, case in cases.items()}, folder)
 
 
 def main() -> None:

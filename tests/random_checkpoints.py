@@ -547,12 +547,17 @@ def ask() -> None:
 ask()
 
 
-def ask_transformers(cases: dict[str, dict[str, Any]], folder: Path) -> None:
-    """Make a folder for each case. One process makes all, because importing transformers takes long."""
-    (folder / "cases.json").write_text(json.dumps({name: of_transformers(case) for name, case in cases.items()}))
+def run_oracle(cases: dict[str, dict[str, Any]], folder: Path) -> None:
+    """Have oracle.py make the cases. One process makes all, because importing transformers takes long."""
+    (folder / "cases.json").write_text(json.dumps(cases))
     # -I: transformers looks for a package called `kernels`, and would find ours.
     command = [sys.executable, "-I", TESTS / "oracle.py", folder / "cases.json", folder]
     subprocess.run(command, check=True, cwd=folder)
+
+
+def ask_transformers(cases: dict[str, dict[str, Any]], folder: Path) -> None:
+    """Make a folder for each case."""
+    run_oracle({name: of_transformers(case) for name, case in cases.items()}, folder)
     for name, case in cases.items():
         rename(folder / name, case)
 

@@ -8,22 +8,34 @@ import random
 
 import pytest
 
-from config import EngineConfig
+from config import EngineConfig, step_tokens
 from fake_worker import Engine, expected, prompt, sample_seed
 from integrity import check_integrity
-from scheduling.fair import step_tokens
-from sequence import SequenceGroup, Status
+from sequence import Sequence, Status
 
 
-def test_preempted_requests_give_the_same_tokens():
-    engine = Engine(num_blocks=16, max_model_len=48)
+@pytest.mark.parametrize(
+    ("host", "fields"),
+    [(0, {}), (64, {"preemption_mode": "swap", "enable_prefix_caching": False}),
+     (3, {"preemption_mode": "swap", "enable_prefix_caching": False})],
+    ids=["recompute", "swap", "too little host memory to swap all"],
+)  # fmt: skip
+def test_preempted_requests_give_the_same_tokens(host, fields):
+    engine = Engine(16, 48, host, **fields)
     prompts = {str(i): prompt(6 + i, i) for i in range(8)}
     for name, ids in prompts.items():
         engine.add(name, ids, max_tokens=30, ignore_eos=True)
     engine.run()
-    assert engine.scheduler.reports.metrics()["num_preemptions_total"] > 5
+    metrics, plans = engine.scheduler.reports.metrics(), engine.plans
+    moved = sum(len(plan.swap_out) for plan in plans)
+    assert moved == sum(len(plan.swap_in) for plan in plans) == metrics["num_swapped_blocks_total"]
+    assert metrics["num_preemptions_total"] > 5 and (moved > 5 or host < 64) and (moved > 0) == (host > 0)
+    assert (sum(bool(plan.swap_out) for plan in plans) < metrics["num_preemptions_total"]) == (host < 64)
+    for plan in plans if host == 64 else ():  # nothing is computed twice: who comes back goes on where it was
+        assert all(row.num_computed >= len(row.token_ids) - 16 for row in plan.new if plan.swap_in)
     for name, ids in prompts.items():
         assert engine.outputs[name] == expected(ids, 30, 48, ignore_eos=True)
+    assert engine.scheduler.space.host.num_free == host
 
 
 def test_the_last_to_arrive_is_preempted_first_and_resumes_first():
@@ -32,45 +44,17 @@ def test_the_last_to_arrive_is_preempted_first_and_resumes_first():
     late = engine.add("late", prompt(4, 9), max_tokens=2, ignore_eos=True)
     engine.run()
     assert requests[0].num_preemptions == 0 < requests[2].num_preemptions
-    assert len(late.seq.tokens) == 6
+    assert len(late.tokens) == 6
 
 
-def test_swapped_requests_give_the_same_tokens():
-    engine = Engine(16, 48, 64, preemption_mode="swap", enable_prefix_caching=False)
-    prompts = {str(i): prompt(6 + i, i) for i in range(8)}
-    for name, ids in prompts.items():
-        engine.add(name, ids, max_tokens=30, ignore_eos=True)
-    engine.run()
-    moved = sum(len(plan.swap_out) for plan in engine.plans)
-    assert moved == sum(len(plan.swap_in) for plan in engine.plans) > 5
-    assert engine.scheduler.reports.metrics()["num_swapped_blocks_total"] == moved
-    for plan in engine.plans:  # nothing is computed twice: who comes back goes on where it was
-        assert all(row.num_computed >= len(row.token_ids) - 16 for row in plan.new if plan.swap_in)
-    for name, ids in prompts.items():
-        assert engine.outputs[name] == expected(ids, 30, 48, ignore_eos=True)
-    assert engine.scheduler.space.host.num_free == 64
-
-
-def test_no_host_room_falls_back_to_recompute():
-    engine = Engine(16, 48, 3, preemption_mode="swap", enable_prefix_caching=False)
-    prompts = {str(i): prompt(6 + i, i) for i in range(8)}
-    for name, ids in prompts.items():
-        engine.add(name, ids, max_tokens=30, ignore_eos=True)
-    engine.run()
-    assert 0 < sum(bool(plan.swap_out) for plan in engine.plans) < engine.scheduler.counters["num_preemptions_total"]
-    for name, ids in prompts.items():
-        assert engine.outputs[name] == expected(ids, 30, 48, ignore_eos=True)
-
-
-def test_priority_goes_first_and_equals_by_arrival():
-    engine = Engine(max_num_seqs=1, scheduling_policy="priority")
-    order = []
+@pytest.mark.parametrize(("policy", "ended"), [("priority", ["a1", "a2", "b", "c"]), ("fcfs", ["c", "a1", "b", "a2"])])
+def test_priority_goes_first_and_equals_by_arrival(policy, ended):
+    """Under `fcfs` priorities mean nothing."""
+    engine = Engine(max_num_seqs=1, scheduling_policy=policy)
     for name, priority in (("c", 2), ("a1", 0), ("b", 1), ("a2", 0)):
         engine.add(name, prompt(4), priority=priority, max_tokens=1)
-    while engine.scheduler.has_work():
-        engine.step()
-        order += [name for name in engine.reasons if name not in order]
-    assert order == ["a1", "a2", "b", "c"]
+    engine.run()
+    assert list(engine.reasons) == ended
 
 
 def test_priority_inversion_cannot_last():
@@ -106,14 +90,6 @@ def test_a_long_prompt_of_worse_priority_leaves_room_in_the_step():
     assert "urgent too" in engine.finished and search.status is Status.RUNNING
 
 
-def test_priorities_mean_nothing_under_fcfs():
-    engine = Engine(max_num_seqs=1)
-    engine.add("first", prompt(4), priority=9, max_tokens=1)
-    engine.add("second", prompt(4, 1), priority=0, max_tokens=1)
-    engine.run()
-    assert list(engine.reasons) == ["first", "second"]
-
-
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_a_preempted_request_comes_back_before_later_ones(mode):
     engine = Engine(num_blocks=8, max_model_len=32, num_host_blocks=8, preemption_mode=mode)
@@ -124,7 +100,7 @@ def test_a_preempted_request_comes_back_before_later_ones(mode):
     while engine.scheduler.has_work():
         engine.step()
         if second.num_preemptions and second.status in (Status.WAITING, Status.SWAPPED):
-            assert {group.name for group in engine.scheduler.running} <= {"first"}
+            assert {seq.name for seq in engine.scheduler.running} <= {"first"}
     assert second.num_preemptions > 0 and len(engine.finished) == 5
 
 
@@ -150,20 +126,7 @@ def test_classic_order_needs_a_budget_for_the_longest_prompt():
 
 
 def test_delay_factor_lets_prompts_gather():
-    engine = Engine(depth=2, enable_chunked_prefill=False, max_num_batched_tokens=64, scheduler_delay_factor=2.0)
-    engine.add("first", prompt(5), max_tokens=20, ignore_eos=True)
-    engine.step()
-    engine.now = 1.0
-    engine.land()  # the prefill took a second
-    engine.add("second", prompt(5, 2), max_tokens=20, ignore_eos=True)
-    assert [count for _, count in engine.step().rows] == [1]
-    engine.now = 2.9
-    assert [count for _, count in engine.step().rows] == [1]
-    engine.now = 3.1
-    assert [count for _, count in engine.step().rows] == [5]
-
-
-def test_delay_factor_times_a_step_of_prompts_and_not_the_planning_beside_it():
+    """It is times a step of prompts, and not the planning beside it."""
     engine = Engine(depth=2, enable_chunked_prefill=False, max_num_batched_tokens=64, scheduler_delay_factor=2.0)
     engine.add("first", prompt(5), max_tokens=20, ignore_eos=True)
     engine.flying.append(engine.scheduler.schedule())
@@ -252,9 +215,9 @@ def test_samples_enter_as_room_permits():
 @pytest.mark.parametrize("caching", [True, False], ids=["prefix cache", "no prefix cache"])
 def test_preempted_samples_find_the_prompt_again(caching):
     engine = Engine(num_blocks=16, max_model_len=48, enable_prefix_caching=caching, preemption_mode="recompute")
-    groups = engine.add("a", prompt(22), n=6, max_tokens=20, ignore_eos=True).request.groups[:]
+    seqs = engine.add("a", prompt(22), n=6, max_tokens=20, ignore_eos=True).group.seqs[:]
     engine.run()
-    assert sum(group.num_preemptions for group in groups) > 2
+    assert sum(seq.num_preemptions for seq in seqs) > 2
     assert all(row.num_computed >= 21 for plan in engine.plans[2:] for row in plan.new)
     for index, tokens in engine.answers["a"].items():
         assert tokens == expected(prompt(22), 20, 48, ignore_eos=True, seed=sample_seed(index))
@@ -280,7 +243,7 @@ def test_auto_does_not_swap_what_others_have():
         engine.step()
         engine.step()
         low = engine.add("low", prompt(20, start), priority=1, max_tokens=8, ignore_eos=True)
-        while low.seq.num_tokens < 22:
+        while low.num_tokens < 22:
             engine.step()
         engine.add("urgent", prompt(4, 3), max_tokens=2)
         engine.step()
@@ -647,8 +610,8 @@ def test_what_is_given_up_while_it_waits_does_not_stay_in_memory(policy):
         engine.scheduler.abort(f"goes {i}")
     check_integrity(engine.scheduler)
     gc.collect()
-    alive = [thing for thing in gc.get_objects() if type(thing) is SequenceGroup]
-    assert sum(group.request.request_id.startswith("goes") for group in alive) < 80
+    alive = [thing for thing in gc.get_objects() if type(thing) is Sequence]
+    assert sum(seq.group.request_id.startswith("goes") for seq in alive) < 80
     engine.scheduler.abort("runs")
     engine.run()
     assert all(f"stays {i}" in engine.finished for i in range(7))

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
-from api.flags import OptionParser, from_flags
 from api.gunicorn_loop import KEEP_ALIVE
 from api.options import ServerConfig
+from commands.flags import OptionParser, from_flags
 from config import DEMO, VERSION, EngineConfig
 from processes.child import STOP_TIMEOUT
 from scripted import ScriptedClient, client_of

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from api.checks import Face
 from api.faces import FACES
-from api.fields import Face
 from text.tools import REASONING_PARSERS, TOOL_PARSERS
 
 ROOT = Path(__file__).parent.parent

@@ -4,8 +4,9 @@ Two oracles:
 
     the bound   of `scheduler.py`: how long a request may take follows from itself and from what is before it when it
                 comes. Only what comes later and goes before it gives it more time: requests of a better class.
-    the bar     while a group is passed because its adapter has no slot, one adapter has to leave: always the same one
-                until it has, or until a better group comes in; nobody who comes after that group comes in with it
+    the bar     while a sequence is passed because its adapter has no slot, one adapter has to leave: always the same
+                one until it has, or until a better sequence comes in; nobody who comes after that sequence comes
+                in with it
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections import Counter
 import pytest
 
 from fake_worker import NUM_ADAPTERS, Engine, adapted_seed, expected, prompt
-from sequence import Request, Status
+from sequence import SequenceGroup, Status
 
 LIMIT, MOST_PROMPT, MOST_OUTPUT = 12, 6, 6  # tokens of a sequence, of a prompt, and of an output
 CLASSES = 3
@@ -49,23 +50,23 @@ class Endless:
         self.due: dict[str, int] = {}  # the step by which each must have ended
         self.asked: dict[str, tuple[list[int], int, int | None]] = {}
 
-    def expect(self, request: Request) -> None:
+    def expect(self, request: SequenceGroup) -> None:
         """Reckon by when a request must have ended.
 
         Once it is the first, each step gives it a token. Each request before it, and it itself, may wait until the
-        groups of an adapter have ended, and then until those that have passed it give their room back. The classic
+        sequences of an adapter have ended, and then until those that have passed it give their room back. The classic
         order puts prompts before each decode.
         """
-        scheduler, config, key = self.engine.scheduler, self.engine.config, request.groups[0].key[:2]
+        scheduler, config, key = self.engine.scheduler, self.engine.config, request.seqs[0].key[:2]
         live = scheduler.requests.values()
-        ahead = [r for r in live if self.policy == "fair" or r.groups[0].key[:2] <= key]
+        ahead = [r for r in live if self.policy == "fair" or r.seqs[0].key[:2] <= key]
         more = self.may_pass(request) if self.policy == "fair" else 0
         barred = 1 + more + sum(r.adapter is not None and r.adapter.row >= self.slots for r in ahead)
         steps = sum(r.num_prompt + r.params.max_tokens for r in ahead) + (more + 2 * barred) * LIMIT
         steps *= self.engine.depth if config.enable_chunked_prefill else self.engine.depth * (1 + config.max_num_seqs)
         self.due[request.request_id] = scheduler.step + steps
 
-    def may_pass(self, request: Request) -> int:
+    def may_pass(self, request: SequenceGroup) -> int:
         """Later requests that `fair` may put before this one: other clients get as many tokens as its own has then."""
         clients, own = self.engine.scheduler.policy.clients, request.client
         most, least = MOST_PROMPT + 2 * 2 * MOST_OUTPUT, 1 + 2  # tokens that a request is charged
@@ -88,12 +89,12 @@ class Endless:
             adapter, rank = rng.randrange(self.slots, NUM_ADAPTERS), rng.randrange(CLASSES)
         ids, most = prompt(rng.randint(1, MOST_PROMPT), rng.randrange(9)), rng.randint(1, MOST_OUTPUT)
         self.asked[name] = ids, most, adapter
-        group = self.engine.add(
+        seq = self.engine.add(
             name, ids, priority=rank, client=str(rank), adapter=adapter, max_tokens=most, ignore_eos=True
         )
-        self.expect(group.request)
+        self.expect(seq.group)
         for other in scheduler.requests.values():
-            if self.policy == "priority" and other.groups[0].key[0] > rank:
+            if self.policy == "priority" and other.seqs[0].key[0] > rank:
                 self.due[other.request_id] += self.due[name] - scheduler.step
 
     def step(self, full: bool = True) -> None:
@@ -113,17 +114,17 @@ class Endless:
     def step_with_bar(self) -> None:
         """A step of the engine, after which the bar must have held."""
         scheduler, adapters = self.engine.scheduler, self.engine.scheduler.admission.adapters
-        passed = [group for group in scheduler.admission._firsts() if adapters.lacks(group)]
+        passed = [seq for seq in scheduler.admission._firsts() if adapters.lacks(seq)]
         leaving, before = adapters.leaving, set(scheduler.running)
         self.engine.step()
-        first = min(passed, key=lambda group: group.key, default=None)
+        first = min(passed, key=lambda seq: seq.key, default=None)
         if first is None or not adapters.lacks(first) or first.status is not Status.WAITING:
             return
-        entered = [group for group in scheduler.running if group not in before]
-        better = any(group.key < first.key for group in entered)  # it may have taken a slot that was free for a moment
+        entered = [seq for seq in scheduler.running if seq not in before]
+        better = any(seq.key < first.key for seq in entered)  # it may have taken a slot that was free for a moment
         assert adapters.leaving or not entered  # after a preemption a step lets nobody in
         assert better or leaving in (None, adapters.leaving) or leaving not in adapters.users
-        passing = [group for group in entered if group.key > first.key and group.request.adapter == adapters.leaving]
+        passing = [seq for seq in entered if seq.key > first.key and seq.group.adapter == adapters.leaving]
         assert not passing, "it was passed with that adapter"
 
     def finish(self) -> None:

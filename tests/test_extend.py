@@ -22,12 +22,12 @@ from config import EngineConfig
 from plan import StepResult
 from sampling_params import SamplingParams
 from scheduler import Scheduler
-from sequence import Request
+from sequence import SequenceGroup
 
 config = EngineConfig(scheduling_policy="shortest:Shortest", max_num_seqs=1)
 scheduler = Scheduler(config, num_blocks=16, max_model_len=64, vocab_size=97, eos_token_ids=[])
 for name, length in (("long", 30), ("middle", 20), ("short", 10)):
-    scheduler.add(Request(name, [3] * length, SamplingParams(max_tokens=2)))
+    scheduler.add(SequenceGroup(name, [3] * length, SamplingParams(max_tokens=2)))
 while scheduler.has_work():
     plan = scheduler.schedule()
     for output in scheduler.update(plan, StepResult(plan.step, [5] * len(plan.rows))):

@@ -6,13 +6,10 @@ matrix products test_matmul.py.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import itertools
 import mmap
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -23,7 +20,7 @@ from hypothesis import strategies as st
 import oracles
 import reference
 from examples import tried
-from oracles import HeadNorm
+from oracles import ints
 
 pytest.importorskip("triton")
 
@@ -38,26 +35,9 @@ F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 
 
-def call(ops: ModuleType, op: str) -> Callable[..., Any]:
-    """ops.<op>; attention_decode makes its own plan, and attention_prefill its rows."""
-    made = {"attention_decode": oracles.decode, "attention_prefill": oracles.prefill}
-    return functools.partial(made[op], ops) if op in made else getattr(ops, op)
-
-
 def run(op: str, device: str, *args: Any) -> Any:
-    """Call kernels.<op> on the device. The result comes back to the CPU, and so does what was written in place."""
-    moved = [x.to(device) if isinstance(x, torch.Tensor) and device != "cpu" else x for x in args]
-    moved = [type(x)(*(y.to(device) for y in x)) if isinstance(x, tuple) else x for x in moved]
-    result = call(kernels, op)(*moved)
-    for x, there in zip(args, moved, strict=True):
-        for y, back in zip(x, there, strict=True) if isinstance(x, tuple) else [(x, there)]:
-            if isinstance(y, torch.Tensor) and y is not back:
-                y.copy_(back)
-    return [x.cpu() for x in result] if isinstance(result, tuple) else None if result is None else result.cpu()
-
-
-def ints(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
+    """Call kernels.<op> on the device, as `oracles.run` does."""
+    return oracles.run(kernels, op, device, *args)
 
 
 def test_twins_have_the_same_signatures() -> None:
@@ -100,271 +80,6 @@ def test_uniform_is_tl_rand(device: str) -> None:
         rand_kernel[(1,)](seeds[i:].to(device), positions.to(device), got[i], 64)
     want = torch.stack([reference.uniform(seed.expand(64), positions) for seed in seeds])
     assert torch.equal(got.cpu(), want)
-
-
-@tried(
-    st.integers(1, 5), st.sampled_from([1, 7, 64, 100, 192]), dtypes, st.booleans(), st.booleans(),
-    on=[(3, 100, F32, True, False), (2, 64, BF16, False, True)], drawn=MANY,
-)  # fmt: skip
-def test_rms_norm(device: str, tokens: int, size: int, dtype: torch.dtype, with_residual: bool, wide: bool) -> None:
-    """A `wide` weight is float32 beside any x: Gemma's 1 + w would lose digits in x's dtype."""
-    x, weight = (torch.randn(tokens, size) * 3).to(dtype), torch.randn(size).to(torch.float32 if wide else dtype)
-    residual = torch.randn(tokens, size).to(dtype) if with_residual else None
-    total = x + residual if with_residual else x
-    want = oracles.rms_norm(total, weight, 1e-5)
-    naive = oracles.rms_norm(total, weight, 1e-5, naive=True)
-    oracles.check_error(run("rms_norm", device, x, weight, 1e-5, residual), want, naive)
-    assert residual is None or torch.equal(residual, total)
-
-
-@tried(
-    st.integers(1, 5), st.sampled_from([1, 7, 64, 100, 192]), dtypes, st.booleans(), st.booleans(), st.booleans(),
-    on=[(3, 100, F32, True, True, False), (2, 64, BF16, False, False, True)], drawn=MANY,
-)  # fmt: skip
-def test_layer_norm(
-    device: str, tokens: int, size: int, dtype: torch.dtype, with_residual: bool, with_bias: bool, wide: bool
-) -> None:
-    x, kind = (torch.randn(tokens, size) * 3 + 2).to(dtype), torch.float32 if wide else dtype
-    weights = torch.randn(size).to(kind), torch.randn(size).to(kind) if with_bias else None
-    residual = torch.randn(tokens, size).to(dtype) if with_residual else None
-    total = x + residual if with_residual else x
-    want, naive = (oracles.layer_norm(total, *weights, 1e-5, naive) for naive in (False, True))
-    oracles.check_error(run("layer_norm", device, x, *weights, 1e-5, residual), want, naive)
-    assert residual is None or torch.equal(residual, total)
-
-
-@tried(
-    st.integers(1, 4), st.sampled_from([1, 96, 512, 1030]), dtypes, st.sampled_from(oracles.ACTIVATIONS),
-    on=[*((2, 96, F32, activation) for activation in oracles.ACTIVATIONS), (2, 1030, BF16, "silu")], drawn=MANY,
-)  # fmt: skip
-def test_act_mul(device: str, tokens: int, size: int, dtype: torch.dtype, activation: str) -> None:
-    x = (torch.randn(tokens, 2 * size) * 8).to(dtype)
-    want, naive = (oracles.act_mul(x, activation, naive) for naive in (False, True))
-    oracles.check_error(run("act_mul", device, x, activation), want, naive)
-
-
-@tried(
-    st.integers(1, 4), st.sampled_from([1, 96, 512, 1030]), dtypes, st.sampled_from([*oracles.ACTIVATIONS, "xielu"]),
-    on=[*((2, 96, F32, activation) for activation in oracles.ACTIVATIONS), (2, 1030, BF16, "xielu")], drawn=MANY,
-)  # fmt: skip
-def test_act(device: str, tokens: int, size: int, dtype: torch.dtype, activation: str) -> None:
-    x, params = (torch.randn(tokens, size) * 8).to(dtype), torch.tensor([0.7, 1.3]) if activation == "xielu" else None
-    before, want = x.clone(), oracles.act(x, activation, params)
-    oracles.check_error(run("act", device, x, activation, params), want, want.to(dtype))
-    assert torch.equal(x, before)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("activation", [*oracles.ACTIVATIONS, "xielu"])
-def test_act_of_a_small_number_has_all_its_digits(device: str, activation: str, dtype: torch.dtype) -> None:
-    """Each of them is near x, x / 2, 0 or x^2, and the digits of 1e-6 must not be lost beside a 1."""
-    x = (torch.logspace(-6, 0, 121) * torch.tensor([-1.0, 1.0])[:, None]).to(dtype)
-    params = torch.tensor([0.7, 1.3]) if activation == "xielu" else None
-    got, want = run("act", device, x, activation, params).double(), oracles.act(x, activation, params)
-    step = torch.finfo(dtype).eps * (8 if dtype == torch.float32 else 1)
-    assert ((got - want).abs() <= step * want.abs()).all()
-
-
-@tried(
-    st.integers(1, 5),
-    st.sampled_from([(1, 1), (6, 2), (3, 3), (16, 1)]),
-    st.sampled_from([(32, 32), (16, 8), (80, 80), (96, 48), (6, 2), (10, 0)]),
-    dtypes,
-    oracles.HEAD_NORMS,
-    st.booleans(),
-    on=[
-        (3, (6, 2), (32, 32), F32, HeadNorm("rms"), False),
-        (2, (6, 2), (32, 32), F32, HeadNorm("layer"), False),
-        (2, (6, 2), (32, 16), F32, HeadNorm("layer", True, True), False),
-        (3, (6, 2), (16, 8), BF16, HeadNorm("rms", values=True), True),
-        (2, (16, 1), (96, 48), F32, HeadNorm("scales", True), False),
-        (1, (3, 3), (10, 0), F16, HeadNorm(), False),
-    ],
-    drawn=2 * MANY,
-)
-def test_qk_norm_rope_store(
-    device: str,
-    tokens: int,
-    heads: tuple[int, int],
-    dims: tuple[int, int],
-    dtype: torch.dtype,
-    norm: oracles.HeadNorm,
-    interleaved: bool,
-) -> None:
-    (h, kv_heads), (d, rotary) = heads, dims
-    qkv, angles = torch.randn(tokens, (h + 2 * kv_heads) * d).to(dtype), torch.rand(50, rotary // 2) * 7
-    q_weight, k_weight = norm.weights(h, d, dtype), norm.weights(kv_heads, d, dtype)
-    cos_sin, positions = torch.cat((angles.cos(), angles.sin()), dim=1), torch.randint(0, 50, (tokens,)).to(torch.int32)
-    places = torch.randperm(32)[:tokens] - 1  # in 2 blocks of 16; now and then one is -1
-    pool = torch.full((2, 2, 2, kv_heads, 16, d), 7.0, dtype=dtype)
-    twin = pool.clone()
-    sums = run("square_sums", device, qkv, kv_heads, d)
-    torch.testing.assert_close(sums, reference.square_sums(qkv, kv_heads, d))
-    scales = (sums / torch.tensor([h * d, kv_heads * d]) + 1e-6).rsqrt()
-    args = (q_weight, k_weight, 1e-6, oracles.rotation(cos_sin[positions], interleaved), places)
-    options = (interleaved, *norm.options(scales))
-    q = run("qk_norm_rope_store", device, qkv.clone(), *args, pool[:, 1], *options)
-    q_twin = reference.qk_norm_rope_store(qkv.clone(), *args, twin[:, 1], *options)
-    x = qkv.view(tokens, -1, d)
-    q_want, k_want = (
-        norm.apply(part, weight, lambda y: oracles.rope(y, cos_sin, positions, False, interleaved), naive=False)
-        for part, weight in ((x[:, :h], q_weight), (x[:, h : h + kv_heads], k_weight))
-    )
-    oracles.check_error(q, q_want, q_twin)
-    keys, keys_twin, stored = kernels.keys_of(pool[:, 1]), reference.keys_of(twin[:, 1]), places >= 0
-    keys_want = keys_twin.double()
-    keys_want[places[stored] // 16, :, places[stored] % 16] = k_want[stored]
-    oracles.check_error(keys, keys_want, keys_twin)
-    v, v_twin = pool[:, 1, 1], twin[:, 1, 1]
-    v_want = v_twin.double()
-    v_want[places[stored] // 16, :, places[stored] % 16] = norm.stored_values(x[stored, -kv_heads:], False).double()
-    oracles.check_error(v, v_want, v_twin)
-    assert (norm.values or torch.equal(v, v_twin)) and torch.equal(pool[:, 0], twin[:, 0])
-    alone, before = x[:, :h].flatten(1).clone(), pool.clone()
-    args = (q_weight, k_weight[:0] if norm.per_head and k_weight is not None else k_weight, *args[2:])
-    oracles.check_error(run("qk_norm_rope_store", device, alone, *args, pool[:, 1, :, :0], *options), q_want, q_twin)
-    assert torch.equal(pool, before)
-
-
-@pytest.mark.parametrize("dtype", [F32, BF16])
-def test_a_pool_in_fp8_holds_the_nearest_numbers(device: str, dtype: torch.dtype) -> None:
-    oracles.check_fp8_store(kernels, device, dtype)
-
-
-SHAPES = st.sampled_from([
-    (1, 1, 32), (6, 2, 32), (3, 1, 80), (16, 1, 64), (4, 4, 96), (8, 4, 128), (2, 1, 16), (5, 1, 24), (2, 1, 192),
-    (4, 2, 112), (2, 1, 80),
-])  # fmt: skip
-
-
-SOFT_CAPS = st.sampled_from([0.0, 0.0, 2.5])
-
-
-@tried(
-    st.lists(st.integers(0, 3), min_size=1, max_size=4),
-    SHAPES,
-    dtypes,
-    st.sampled_from([0, 0, 1, 20, 200]),
-    st.sampled_from([16, 64]),
-    st.sampled_from([1, 1, 2, 5, 9]),
-    SOFT_CAPS,
-    st.booleans(),
-    st.sampled_from([False, False, True]),
-    st.booleans(),
-    st.sampled_from([1, 2, 5, 9]),
-    oracles.KV_SCALES,
-    on=[
-        ([2], (6, 2, 32), F32, 0, 16, 1, 0.0, False, True, False, 2, None),
-        ([0, 3], (3, 1, 80), F32, 20, 64, 5, 2.5, True, False, False, 5, (0.5, 3.0)),
-        ([1, 2], (6, 2, 32), BF16, 20, 16, 2, 0.0, False, False, True, 9, (0.5, 3.0)),
-        (
-            [2, 1],
-            (16, 2, 128),
-            F32,
-            50,
-            64,
-            9,
-            0.0,
-            True,
-            True,
-            False,
-            3,
-            None,
-        ),  # a KV head's 72 queries are eight parts
-    ],
-    drawn=MANY,
-)
-def test_attention_decode(
-    device: str,
-    kinds: list[int],
-    shape: tuple[int, int, int],
-    dtype: torch.dtype,
-    window: int,
-    block_size: int,
-    tokens: int,
-    soft_cap: float,
-    with_sinks: bool,
-    with_slopes: bool,
-    chunked: bool,
-    programs: int,
-    scales: tuple[float, float] | None,
-) -> None:
-    (heads, kv_heads, d), scale = shape, shape[2] ** -0.5
-    lengths = [tokens + int(torch.randint(*((0, 2), (1, 33), (33, 300), (300, 420))[kind], ())) for kind in kinds]
-    chunked = chunked and window > 0
-    passed = [oracles.first_key(n - tokens, window, chunked) for n in lengths]
-    cache = oracles.FP8 if scales else dtype
-    paged = oracles.paged(kernels, lengths, kv_heads, d, block_size, cache, 640 // block_size, passed)
-    slots = torch.cat((torch.randperm(len(lengths)), torch.tensor([-1])))[torch.randperm(len(lengths) + 1)]
-    lens = ints(*[lengths[s] if s >= 0 else 0 for s in slots.tolist()])
-    q, sinks = torch.randn(len(slots) * tokens, heads, d).to(dtype), torch.randn(heads) * 2 if with_sinks else None
-    options = (soft_cap, sinks, torch.rand(heads) if with_slopes else None, chunked)
-    context, kv_scales = oracles.read(paged.context, scales), torch.tensor(scales) if scales else None
-    args = (q, paged.kv, paged.tables, slots.to(torch.int32), lens, scale, window, *options, kv_scales)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "_programs", lambda *_: programs)
-        patch.setattr(kernels, "DECODE_ROWS", 2)
-        patch.setattr(kernels, "DECODE_PARTIALS", 256)
-        got = run("attention_decode", device, *args).unflatten(0, (-1, tokens))
-    for mine, theirs, slot in zip(got, q.unflatten(0, (-1, tokens)), slots.tolist(), strict=True):
-        if slot < 0:
-            assert not mine.any()
-            continue
-        one = (theirs, context[slot], scale, window, *options)
-        oracles.check_error(mine, oracles.attention(*one), oracles.attention(*one, naive=True))
-
-
-@tried(
-    st.lists(st.tuples(st.integers(0, 150), st.sampled_from([0, 1, 2, 17, 70])), min_size=1, max_size=3),
-    SHAPES,
-    dtypes,
-    st.sampled_from([0, 0, 1, 20, 100]),
-    st.sampled_from([16, 64]),
-    SOFT_CAPS,
-    st.booleans(),
-    st.sampled_from([False, False, True]),
-    st.booleans(),
-    oracles.KV_SCALES,
-    on=[
-        ([(20, 17)], (6, 2, 32), F32, 0, 16, 0.0, False, True, False, None),
-        ([(95, 70)], (6, 2, 32), F32, 100, 16, 0.0, False, False, True, (0.5, 3.0)),
-        ([(150, 2), (40, 0)], (3, 1, 80), BF16, 20, 64, 2.5, True, False, False, (0.5, 3.0)),
-    ],
-    drawn=MANY,
-)
-def test_attention_prefill(
-    device: str,
-    rows: list[tuple[int, int]],
-    shape: tuple[int, int, int],
-    dtype: torch.dtype,
-    window: int,
-    block_size: int,
-    soft_cap: float,
-    with_sinks: bool,
-    with_slopes: bool,
-    chunked: bool,
-    scales: tuple[float, float] | None,
-) -> None:
-    (heads, kv_heads, d), scale = shape, shape[2] ** -0.5
-    rows = [*rows, (30, 5)]
-    lengths, counts = [before + n for before, n in rows], [n for _, n in rows]
-    chunked = chunked and window > 0
-    passed = [oracles.first_key(before, window, chunked) for before, _ in rows]
-    paged = oracles.paged(kernels, lengths, kv_heads, d, block_size, oracles.FP8 if scales else dtype, passed=passed)
-    starts = ints(0, *np.cumsum([*counts, 2]).tolist())
-    slots, lens = ints(*range(len(rows)), -1), ints(*lengths, 0)
-    q = torch.randn(int(starts[-1]), heads, d).to(dtype)
-    most, sinks = max(*counts, 2), torch.randn(heads) * 2 if with_sinks else None
-    options = (window, soft_cap, sinks, torch.rand(heads) if with_slopes else None, chunked)
-    context, kv_scales = oracles.read(paged.context, scales), torch.tensor(scales) if scales else None
-    where = paged.kv, paged.tables, slots, lens, starts, most
-    got = run("attention_prefill", device, q, *where, scale, *options, kv_scales)
-    assert torch.equal(got[-2:], torch.zeros(2, heads, d, dtype=dtype))
-    for b, n in enumerate(counts):
-        if n:
-            tokens = slice(int(starts[b]), int(starts[b + 1]))
-            args = (q[tokens], context[b], scale, *options)
-            oracles.check_error(got[tokens], oracles.attention(*args), oracles.attention(*args, naive=True))
 
 
 @pytest.mark.parametrize("tokens, window, chunked", [(1, 0, 0), (1, 100, 0), (4, 0, 0), (4, 100, 0), (4, 150, 1)])
@@ -507,7 +222,7 @@ def test_attention_leaves_blocks_alone_that_the_window_has_passed(device: str, o
         oracles.check_error(run(op, device, *args), want, naive)
         own = kv.clone()
         reference.keys_of(own).copy_(kernels.keys_of(kv))
-        oracles.check_error(call(reference, op)(q, own, *args[2:]), want, naive)
+        oracles.check_error(oracles.call(reference, op)(q, own, *args[2:]), want, naive)
 
 
 @pytest.mark.parametrize("d", [32, 128])  # a tile of keys has several blocks, or is in one
@@ -615,29 +330,6 @@ def test_prepare_inputs_and_post_update(device: str, rows: list[tuple[bool, int]
         assert torch.equal(fields[2], counts)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_copy_blocks(device: str, dtype: torch.dtype) -> None:
-    pool = torch.randn(6, 3, 2, 2, 16, 24).to(dtype)
-    want, pairs = pool.clone(), torch.tensor([[0, 3], [1, 4], [0, 5]])
-    reference.copy_blocks(want, pairs)
-    run("copy_blocks", device, pool, pairs)
-    assert torch.equal(pool, want) and torch.equal(pool[4], pool[1])
-
-
-def test_swap_blocks(device: str) -> None:
-    host, pool = torch.randn(5, 3, 2, 2, 16, 24), torch.zeros(7, 3, 2, 2, 16, 24)
-    if device == "cuda":
-        host = host.pin_memory()
-    there, back = torch.tensor([[4, 0], [1, 6]]), torch.tensor([[6, 2], [0, 3]])
-    pool = pool.to(device)
-    kernels.swap_blocks(host, pool, there.to(device))
-    assert torch.equal(pool[0].cpu(), host[4]) and torch.equal(pool[6].cpu(), host[1]) and not pool[1:6].any()
-    kernels.swap_blocks(pool, host, back.to(device))
-    if device == "cuda":
-        torch.cuda.synchronize()  # the host's memory is read without asking the GPU
-    assert torch.equal(host[2], host[1]) and torch.equal(host[3], host[4])
-
-
 def test_few_programs_swap_many_blocks(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each program takes several turns, and a block's last chunk is not full."""
     monkeypatch.setattr(kernels, "SWAP_BYTES", 256)
@@ -665,33 +357,3 @@ def test_blocks_beyond_32_bits_are_moved(device: str, tmp_path: Path) -> None:
     kernels.swap_blocks(host, pool, torch.tensor([[1, count - 3]], device=device))
     for block in (pool[7], pool[-3], *host):
         assert torch.equal(block.cpu(), last)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_nothing_compiles_after_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps of other sizes and offsets use the kernels that the first step compiled."""
-
-    def step(rows: int, offset: int) -> None:
-        paged = oracles.paged(kernels, [70, 20, 33, 90, 5], 2, 32, 16, torch.bfloat16)
-        kv, tables = paged.kv.cuda(), paged.tables.cuda()
-        slots, lens = (ints(*x).cuda()[offset : offset + rows] for x in (range(5), (70, 20, 33, 90, 5)))
-        starts = torch.arange(rows + 1, dtype=torch.int32).cuda()
-        q = torch.randn(rows, 4, 32, dtype=torch.bfloat16).cuda()
-        oracles.decode(kernels, q, kv, tables, slots, lens, 0.2, 0)
-        oracles.decode(kernels, q.repeat(2, 1, 1), kv, tables, slots, lens, 0.2, 0)
-        kernels.attention_prefill(q, kv, (tables, slots, lens, starts, 1), 0.2, 0)
-        kernels.prepare_inputs(tables, torch.zeros_like(tables[:, 0]), tables[None], slots, starts, rows, 16)
-        kernels.linear(q.flatten(1), torch.randn(512, 128, dtype=torch.bfloat16).cuda())
-        blocks = torch.randn(8, 2, 2, 64).cuda()
-        kernels.swap_blocks(blocks, blocks, torch.arange(rows)[:, None].expand(-1, 2).contiguous().cuda())
-        ids = torch.arange(8).cuda()[offset : offset + rows]
-        for k in (0, rows):
-            kernels.logprobs(torch.randn(rows, 500).cuda(), ids, k)
-
-    step(2, 0)
-    compiles = []
-    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **info: compiles.append(info["repr"]))
-    step(1, 1)
-    step(4, 1)
-    assert not compiles

@@ -9,7 +9,8 @@ import pytest
 
 from fake_worker import VOCAB, Engine, expected, prompt, sample_seed
 from integrity import check_pool
-from kv_cache import COPIES, AllocStatus, BlockManager
+from kv_cache import AllocStatus, BlockManager
+from scheduling.host_memory import COPIES
 from sequence import Status, chain
 
 
@@ -147,7 +148,7 @@ def test_fully_cached_prompt_computes_its_last_token_only():
     engine.run()
     request = engine.add("again", prompt(16), max_tokens=3, ignore_eos=True)
     plan = engine.step()
-    assert request.request.num_cached == 15 and [count for _, count in plan.rows] == [1]
+    assert request.group.num_cached == 15 and [count for _, count in plan.rows] == [1]
     assert not plan.copies  # nobody else reads the block
     engine.run()
     assert engine.outputs["again"] == engine.outputs["first"]
@@ -172,18 +173,8 @@ def test_stale_hash_after_reuse_is_not_found():
     engine.run()
     again = engine.add("again", prompt(16), max_tokens=2, ignore_eos=True)
     engine.run()
-    assert again.request.num_cached < 15
+    assert again.group.num_cached < 15
     assert engine.outputs["again"] == engine.outputs["first"]
-
-
-def test_prefixes_are_not_shared_across_salts():
-    engine = Engine()
-    engine.add("first", prompt(16), salt="one", max_tokens=2)
-    engine.run()
-    second = engine.add("second", prompt(16), salt="two", max_tokens=2)
-    engine.run()
-    assert second.request.num_cached == 0
-    assert engine.scheduler.reports.metrics()["prefix_cache_hits_total"] == 0
 
 
 def test_prefix_caching_can_be_off():
@@ -206,7 +197,7 @@ def test_prefix_hit_after_preemption():
         hits += [row.num_computed for row in plan.new]
     assert first.num_preemptions + second.num_preemptions > 0 and max(hits) > 0
     metrics = engine.scheduler.reports.metrics()  # what clients are told of is what was cached when they came
-    assert first.request.num_cached == second.request.num_cached == metrics["prefix_cache_hits_total"] == 0
+    assert first.group.num_cached == second.group.num_cached == metrics["prefix_cache_hits_total"] == 0
     assert metrics["prefix_cache_queries_total"] == 16 + 15
     assert engine.outputs["second"] == expected(prompt(15, 3), 20, 40, ignore_eos=True)
 
@@ -219,14 +210,14 @@ def test_prefixes_come_back_from_host_memory():
         engine.run()
     again = engine.add("again", prompt(28), max_tokens=2, ignore_eos=True)
     plan = engine.step()
-    assert again.request.num_cached == 27 and len(plan.swap_in) > 3
+    assert again.group.num_cached == 27 and len(plan.swap_in) > 3
     engine.run()
     assert engine.outputs["again"] == engine.outputs["first"]
     assert engine.scheduler.reports.metrics()["host_cache_hits_total"] > 0
     engine.scheduler.space.reset_prefix_cache()
     forgotten = engine.add("forgotten", prompt(28), max_tokens=2, ignore_eos=True)
     engine.run()
-    assert forgotten.request.num_cached == 0
+    assert forgotten.group.num_cached == 0
 
 
 def test_blocks_that_will_be_reused_next_are_copied_to_the_host_before_that():
@@ -243,7 +234,7 @@ def test_blocks_that_will_be_reused_next_are_copied_to_the_host_before_that():
     assert len(host.block_of) > 20
     again = engine.add("again", prompt(120), max_tokens=2, ignore_eos=True)
     engine.run()
-    assert again.request.num_cached == 119
+    assert again.group.num_cached == 119
 
 
 def test_nothing_is_copied_to_the_host_that_nobody_asks_for():
@@ -270,7 +261,7 @@ def test_swapped_blocks_can_be_found_by_others():
     assert engine.scheduler.swapped
     twin = engine.add("twin", prompt(20), priority=0, max_tokens=2, ignore_eos=True)
     engine.run()
-    assert twin.request.num_cached == 19
+    assert twin.group.num_cached == 19
     assert engine.outputs["twin"] == expected(prompt(20), 2, 32, ignore_eos=True)
     assert engine.outputs["low"] == expected(prompt(20), 8, 32, ignore_eos=True)
 
@@ -278,14 +269,13 @@ def test_swapped_blocks_can_be_found_by_others():
 @pytest.mark.parametrize("fields", [{}, {"preemption_mode": "swap"}, {"max_num_batched_tokens": 8}], ids=str)
 def test_blocks_that_a_window_has_passed_are_given_back(fields):
     engine = Engine(num_blocks=22, max_model_len=80, num_host_blocks=30, windows=(9,), **fields)
-    groups = [engine.add(str(i), prompt(20, i), n=1 + i % 2, max_tokens=50, ignore_eos=True) for i in range(8)]
+    seqs = [engine.add(str(i), prompt(20, i), n=1 + i % 2, max_tokens=50, ignore_eos=True) for i in range(8)]
     for _ in range(12):
         engine.step()
-    for group in engine.scheduler.running:
-        seq = group.seq
+    for seq in engine.scheduler.running:
         assert sum(block >= 0 for block in seq.tables[0]) <= (9 + 4) // 4 + 1 or seq.num_computed < 20
     engine.run()
-    assert any(group.num_preemptions for group in groups)
+    assert any(seq.num_preemptions for seq in seqs)
     for i in range(8):
         for index, tokens in engine.answers[str(i)].items():
             assert tokens == expected(prompt(20, i), 50, 80, ignore_eos=True, seed=sample_seed(index))
@@ -298,8 +288,7 @@ def test_lookahead_slots_are_owned_ahead_of_the_tokens():
         engine.add(str(i), prompt(6, i), max_tokens=20, ignore_eos=True)
     while engine.scheduler.has_work():
         engine.step()
-        for group in engine.scheduler.running:
-            seq = group.seq
+        for seq in engine.scheduler.running:
             assert len(seq.tables[0]) * 4 >= min(seq.num_computed, seq.num_tokens) + 5
     for i in range(4):
         assert engine.outputs[str(i)] == expected(prompt(6, i), 20, 40, ignore_eos=True)
@@ -348,7 +337,7 @@ def test_a_block_given_up_while_a_step_reads_it_is_free_for_the_next_plan():
     assert engine.scheduler.blocks.num_free == 8
     again = engine.add("again", prompt(16), max_tokens=5, ignore_eos=True)
     overlapping = engine.scheduler.schedule()  # made while the first step still runs
-    assert again.request.num_cached == 0
+    assert again.group.num_cached == 0
     assert not [*engine.scheduler.update(plan, engine.worker.step(plan))]
     engine.scheduler.update(overlapping, engine.worker.step(overlapping))
     engine.run()

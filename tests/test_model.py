@@ -144,22 +144,6 @@ def test_layers_that_predict_ahead_are_passed_over(model_folder):
         make_worker(model_folder)
 
 
-def test_truncated_file_is_named(model_folder):
-    path = model_folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(ValueError, match=r"model\.safetensors is damaged"):
-        make_worker(model_folder)
-
-
-def test_missing_shard_is_named(checkpoints, tmp_path):
-    folder = shutil.copytree(checkpoints / "qwen2-sharded-tied", tmp_path / "model")
-    shards = sorted(folder.glob("model-*.safetensors"))
-    assert len(shards) > 1
-    shards[1].unlink()
-    with pytest.raises(ValueError, match=shards[1].name):
-        make_worker(folder)
-
-
 def test_shards_need_no_index(checkpoints, tmp_path):
     folder = shutil.copytree(checkpoints / "qwen2-sharded-tied", tmp_path / "model")
     (folder / "model.safetensors.index.json").unlink()
@@ -192,8 +176,6 @@ def test_index_cannot_leave_the_folder(model_folder):
             "RoPE of type '3d'; Manta has default, linear, dynamic, yarn, longrope",
         ),
         ({"hidden_act": "mish"}, "activation 'mish'; Manta has silu, swish, gelu, "),
-        ({"mlp_bias": True}, "mlp_bias"),
-        ({"use_bias": True}, "use_bias"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"num_key_value_heads": 3}, "num_attention_heads is 4; it must be a multiple of num_key_value_heads, 3"),
         ({"layer_types": ["full_attention"]}, "layer_types has 1 entries for 2 layers"),

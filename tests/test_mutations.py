@@ -18,13 +18,14 @@ pytest.importorskip("triton")
 import kernels
 import test_delta
 import test_drafts
-import test_expert_kernels
+import test_experts
 import test_kernels
 import test_kernels_sampling
 import test_latent
 import test_lora
 import test_matmul
 import test_quantized
+import test_reference
 from ops import delta, drafts, experts, latent, lora, matmul, quantized, quantized_inputs, sampling
 
 PLAN_DECODE = test_kernels.test_plan_decode_counts_the_tiles_that_hold_a_key
@@ -32,21 +33,21 @@ HOMES = (delta, drafts, experts, kernels, latent, lora, matmul, quantized, quant
 # The kernel (and of what, where it has several), what stands in it, what is put there, and the test whose chosen
 # examples see it. Where a test has none, one of its cases follows.
 MUTATIONS: dict[str, tuple[Any, ...]] = {
-    "norm": ("m_x = o_x < SIZE", "m_x = o_x < SIZE - 1", test_kernels.test_rms_norm),
-    "norm, of deviations": ("tl.where(m_x, b_h - ", "tl.where(o_x >= 0, b_h - ", test_kernels.test_layer_norm),
-    "qk_norm_rope_store": ("((H + 2 * KV) * D)", "((H + KV) * D)", test_kernels.test_qk_norm_rope_store),
+    "norm": ("m_x = o_x < SIZE", "m_x = o_x < SIZE - 1", test_reference.test_rms_norm),
+    "norm, of deviations": ("tl.where(m_x, b_h - ", "tl.where(o_x >= 0, b_h - ", test_reference.test_layer_norm),
+    "qk_norm_rope_store": ("((H + 2 * KV) * D)", "((H + KV) * D)", test_reference.test_qk_norm_rope_store),
     "qk_norm_rope_store, of deviations": (
-        "b_partner -= b_mean", "b_partner -= 0.0", test_kernels.test_qk_norm_rope_store),
+        "b_partner -= b_mean", "b_partner -= 0.0", test_reference.test_qk_norm_rope_store),
     "qk_norm_rope_store, of values": (
-        "b_raw = _cast(b_x * b_scale", "b_raw = _cast(b_x", test_kernels.test_qk_norm_rope_store),
+        "b_raw = _cast(b_x * b_scale", "b_raw = _cast(b_x", test_reference.test_qk_norm_rope_store),
     "qk_norm_rope_store, of what is rotated": (
-        "_center_and_scale(b_y, ", "_center_and_scale(b_x, ", test_kernels.test_qk_norm_rope_store),
+        "_center_and_scale(b_y, ", "_center_and_scale(b_x, ", test_reference.test_qk_norm_rope_store),
     "qk_norm_rope_store, in FP8": (
-        "o_h >= H + KV).to", "o_h >= H).to", test_kernels.test_a_pool_in_fp8_holds_the_nearest_numbers,
+        "o_h >= H + KV).to", "o_h >= H).to", test_reference.test_a_pool_in_fp8_holds_the_nearest_numbers,
         (torch.float32,)),
-    "square_sums": ("i_k * Q", "i_k * K", test_kernels.test_qk_norm_rope_store),
-    "act": ("m_x = o_x < SIZE", "m_x = o_x < SIZE - 1", test_kernels.test_act_mul),
-    "act, without a gate": ("GATED else SIZE", "GATED else SIZE - 1", test_kernels.test_act),
+    "square_sums": ("i_k * Q", "i_k * K", test_reference.test_qk_norm_rope_store),
+    "act": ("m_x = o_x < SIZE", "m_x = o_x < SIZE - 1", test_reference.test_act_mul),
+    "act, without a gate": ("GATED else SIZE", "GATED else SIZE - 1", test_reference.test_act),
     "linear": ("o_n < N", "o_n < N - 1", test_matmul.test_linear),
     "quantized_linear": ("o_n < N", "o_n < N - 1", test_quantized.test_quantized_linear),
     "quantized_linear, of parts": (
@@ -56,16 +57,16 @@ MUTATIONS: dict[str, tuple[Any, ...]] = {
         "m_m, m_n, i_s,", "m_m, m_n, 0,", test_quantized.test_products_of_rounded_inputs),
     "quantized_rows": ("16 * i_half) // GROUP", "16 * i_half) // K", test_quantized.test_quantized_rows),
     "quantized_rows, of factors": ("16 * i_half) // WIDE", "16 * i_half) // K", test_quantized.test_factors),
-    "route": ("m_left & (o_e != i_e)", "m_left & (o_e > i_e)", test_expert_kernels.test_route),
-    "plan_experts": ("(b_id < i_e)", "(b_id <= i_e)", test_expert_kernels.test_plan_experts_sorts_the_pairs),
+    "route": ("m_left & (o_e != i_e)", "m_left & (o_e > i_e)", test_experts.test_route),
+    "plan_experts": ("(b_id < i_e)", "(b_id <= i_e)", test_experts.test_plan_experts_sorts_the_pairs),
     "expert_gate_up": (
-        "m_n = o_m < i_end, o_n < SIZE", "m_n = o_m < i_end, o_n < SIZE - 1", test_expert_kernels.test_experts),
-    "expert_down": ("m_n = o_m < i_end, o_n < H", "m_n = o_m < i_end - 1, o_n < H", test_expert_kernels.test_experts),
+        "m_n = o_m < i_end, o_n < SIZE", "m_n = o_m < i_end, o_n < SIZE - 1", test_experts.test_experts),
+    "expert_down": ("m_n = o_m < i_end, o_n < H", "m_n = o_m < i_end - 1, o_n < H", test_experts.test_experts),
     "expert_gate_up, of rounded inputs": (
         "b_token, o_row, m_m", "b_token, o_gate, m_m", test_quantized.test_experts_whose_inputs_are_rounded),
     "expert_down, of rounded inputs": (
         "b_pair, i_e.to(tl.int64) * H + o_n", "b_pair, o_n", test_quantized.test_experts_whose_inputs_are_rounded),
-    "expert_sum": ("(i_e < E)", "(i_e <= E)", test_expert_kernels.test_experts),
+    "expert_sum": ("(i_e < E)", "(i_e <= E)", test_experts.test_experts),
     "lora_ids": ("o_t < i_stop", "o_t < i_stop - 1", test_lora.test_plan_lora_sorts_the_tokens),
     "lora_shrink": ("m_n = o_m < i_end, o_n < N", "m_n = o_m < i_end, o_n < N - 1", test_lora.test_lora),
     "lora_shrink, of parts": ("i_s in range(SPLITS)", "i_s in range(1, SPLITS)", test_lora.test_lora),
@@ -74,17 +75,17 @@ MUTATIONS: dict[str, tuple[Any, ...]] = {
     "put_prompts": ("mask=o_h < H)", "mask=o_h < H - 1)", test_lora.test_put_prompts),
     "plan_decode": ("tl.cdiv(b_len, ITEM)", "(b_len // ITEM)", PLAN_DECODE, (1, 0, 0)),
     "plan_decode, of chunks": ("WINDOW, CHUNKED)", "WINDOW, False)", PLAN_DECODE, (4, 150, 1)),
-    "attention_decode": ("* BLOCK_N, i_len)", "* BLOCK_N, i_len - 1)", test_kernels.test_attention_decode),
+    "attention_decode": ("* BLOCK_N, i_len)", "* BLOCK_N, i_len - 1)", test_reference.test_attention_decode),
     "attention_decode, of slopes": (
-        "slopes + i_part * G + o_q % G", "slopes + i_part + o_q % G", test_kernels.test_attention_decode),
-    "attention_decode, in FP8": ("kv_scales + 1", "kv_scales", test_kernels.test_attention_decode),
-    "attention_decode, of tokens": ("TOKENS + o_q // G", "TOKENS + o_q % TOKENS", test_kernels.test_attention_decode),
-    "attention_decode, of parts": ("// (PARTS // KV)", "% KV", test_kernels.test_attention_decode),
+        "slopes + i_part * G + o_q % G", "slopes + i_part + o_q % G", test_reference.test_attention_decode),
+    "attention_decode, in FP8": ("kv_scales + 1", "kv_scales", test_reference.test_attention_decode),
+    "attention_decode, of tokens": ("TOKENS + o_q // G", "TOKENS + o_q % TOKENS", test_reference.test_attention_decode),
+    "attention_decode, of parts": ("// (PARTS // KV)", "% KV", test_reference.test_attention_decode),
     "attention_prefill": (
-        "i_len - i_count + o_token", "i_len - i_count + o_token - 1", test_kernels.test_attention_prefill),
-    "attention_prefill, in FP8": ("scale *= tl.load(kv_scales)", "scale *= 1.0", test_kernels.test_attention_prefill),
+        "i_len - i_count + o_token", "i_len - i_count + o_token - 1", test_reference.test_attention_prefill),
+    "attention_prefill, in FP8": ("scale *= tl.load(kv_scales)", "scale *= 1.0", test_reference.test_attention_prefill),
     "attention_prefill, of chunks": (
-        "tl.maximum(i_end - 1, 0), WINDOW", "tl.maximum(i_low, 0), WINDOW", test_kernels.test_attention_prefill),
+        "tl.maximum(i_end - 1, 0), WINDOW", "tl.maximum(i_low, 0), WINDOW", test_reference.test_attention_prefill),
     "mask_words": (
         "o_at < i_known", "o_at < i_known - 1", test_kernels_sampling.test_one_word_that_matches_bars_its_end, (1,)),
     "mask_words, of drafts": ("i_slot * MASKS + n", "i_slot * MASKS", test_kernels_sampling.test_mask_words),
@@ -93,7 +94,7 @@ MUTATIONS: dict[str, tuple[Any, ...]] = {
         "_num_drafts(drafts, i_r, DRAFTS)", "DRAFTS", test_kernels_sampling.test_sample_after_drafts),
     "sample_chunks": ("o_v, o_v < V)", "o_v, o_v < V - 1)", test_kernels_sampling.test_sample),
     "sample_pick": ("m_c = o_c < CHUNKS", "m_c = o_c < CHUNKS - 1", test_kernels_sampling.test_sample),
-    "logprobs": ("mask=o_v < V,", "mask=o_v < V - 1,", test_kernels_sampling.test_logprobs),
+    "logprobs": ("mask=o_v < V,", "mask=o_v < V - 1,", test_reference.test_logprobs),
     "look_up": ("o_e >= i_l", "o_e > i_l", test_drafts.test_look_up),
     "put_drafts": ("o_j < i_count)", "o_j <= i_count)", test_drafts.test_put_drafts),
     "put_drafts, of holes": ("(b_draft >= 0) &", "(b_draft >= -9) &", test_drafts.test_put_drafts),
@@ -121,7 +122,7 @@ MUTATIONS: dict[str, tuple[Any, ...]] = {
     "delta_scan": ("+ SIZE, i_stop) - 1", "+ SIZE, i_stop) - 2", test_delta.test_delta_rule),
     "gated_norm": ("o_r % H * D", "o_r % H", test_delta.test_gated_norm),
     "sigmoid_mul": ("m_x = o_x < SIZE", "m_x = o_x < SIZE - 1", test_delta.test_sigmoid_mul),
-    "move_blocks": ("m_x = o_x < SIZE", "m_x = o_x < SIZE - 1", test_kernels.test_copy_blocks, (torch.float32,)),
+    "move_blocks": ("m_x = o_x < SIZE", "m_x = o_x < SIZE - 1", test_reference.test_copy_blocks, ()),
 }  # fmt: skip
 
 
@@ -161,9 +162,9 @@ def test_the_tests_catch_it(
     kernel, (old, new, test, *case) = mutation.partition(",")[0], MUTATIONS[mutation]
     check, examples = (test, case) if case else (test.check, test.on)
     fixtures = {"ops": kernels, "device": device, "place": device, "monkeypatch": monkeypatch}
-    given = [value for name, value in fixtures.items() if name in inspect.signature(check).parameters]
 
     def run() -> None:
+        given = [value for name, value in fixtures.items() if name in inspect.signature(check).parameters]
         for example in examples:
             check(*given, *example)
 
@@ -173,6 +174,8 @@ def test_the_tests_catch_it(
     home = next(module for module in HOMES if hasattr(module, f"{kernel}_kernel"))
     module = mutant(tmp_path, home, kernel, old, new)
     monkeypatch.setattr(module, "PROCESSORS", 6, raising=False)
+    if home is kernels:
+        fixtures["ops"] = module
     for tests in (test_kernels, sys.modules[check.__module__]):  # `run` is of the first one
         monkeypatch.setattr(tests, home.__name__, module, raising=False)
     for name, op in vars(kernels).items():  # which hands on the ops of the other files

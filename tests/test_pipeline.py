@@ -82,7 +82,12 @@ def run(model: Transformer, incoming: torch.Tensor | None = None) -> torch.Tenso
     found = reference.prepare_inputs(
         state.token_ids, state.num_computed, state.block_tables, slots, starts, 22, size
     )  # fmt: skip
-    batch = Batch(*found, slots, state.block_tables, 1, starts, starts[1:] - 1, 21, [(21, 2)])
+    ids, positions, slot_mapping, lens = found
+    batch = Batch(
+        input_ids=ids, positions=positions, slot_mapping=slot_mapping, seq_lens=lens, slots=slots,
+        block_tables=state.block_tables, num_decodes=1, starts=starts, query_starts=starts[1:] - 1, max_query_len=21,
+        longer=[(21, 2)],
+    )  # fmt: skip
     return model.forward(batch, pool, states, incoming)
 
 

@@ -51,7 +51,7 @@ PARTS: dict[str, tuple[list[str], dict[str, dict[str, str]]]] = {  # its files, 
     "quantize": (
         ["device/quantize.py", "device/calibrate.py", "checkpoints/compressed.py", "checkpoints/gptq.py"],
         {
-            "server.py": {'    "quantize": quantize,\n': ""},
+            "server.py": {'    "quantize": others.quantize,\n': ""},
             "commands/plan.py": {'    "quantize": "write a model whose weights have few bits",\n': ""},
         },
     ),
@@ -60,7 +60,7 @@ PARTS: dict[str, tuple[list[str], dict[str, dict[str, str]]]] = {  # its files, 
         {
             "server.py": {
                 "from api import batches\n": "",
-                "from commands import batch, terminal\n": "",
+                "from commands import batch, others, terminal\n": "from commands import others\n",
                 "    batches.go_on(api)\n": "",
                 '    "chat": terminal.chat,\n': "",
                 '    "complete": terminal.complete,\n': "",

@@ -24,8 +24,8 @@ from integrity import check_integrity
 from models.kv_layout import most_blocks
 from plan import StepPlan
 from scheduler import Scheduler
-from scheduling.grammar import awaits_token
-from sequence import Request, Status, chain
+from sequence import SequenceGroup, Status, chain
+from text.grammar import awaits_token
 
 MASKED = {"structured_outputs": {"choice": ["any"]}}  # the toy model heeds no mask, but waits for it
 MOST_LATE = 20  # steps of a scenario in which masks come late
@@ -88,7 +88,7 @@ class Scenario:
         # What each hash stands for: tokens, where the last block of them begins, and their adapter.
         self.stands_for: dict[bytes, tuple[list[int], int, int | None]] = {}
 
-    def cost(self, request: Request) -> int:
+    def cost(self, request: SequenceGroup) -> int:
         """Steps that a request may take once it is the first: a token at least in each; and where samples branch off
         when others have come in, these go on first. The classic order puts prompts before each decode."""
         config, params = self.engine.config, request.params
@@ -102,27 +102,27 @@ class Scenario:
         self.adapter_of[name] = chosen = adapter - 1 if adapter and self.adapters else None
         params, self.prompts[name] = self.SAMPLES[samples], ids
         more = {"priority": priority, "client": str(priority), "adapter": chosen, "max_tokens": max_tokens}
-        group = self.engine.add(name, ids, **params, **more)
+        seq = self.engine.add(name, ids, **params, **more)
         self.asked[name] = ids, max_tokens
         for other in self.engine.scheduler.requests.values():
-            if other is group.request or self.any_order or other.groups[0].key[0] > group.key[0]:
+            if other is seq.group or self.any_order or other.seqs[0].key[0] > seq.key[0]:
                 self.expect(other)
 
-    def expect(self, request: Request) -> None:
+    def expect(self, request: SequenceGroup) -> None:
         """Reckon by when a request must have ended: after those before it, which may be all of them.
 
-        A trial may come before all that.
+        Suspects that run alone may come before all that.
         """
-        scheduler, place = self.engine.scheduler, request.groups[0].key[:2]
-        ahead = [r for r in scheduler.requests.values() if self.any_order or r.groups[0].key[:2] <= place]
-        tried = sum(self.cost(r) + self.engine.depth for r in scheduler.admission.trial.pool)
+        scheduler, place = self.engine.scheduler, request.seqs[0].key[:2]
+        ahead = [r for r in scheduler.requests.values() if self.any_order or r.seqs[0].key[:2] <= place]
+        tried = sum(self.cost(r) + self.engine.depth for r in scheduler.admission.isolation.candidates)
         self.due[request.request_id] = scheduler.step + sum(map(self.cost, ahead)) + tried
 
     def step(self) -> None:
         waiting = [r for r in self.engine.scheduler.requests.values() if r.time_in_queue is None]
         keys = {}
         for r in waiting:
-            rank, arrival, _ = r.groups[0].key
+            rank, arrival, _ = r.seqs[0].key
             keys[r.request_id] = (r.priority if self.fair else rank, salt_of(self.adapter_of[r.request_id])), arrival
         deaths = self.engine.deaths
         self.be_late()
@@ -140,20 +140,20 @@ class Scenario:
             assert self.engine.scheduler.step <= self.due[name], "it waits too long"
 
     def be_late(self) -> None:
-        """Hold up groups whose next token a step in flight brings, and now and then others whose mask takes longer.
+        """Hold up sequences whose next token a step in flight brings, and now and then others whose mask takes longer.
 
         Of what was proposed, their grammars take some, or none.
         """
-        masked = [group for group in self.engine.scheduler.others if group.request.params.constrained]
-        late = {group for group in masked if awaits_token(group.seq)}
+        masked = [seq for seq in self.engine.scheduler.others if seq.group.params.constrained]
+        late = {seq for seq in masked if awaits_token(seq)}
         if masked and self.num_late < MOST_LATE and self.random.random() < 0.3:
             self.num_late += 1
             late.add(self.random.choice(masked))
             for name in self.due:  # a step that is missed may be a turn of all lanes
                 self.due[name] += self.engine.depth
-        for seq in (group.seq for group in masked if group not in late):
+        for seq in (seq for seq in masked if seq not in late):
             del seq.proposed[self.random.randrange(4) :]
-        self.engine.scheduler.late = late
+        self.engine.scheduler.awaiting_masks = late
 
     def interrupt(self, plan: StepPlan) -> tuple[int, int] | None:
         """Where a step that moves blocks is interrupted, if it is to be; what is rare is not missed."""
@@ -205,8 +205,7 @@ class Scenario:
     def check_books(self) -> None:
         """What the scheduler's books say is so, by counting anew and by what the pools hold."""
         scheduler, worker, space = self.engine.scheduler, self.engine.worker, self.engine.scheduler.space
-        groups = [group for request in scheduler.requests.values() for group in request.groups]
-        seqs = [group.seq for group in groups]
+        seqs = [seq for request in scheduler.requests.values() for seq in request.seqs]
         kept = [request.prompt_tables for request in scheduler.requests.values()]
         for pool, tables in (
             (space.device, [*kept, *(seq.tables for seq in seqs)]),
@@ -217,18 +216,18 @@ class Scenario:
             assert pool.idle.keys() == set(range(pool.num_blocks)) - owners.keys()
         slots = [seq.slot for seq in seqs if seq.slot >= 0]
         assert len(set(slots)) == len(slots) and not set(slots) & set(scheduler.admission.free_slots)
-        admission, counts = scheduler.admission, Counter(group.status for group in groups)
-        aside = [*admission.aside]
+        admission, counts = scheduler.admission, Counter(seq.status for seq in seqs)
+        aside = [*admission.deferred]
         places = (scheduler.running, scheduler.waiting, scheduler.swapped, aside)
-        statuses = (Status.RUNNING, Status.WAITING, Status.SWAPPED, Status.ASIDE)
+        statuses = (Status.RUNNING, Status.WAITING, Status.SWAPPED, Status.DEFERRED)
         assert [*map(len, places)] == [counts[status] for status in statuses]
-        assert all(group.status is Status.RUNNING for group in scheduler.others)
+        assert all(seq.status is Status.RUNNING for seq in scheduler.others)
         # What steps are to bring that have not run yet, nobody can look at.
         flying = self.engine.flying
         coming = {block for plan in flying for _, block in plan.swap_in}
         leaving = {block for plan in flying for _, block in plan.swap_out}
         for seq in seqs:
-            self.learn(seq.delivered, self.adapter_of[seq.group.request.request_id])
+            self.learn(seq.delivered, self.adapter_of[seq.group.request_id])
         for name in (*self.engine.finished[self.num_finished :], *scheduler.requests):
             for tokens in self.engine.answers[name].values():
                 self.learn(self.prompts[name] + tokens, self.adapter_of[name])

@@ -4,32 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from fake_worker import EOS, Engine, expected, expected_beams, next_logprobs, prompt, sample_seed
+from fake_worker import Engine, expected, expected_beams, next_logprobs, prompt, sample_seed
 from integrity import check_integrity
 from plan import NewRow, StepPlan, bit_words
 from ring import Codec
-from scheduling.trial import MIN_DEATHS
+from sampling_params import COLUMNS
+from scheduling.crash_isolation import MIN_DEATHS
 from sequence import Status, derived_seed
-
-
-def test_a_request_runs_to_its_end():
-    engine = Engine()
-    engine.add("a", prompt(9), max_tokens=20, ignore_eos=True)
-    engine.run()
-    assert engine.outputs["a"] == expected(prompt(9), 20, 64, ignore_eos=True)
-    assert engine.reasons["a"] == "length"
-    assert engine.scheduler.blocks.num_free == 64
-
-
-def test_eos_ends_a_request_and_is_its_last_token():
-    engine = Engine(max_model_len=250)
-    for i in range(8):
-        engine.add(str(i), prompt(5, i), max_tokens=None)
-    engine.run()
-    ended = [i for i in range(8) if engine.reasons[str(i)] == "stop"]
-    assert ended
-    for i in ended:
-        assert engine.outputs[str(i)][-1] == EOS and EOS not in engine.outputs[str(i)][:-1]
 
 
 def test_stop_token_ids_end_a_request_and_are_named():
@@ -41,7 +22,7 @@ def test_stop_token_ids_end_a_request_and_are_named():
         plan = engine.scheduler.schedule()
         outputs += engine.scheduler.update(plan, engine.worker.step(plan))
     assert outputs[-1].finish_reason == "stop" and outputs[-1].stop_reason == wanted
-    assert len(request.seq.tokens) <= 9 + 4
+    assert len(request.tokens) <= 9 + 4
 
 
 def test_long_prompts_are_computed_in_chunks_beside_decodes():
@@ -189,7 +170,7 @@ def test_a_beam_computes_no_more_than_its_last_block_again():
         engine.add(str(i), prompt(9, i), max_tokens=20, ignore_eos=True)
     steps = []
     engine.planned = lambda: steps.append(
-        [count for seq, count, _ in engine.scheduler.in_flight[-1].other_rows if seq.group.request.beam]
+        [count for seq, count, _ in engine.scheduler.in_flight[-1].other_rows if seq.group.beam]
     )
     engine.run()
     assert list(engine.answers["a"].values()) == expected_beams(prompt(30), 20, 64, 4, 4, ignore_eos=True)
@@ -243,7 +224,7 @@ def test_a_search_that_can_never_run_is_refused(fields, params, message):
 def test_a_decode_step_looks_at_who_needs_it(depth):
     """Between two blocks a plan has the rows of the one before, as an object, and nothing else; so have its news."""
     engine = Engine(depth=depth, max_num_batched_tokens=64)
-    groups = [engine.add(str(i), prompt(6, i), max_tokens=40, ignore_eos=True) for i in range(5)]
+    seqs = [engine.add(str(i), prompt(6, i), max_tokens=40, ignore_eos=True) for i in range(5)]
     for _ in range(10):
         engine.step()
     looked, first = [], len(engine.plans)
@@ -256,7 +237,7 @@ def test_a_decode_step_looks_at_who_needs_it(depth):
     assert len(grown) == 2 and all(len(plan.new_blocks) == 5 for plan in grown)
     assert [step for step, _ in looked] == [plan.step for plan in grown for _ in range(5)]
     assert all(plan.rows is plans[0].rows for plan in plans) and len(plans[0].rows) == 5
-    seq = groups[2].seq
+    seq = seqs[2]
     assert seq.num_undelivered > 0 and seq.num_tokens == len(seq.delivered) + seq.num_undelivered
     with pytest.raises(AssertionError):
         seq.tokens  # noqa: B018 (it is to be refused: some have not been delivered)
@@ -355,24 +336,24 @@ def test_no_more_are_preempted_than_make_room():
 
 def test_what_chooses_tokens_travels_with_the_row():
     engine = Engine()
-    fields = {"temperature": 0.5, "top_k": 3, "top_p": 0.75, "min_p": 0.25, "logit_bias": {3: 2.0}}
+    fields, bias = {"temperature": 0.5, "top_k": 3, "top_p": 0.75, "min_p": 0.25}, {3: 2.0}
     penalties = {"repetition_penalty": 1.5, "frequency_penalty": 0.5, "presence_penalty": -0.5}
-    engine.add("a", prompt(5), max_tokens=1, **fields, **penalties)
+    engine.add("a", prompt(5), max_tokens=1, logit_bias=bias, **fields, **penalties)
     engine.add("plain", prompt(5, 2), max_tokens=1)
     row, plain = engine.step().new
-    assert {name: getattr(row, name) for name in fields} == fields
+    assert dict(zip(COLUMNS, row.sampling, strict=True)) == fields and row.logit_bias == bias
     assert row.penalties == tuple(penalties.values()) and plain.penalties is None
 
 
 def test_a_request_has_begun_once_a_part_of_an_answer_is_computed():
     """Also where that sample has ended, and the others have yet to come in."""
     engine = Engine(max_num_seqs=1)
-    request = engine.add("a", prompt(20), n=2, max_tokens=1).request
+    request = engine.add("a", prompt(20), n=2, max_tokens=1).group
     engine.step()
     assert not request.has_begun
     engine.step()
-    assert len(request.groups) == 1 and request.has_begun
-    one = engine.add("b", prompt(5), max_tokens=3, ignore_eos=True).request
+    assert len(request.seqs) == 1 and request.has_begun
+    one = engine.add("b", prompt(5), max_tokens=3, ignore_eos=True).group
     while not engine.outputs["b"]:
         assert not one.has_begun
         engine.step()
@@ -414,7 +395,7 @@ def test_a_request_that_kills_workers_is_found_and_ended(poison, place, chunked,
 
     def kills(ran: set[str]) -> bool:
         poisoned = engine.scheduler.requests.get("poison") if "poison" in ran else None
-        return poisoned is not None and all(at(group.seq.num_known) for group in poisoned.groups)
+        return poisoned is not None and all(at(seq.num_known) for seq in poisoned.seqs)
 
     engine.kills = kills
     for i in range(12):
@@ -430,8 +411,8 @@ def test_a_request_that_kills_workers_is_found_and_ended(poison, place, chunked,
     for i in range(12):
         assert engine.outputs[str(i)] == expected(prompt(6 + i, i), 20, 64, ignore_eos=True)
     assert engine.scheduler.blocks.num_free == engine.scheduler.blocks.num_blocks
-    trial = engine.scheduler.admission.trial
-    assert not trial.suspects and not trial.pool and not trial.alone
+    trial = engine.scheduler.admission.isolation
+    assert not trial.suspects and not trial.candidates and not trial.isolated
 
 
 def test_each_of_several_such_requests_is_found():
@@ -456,9 +437,9 @@ def test_deaths_that_nobody_is_to_blame_for_cost_no_request(depth):
     tried, late = set(), 0
     while engine.scheduler.has_work():
         engine.step()
-        trial = engine.scheduler.admission.trial
-        tried.add(frozenset(request.request_id for request in trial.alone))
-        if trial.alone and not late:  # who comes meanwhile waits, and may leave
+        trial = engine.scheduler.admission.isolation
+        tried.add(frozenset(request.request_id for request in trial.isolated))
+        if trial.isolated and not late:  # who comes meanwhile waits, and may leave
             late = engine.scheduler.step
             engine.add("late", prompt(7), max_tokens=5, ignore_eos=True)
             engine.add("gone", prompt(7), max_tokens=5)

@@ -246,7 +246,7 @@ def test_a_gpus_prompts_are_timed_once_their_kernels_are_loaded(make, monkeypatc
     ready, loaded, now = make().start, set(), [0.0]
 
     def execute(plan: StepPlan) -> SimpleNamespace:
-        kinds = {row.temperature for row in plan.new} - loaded
+        kinds = {row.sampling for row in plan.new} - loaded
         loaded.update(kinds)
         now[0] += len(kinds) + 0.003
         return SimpleNamespace(result=lambda: None)
@@ -403,6 +403,7 @@ def test_rows_that_run_one_by_one_are_told_by_their_numbers_in_the_plan(make):
     """With batch_invariant on a CPU: which row has stopped, and whose log-probabilities they are."""
     worker = make(ONE_LAYER)
     worker.one_by_one = True
+    worker.arrange()
     (token,) = worker.step(StepPlan(0, rows=[(0, 2)], new=[row(0, [1, 2])])).token_ids
     new = [row(0, [1, 2]), row(1, [1, 2], num_logprobs=1)]
     new[1].stops = bit_words((token,))

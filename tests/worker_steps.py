@@ -12,7 +12,8 @@ from config import EngineConfig
 from device.startup import start_worker
 from model_config import ModelConfig
 from plan import NewRow
-from worker import Worker
+from sampling_params import SamplingParams
+from worker import StepRun, Worker
 
 SHAPE = {
     "architectures": ["MistralForCausalLM"], "model_type": "mistral", "vocab_size": 97, "hidden_size": 32,
@@ -38,7 +39,8 @@ def worker_in(folder: Path, shape: dict | None = None, **fields) -> Worker:
 
 def row(slot: int, tokens: list[int], num_computed: int = 0, num_logprobs: int = -1, temperature: float = 0.0, **more):
     blocks = more.get("blocks", list(range(slot * 8, slot * 8 + 8)))
-    return NewRow(slot=slot, token_ids=tokens, blocks=[blocks], num_computed=num_computed, temperature=temperature,
+    sampling = SamplingParams(temperature=temperature).columns
+    return NewRow(slot=slot, token_ids=tokens, blocks=[blocks], num_computed=num_computed, sampling=sampling,
                   seed=7, num_logprobs=num_logprobs)  # fmt: skip
 
 
@@ -47,9 +49,9 @@ class FakeGraph:
 
     def __init__(self, worker: Worker, shape: StepShape):
         self.worker, self.shape, self.replays = worker, shape, 0
-        self.ids = worker.forward(shape)[0].zero_()
+        self.ids = worker.forward(StepRun(shape=shape)).zero_()
 
     def replay(self) -> None:
         self.replays += 1
         with torch.inference_mode():
-            self.ids.copy_(self.worker.forward(self.shape)[0])
+            self.ids.copy_(self.worker.forward(StepRun(shape=self.shape)))

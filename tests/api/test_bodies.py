@@ -22,9 +22,8 @@ from hypothesis import strategies as st
 from api import bodies
 from api import routes as serving_routes
 from api.bodies import JSON_PART, MAX_BROKEN, MAX_LISTS, MAX_VALUES, count_values, parse_json
-from api.checks import Asked
+from api.checks import ApiError, CheckContext, read_fields
 from api.completions import COMPLETIONS as FACE
-from api.fields import ApiError, read_fields
 from api.http import BODY_PART
 from api.options import ServerConfig
 from api.routes import Api
@@ -159,7 +158,7 @@ def test_others_are_served_between_the_parts_of_a_body(monkeypatch: pytest.Monke
     body = json.dumps({"prompt": [ids(40_000) for _ in range(20)]}).encode()
     pauses: list[float] = []
     monkeypatch.setattr(time, "sleep", pauses.append)
-    fields = read_fields(FACE, parse_json(body, CONFIG), Asked(CONFIG))
+    fields = read_fields(FACE, parse_json(body, CONFIG), CheckContext(CONFIG))
     assert len(fields["prompt"]) == 20 and len(pauses) > 2 * len(body) // JSON_PART
 
 

@@ -10,7 +10,7 @@ from flask.testing import FlaskClient
 
 from api.checks import ToolChoice
 from api.options import ServerConfig
-from api.reading import called_tools, check_parsers
+from api.prompts import called_tools, check_parsers
 from counting import Compared
 from sampling_params import SamplingParams
 from scripted import CHAT, COMPLETIONS, FACTS, TOKENIZER, ScriptedClient, client_of, events, post, refusal

@@ -19,7 +19,7 @@ from observe.journal import Journal
 from plan import StepResult
 from scheduler import Scheduler
 from scheduling.policy import Policy
-from sequence import Request
+from sequence import SequenceGroup
 from simulated import Device, ScheduledEngine
 
 DEVICE = Device(0.01, 0.001, 0.002, 1e-6)
@@ -29,7 +29,7 @@ AZURE = (
 
 
 class Shortest(Policy):
-    def rank(self, request: Request) -> int:
+    def rank(self, request: SequenceGroup) -> int:
         return request.num_prompt
 
 
@@ -87,7 +87,7 @@ def test_a_device_is_fitted_to_a_journal_and_to_a_table(tmp_path: Path, monkeypa
         log.planned(engine.plan)
         clock[0] += seconds
         seqs = scheduler.in_flight[0].seqs
-        tokens = [s.group.request.prompt[-1] if s.num_computed == s.num_tokens else -1 for s in seqs]
+        tokens = [s.group.prompt[-1] if s.num_computed == s.num_tokens else -1 for s in seqs]
         log.landed(StepResult(engine.plan.step, tokens))
     log.file.close()
     steps = measured_steps(tmp_path / "steps.jsonl")

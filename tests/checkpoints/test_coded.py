@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import load_file
 
 import reference
-from checkpoints.dequantize import Codes, axes, common_group
+from checkpoints.dequantize import CodedAs, axes, common_group
 from checkpoints.gguf_blocks import BLOCK_TYPES, BLOCKS
 from checkpoints.gguf_weights import packed
 from checkpoints.storage import Storage, opened
-from device.coded import Rows, coded_of, rounds_to_fp8, stored
+from device.coded import coded_of, fill, rounds_to_fp8, stored
 from device.coded import rounding_of as chosen_rounding
 from device.loader import fill_dummy, load_weights
 from model import Transformer
@@ -117,15 +117,15 @@ def test_experts_in_one_tensor_may_have_their_inputs_rounded(tmp_path: Path, sch
     storage = Storage([path], config.quantization)
     with opened(path) as file:
         found = storage.open(file, "model.layers.0.mlp.experts.gate_up_proj")
-    assert [part.codes.input_kind for part in (found, found[1])] == ["fp8" if scheme == "dynamic" else ""] * 2
-    parts = [found.codes, found.codes]
+    assert [part.coded_as.input_kind for part in (found, found[1])] == ["fp8" if scheme == "dynamic" else ""] * 2
+    parts = [found.coded_as, found.coded_as]
     assert chosen_rounding(parts, "cpu", False) == ("", None)
     assert chosen_rounding([each._replace(input_kind="int8") for each in parts], "cpu", False) == ("int8", None)
 
 
 def test_inputs_in_fp8_need_a_chip_that_multiplies_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton compiles no such product for chips before sm_89, so none may be asked for there."""
-    made = {kind: Codes(kind, 0, False, torch.float32, lambda *_: None, input_kind=kind) for kind in ("int8", "fp8")}
+    made = {kind: CodedAs(kind, input_kind=kind) for kind in ("int8", "fp8")}
     for capability, rounded in (((8, 0), ""), ((8, 6), ""), ((8, 9), "fp8"), ((9, 0), "fp8"), ((12, 0), "fp8")):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_, c=capability: c)
         assert chosen_rounding([made["fp8"]], "meta", rounds_to_fp8("cuda")) == (rounded, None)
@@ -219,15 +219,15 @@ def test_blocks_of_gguf_stay_in_codes(kind: str, heads: int) -> None:
     ):
         part = whole[rows, begin:end]
         found = axes(part)
-        assert found and part.codes
-        kept = part.codes
+        kept = part.coded_as
+        assert found and kept and part.read_codes
         group, wide = (common_group(each, found[1]) if each else 0 for each in (kept.group, kept.wide))
-        read = kept.read(*found, group, wide)
+        read = part.read_codes(*found, group, wide)
         assert (read.zeros is not None) == kept.has_zeros and (read.factors is not None) == (wide > 0)
         assert torch.equal(read.scales.float(), read.scales.to(kept.dtype).float())
         forms = [(read, wide)]
         if wide:
-            forms.append((kept.read(*found, group, group).without_factors(kept.kind, group), 0))
+            forms.append((part.read_codes(*found, group, group).without_factors(kept.kind, group), 0))
         expected = part.float()
         size = expected.abs().max()
         for (codes, scales, zeros, factors), wide in forms:
@@ -268,7 +268,7 @@ def test_parts_of_a_matrix_keep_factors_where_they_are_alike(kinds: tuple[str, s
     weight = torch.empty(expected.shape, device="meta")
     model: Any = SimpleNamespace(take=torch.zeros, ops=reference, device="cpu")
     made = coded_of(model, weight, [(weight[:8], found[0]), (weight[8:], found[1])], False)
-    kept = {BLOCK_TYPES[kind].kind for kind in kinds}
+    kept = {BLOCK_TYPES[kind][1].kind for kind in kinds}
     assert made and made.coded.kind == max(kept, key=reference.BITS.get)
     assert made.coded.wide == wide and (made.coded.factors is None) == (wide == 0)
     signed = {*kinds} & {"Q6_K", "Q3_K", "IQ4_XS"}
@@ -276,7 +276,7 @@ def test_parts_of_a_matrix_keep_factors_where_they_are_alike(kinds: tuple[str, s
     halves = {*kinds} <= {"Q4_0", "Q5_0", "Q8_0"}
     assert made.coded.scales.dtype == (small if wide else torch.float16 if halves else torch.float32)
     for begin, part in zip((0, 8), found, strict=True):
-        assert Rows(made, begin).fill(part).isfinite()
+        assert fill(made.part(begin, 8), part).isfinite()
     size = float(expected.abs().max())
     torch.testing.assert_close(reference.dequantize(made.coded), expected, rtol=1e-5, atol=size * 1e-6)
 

@@ -258,9 +258,6 @@ def place_of(whole: bytes) -> int:
 
 
 CHANGES: dict[str, tuple[Callable[[bytes, int], bytes], str]] = {
-    "another file's magic": (lambda whole, at: b"GGML" + whole[4:], "is no GGUF file: it begins with"),
-    "a version to come": (lambda whole, at: put(whole, 4, "<I", 4), "of version 4; Manta reads versions 2 and 3"),
-    "cut in its metadata": (lambda whole, at: whole[:200], "its header breaks at byte"),
     "cut in its tensors": (lambda whole, at: whole[:-40], "is cut off: 'blk.0"),
     "an unknown type": (lambda whole, at: put(whole, at + 20, "<I", 99), f"'{TENSOR}' is of type 99; Manta reads F32"),
     "a type that was": (lambda whole, at: put(whole, at + 20, "<I", 4), f"'{TENSOR}' is of type 4; Manta reads F32"),

@@ -256,14 +256,12 @@ Q = "model.layers.0.self_attn.q_proj.weight"
     [
         ({Q + "_scale_inv": None}, rf"tensor {Q} is F8_E4M3, and the checkpoint has no {Q}_scale_inv; or it is F8"),
         ({Q: torch.ones(96, 64)}, rf"tensor {Q} is F32; with scales beside it Manta reads F8_E4M3"),
-        ({Q: torch.ones(96, 64).to(torch.float8_e5m2)}, rf"tensor {Q} is F8_E5M2"),
         ({Q: torch.ones(96, 62).to(torch.float8_e4m3fn)}, rf"tensor {Q} has shape \[96, 62\]; config.json asks"),
         ({Q + "_scale_inv": torch.ones(6, 2)}, rf"tensor {Q} has scales of shape \[6, 2\], not \[6, 3\]"),
         (
             {Q + "_scale_inv": torch.ones(6, 3).int()},
             rf"tensor {Q} has {Q}_scale_inv beside it, which is I32; Manta reads BF16",
         ),
-        ({Q + "_scale_inv": torch.full((6, 3), torch.inf)}, rf"tensor {Q} has NaN or infinite elements"),
         ({Q: None}, rf"tensor '{Q}_scale_inv', and the checkpoint has no {Q}"),
         ({"model.norm.weight": torch.ones(64).to(torch.float8_e4m3fn)}, r"tensor model.norm.weight is F8_E4M3"),
     ],
@@ -280,16 +278,13 @@ def test_what_is_wrong_with_a_packed_tensor_is_said(tmp_path: Path, change: dict
     assert "\n" not in str(caught.value)
 
 
-def test_a_tensor_in_two_files_and_a_damaged_file(tmp_path: Path):
+def test_a_tensor_in_two_files(tmp_path: Path):
     packed, _ = fp8_checkpoints(tmp_path, "blocks")
     first, second = (packed / f"model-{i}.safetensors" for i in (0, 1))
     tensors = load_file(first)
     save_file(load_file(second) | {Q: random_fp8(96, 64)}, second)
     save_file(tensors | {Q: random_fp8(96, 64)}, first)
     with pytest.raises(ValueError, match=rf"has a tensor '{Q}'; the checkpoint has it as {Q}, too"):
-        load_weights(build(packed), str(packed))
-    first.write_bytes(first.read_bytes()[:-1])
-    with pytest.raises(ValueError, match=r"model-0\.safetensors is damaged"):
         load_weights(build(packed), str(packed))
 
 

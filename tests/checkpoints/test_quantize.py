@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 import reference
 from checkpoints import compressed
 from checkpoints.compressed import RECIPES, check_target, new_folder
-from checkpoints.dequantize import Packed
+from checkpoints.dequantize import CodedRows, Packed
 from checkpoints.gptq import DAMPING, gptq
 from checkpoints.hub import checkpoint_files, find_model
 from checkpoints.quantization import read_quantization
@@ -24,10 +24,10 @@ from checkpoints.rounding import nearest, nearest_of, rounded, scales_of
 from checkpoints.storage import Storage, opened
 from config import DEMO, EngineConfig
 from device import quantize
-from device.calibrate import Found, calibrate
+from device.calibrate import calibrate
 from device.coded import stored
 from device.loader import load_weights
-from device.quantize import Job, Options, main
+from device.quantize import QuantizeJob, QuantizeOptions, main
 from engine import LLM
 from model import Transformer
 from model_config import ModelConfig
@@ -62,9 +62,11 @@ def plain(folder: Path, raw: dict[str, Any], dtype: torch.dtype = torch.bfloat16
     return write(folder, raw | {"dtype": str(dtype).removeprefix("torch.")}, tensors, files)
 
 
-def job_of(folder: Path, scheme: str, **more: Any) -> Job:
-    options = Options(str(folder), "", scheme, **({"group_size": GROUP[scheme]} if scheme in GROUP else {}) | more)
-    return Job(options, find_model(EngineConfig(str(folder))))
+def job_of(folder: Path, scheme: str, **more: Any) -> QuantizeJob:
+    options = QuantizeOptions(
+        str(folder), "", scheme, **({"group_size": GROUP[scheme]} if scheme in GROUP else {}) | more
+    )
+    return QuantizeJob(options, find_model(EngineConfig(str(folder))))
 
 
 def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
@@ -140,8 +142,8 @@ def test_the_codes_are_those_of_the_option_quantization(tmp_path: Path, scheme: 
             own = rounded(tensors_in(source)[name], kind)
             group = GROUP.get(scheme, 1)
             places = (torch.arange(tensor.shape[0]),), torch.arange(tensor.shape[1]), group, group
-            assert own.codes and tensor.codes
-            read = [each.codes.read(*places) for each in (tensor, own)]
+            assert own.read_codes and tensor.read_codes
+            read = [each.read_codes(*places) for each in (tensor, own)]
             mine, theirs = ([stored(each.codes, kind, tensor.shape[1]), *each[1:]] for each in read)
             for one, other in zip(mine, theirs, strict=True):
                 assert one is other is None or torch.equal(one.float(), other.float()), name
@@ -255,7 +257,7 @@ def test_gptq_is_the_nearest_where_no_input_tells_of_another() -> None:
             assert all(map(torch.equal, found, nearest_of(weight, kind, inputs, torch.bfloat16)))
 
 
-def numbers_of(found: Found, group: int) -> torch.Tensor:
+def numbers_of(found: CodedRows, group: int) -> torch.Tensor:
     return found.codes.float() * found.scales.float().repeat_interleave(group, 1)[:, : found.codes.shape[1]]
 
 

@@ -60,7 +60,8 @@ def test_a_packed_weight_gives_the_plain_product(dtype, shape, rows):
             wanted = F.linear(x.double(), weight.double(), None if b is None else b.double())
             got = linear(x, packed, b)
             assert got.dtype == dtype and got.is_contiguous()
-            torch.testing.assert_close(got.double(), wanted, atol=0.02 * shape[1] ** 0.5, rtol=0.02)
+            error = 1e-4 if dtype == torch.float32 else 0.02
+            torch.testing.assert_close(got.double(), wanted, atol=error * shape[1] ** 0.5, rtol=error)
 
 
 @pytest.mark.skipif(kind_of(torch.float32, short=True) is not cpu_weights.HalfLinear, reason="needs FBGEMM")
@@ -237,21 +238,6 @@ def test_compile_is_refused_without_a_compiler(monkeypatch):
     monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(ValueError, match=r"^compile is True; it needs a C\+\+ compiler"):
         LLM("demo", device="cpu", compile=True)
-
-
-@pytest.mark.full
-def test_compile_is_refused_in_one_line_without_a_compiler():
-    env = {name: value for name, value in os.environ.items() if name != "CXX"} | {"PATH": ""}
-    command = [sys.executable, "server.py", "--port", "0", "--compile"]
-    run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
-    assert run.returncode == 2
-    assert run.stderr.strip().splitlines()[-1].startswith("server.py: error: compile is True; it needs a C++ compiler")
-
-
-def test_float32_stays_close_after_packing():
-    weight, x = torch.randn(300, 200), torch.randn(5, 200)
-    for rows in ("one", "several"):
-        assert (cpu_weights.pack(weight, rows)(x) - F.linear(x, weight)).abs().max() < 1e-4
 
 
 def test_auto_dtype_is_one_that_the_cpu_is_fast_with(monkeypatch):

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import psutil
 import pytest
@@ -24,8 +27,8 @@ from cpu.compiled import (
     INDUCTOR_FOLDER,
     MANY,
     Builder,
-    Job,
-    Late,
+    CompileJob,
+    PendingLibrary,
     compile_job,
     compile_ops,
     keep,
@@ -37,6 +40,8 @@ from engine import LLM, SamplingParams
 from oracles import HeadNorm
 
 ROOT = Path(__file__).parent.parent.parent
+F32, BF16 = torch.float32, torch.bfloat16
+FULL, LONG = pytest.mark.full, pytest.mark.long
 
 pytestmark = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler")
 
@@ -44,7 +49,7 @@ pytestmark = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang+
 class Here(Builder):
     """Compiles at once, in this process, which is faster for many small functions."""
 
-    def ask(self, job: Job) -> Late:
+    def ask(self, job: CompileJob) -> PendingLibrary:
         if not job.path():
             with torch.inference_mode(False):
                 compile_job(job)
@@ -57,7 +62,7 @@ def test_cpp_without_the_vectors_of_this_cpu_is_not_kept(monkeypatch, tmp_path):
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     open_folders()
-    job = Job("activate", ("silu", True), (("float32", (8, 64)),), ((0,),), 1)
+    job = CompileJob("activate", ("silu", True), (("float32", (8, 64)),), ((0,),), 1)
     for isa, capability in (("invalid", "AVX2"), ("avx2", "AVX512")):
         narrow = cpu_vec_isa.invalid_vec_isa if isa == "invalid" else cpu_vec_isa.VecAVX2()
         monkeypatch.setattr(cpu_vec_isa, "pick_vec_isa", lambda narrow=narrow: narrow)
@@ -70,32 +75,34 @@ def test_cpp_without_the_vectors_of_this_cpu_is_not_kept(monkeypatch, tmp_path):
 class Uncompiled(Builder):
     """Has the functions themselves in the place of their C++."""
 
-    def ask(self, job: Job) -> Late:
+    def ask(self, job: CompileJob) -> PendingLibrary:
         function = partial(getattr(compiled, job.name), *job.settings)
 
         def run(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
             made = function(*tensors)
             return [made] if isinstance(made, torch.Tensor) else made
 
-        return Late(run)
+        return PendingLibrary(run)
 
 
-@pytest.fixture(scope="module")
-def compiled_ops():
-    return compile_ops(Here(1))
+@functools.cache
+def ops_of(builder: type[Builder]) -> ModuleType:
+    return compile_ops(builder(1))
 
 
-@pytest.fixture(scope="module")
-def uncompiled_ops():
-    return compile_ops(Uncompiled(1))
+def both(name: str, cases: list[tuple], brief: Callable[[tuple], bool]) -> pytest.MarkDecorator:
+    """Cases of functions as they are, and of their C++, which takes long: only the `brief` ones are full."""
+    plain = [pytest.param(Uncompiled, *case, id=f"plain {case}") for case in cases]
+    made = [pytest.param(Here, *case, id=f"C++ {case}", marks=FULL if brief(case) else LONG) for case in cases]
+    return pytest.mark.parametrize(f"builder, {name}", plain + made)
 
 
-def small_job(size: int = 4) -> Job:
+def small_job(size: int = 4) -> CompileJob:
     """A job: SiLU of `size` elements a row."""
-    return Job("activate", ("silu", False), (("float32", (8, size)),), ((0,),), 1)
+    return CompileJob("activate", ("silu", False), (("float32", (8, size)),), ((0,),), 1)
 
 
-def settled(builder: Builder, job: Job) -> Late:
+def settled(builder: Builder, job: CompileJob) -> PendingLibrary:
     """What a job's process leaves, once it has ended."""
     late = builder.ask(job)
     for thread in builder.threads:
@@ -167,7 +174,7 @@ def test_a_folder_that_others_may_write_to_is_not_used(monkeypatch, tmp_path, ca
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (tmp_path / name).mkdir(parents=True)
     damage(tmp_path / name, how)
-    monkeypatch.setattr(Job, "load", None)
+    monkeypatch.setattr(CompileJob, "load", None)
     with caplog.at_level("INFO", logger="manta"):
         builder = Builder(1)
         assert builder.ask(small_job()).run is None and not builder.threads
@@ -176,7 +183,7 @@ def test_a_folder_that_others_may_write_to_is_not_used(monkeypatch, tmp_path, ca
         builder.wait()
 
 
-def test_what_a_killed_process_leaves_is_swept_and_what_is_at_work_stays(monkeypatch, tmp_path):
+def test_what_a_killed_process_leaves_is_swept_a_day_later(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     Builder(1)
     home = tmp_path / "manta" / "compiled"
@@ -188,7 +195,9 @@ def test_what_a_killed_process_leaves_is_swept_and_what_is_at_work_stays(monkeyp
         Builder(1)
         assert path.parent == home and path.is_dir()
         process.kill()
+    Builder(1)
     assert path.is_dir()
+    os.utime(path, (0, 0))  # long ago
     Builder(1)
     assert not path.exists()
 
@@ -260,7 +269,7 @@ def test_a_large_model_answers_while_its_cpp_is_made(monkeypatch, tmp_path):
     monkeypatch.setattr(cpu_weights, "SMALL", 1)
     allowed, jobs = threading.Event(), []
 
-    def make_later(builder: Builder, job: Job, late: Late) -> None:
+    def make_later(builder: Builder, job: CompileJob, late: PendingLibrary) -> None:
         jobs.append((builder, job))
         allowed.wait()
         with builder.room:
@@ -324,23 +333,9 @@ def test_compiled_steps_in_bfloat16_read_compressed_weights_and_compile_nothing_
 SIZES = [1, 2, MANY - 1, MANY, 3 * MANY + 1]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("tokens", SIZES)
-def test_ops_of_what_is_compiled_are_the_plain_ones(uncompiled_ops, dtype, tokens):
-    check_ops(uncompiled_ops, dtype, tokens)
-
-
-@pytest.mark.parametrize(
-    "dtype",
-    [pytest.param(torch.float32, marks=pytest.mark.full), pytest.param(torch.bfloat16, marks=pytest.mark.long)],
-    ids=str,
-)
-@pytest.mark.parametrize("tokens", SIZES)
-def test_compiled_ops_are_the_plain_ones(compiled_ops, dtype, tokens):
-    check_ops(compiled_ops, dtype, tokens)
-
-
-def check_ops(compiled_ops, dtype, tokens):
+@both("dtype, tokens", [*itertools.product((F32, BF16), SIZES)], lambda case: case[0] == F32)
+def test_compiled_ops_are_the_plain_ones(builder, dtype, tokens):
+    compiled_ops = ops_of(builder)
     torch.manual_seed(0)
     x, weight, gate_up = (torch.randn(*shape).to(dtype) for shape in ((tokens, 96), (96,), (tokens, 66)))
     close = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 1e-6, "rtol": 2**-7}  # both round once
@@ -357,28 +352,10 @@ def check_ops(compiled_ops, dtype, tokens):
         assert got.shape == want.shape and got.is_contiguous()
 
 
-KINDS = {"one type": (torch.bfloat16, None), "two types": (torch.float32, torch.bfloat16)}
-
-
-@pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
-def test_norms_of_what_is_compiled_take_weights_of_other_types(uncompiled_ops, kinds):
-    check_norms(uncompiled_ops, kinds)
-
-
-@pytest.mark.parametrize(
-    "kinds",
-    [
-        pytest.param(KINDS["one type"], marks=pytest.mark.full),
-        pytest.param(KINDS["two types"], marks=pytest.mark.long),
-    ],
-    ids=KINDS,
-)
-def test_compiled_norms_take_weights_of_other_types(compiled_ops, kinds):
-    check_norms(compiled_ops, kinds)
-
-
-def check_norms(compiled_ops, kinds):
+@both("kinds", [((BF16, None),), ((F32, BF16),)], lambda case: case[0][0] == BF16)
+def test_compiled_norms_take_weights_of_other_types(builder, kinds):
     """The first call has no bias and compiles for weights of x's own type, which the second must not be given to."""
+    compiled_ops = ops_of(builder)
     x, weight, bias = (None if kind is None else torch.randn(96).to(kind) for kind in (torch.bfloat16, *kinds))
     x, sums = x.expand(5, -1).contiguous(), [torch.ones(5, 96).bfloat16() for _ in range(4)]
     for i, ops in enumerate((compiled_ops, cpu_ops)):
@@ -401,20 +378,9 @@ ROPES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("tokens", "norm", "rotated", "interleaved"), ROPES)
-def test_rope_of_what_is_compiled_is_the_plain_one(uncompiled_ops, tokens, norm, rotated, interleaved):
-    check_rope(uncompiled_ops, tokens, norm, rotated, interleaved)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "norm", "rotated", "interleaved"),
-    [pytest.param(*case, marks=pytest.mark.long if i else pytest.mark.full) for i, case in enumerate(ROPES)],
-)
-def test_compiled_rope_is_the_plain_one(compiled_ops, tokens, norm, rotated, interleaved):
-    check_rope(compiled_ops, tokens, norm, rotated, interleaved)
-
-
-def check_rope(compiled_ops, tokens, norm, rotated, interleaved):
+@both("tokens, norm, rotated, interleaved", ROPES, lambda case: case is ROPES[0])
+def test_compiled_rope_is_the_plain_one(builder, tokens, norm, rotated, interleaved):
+    compiled_ops = ops_of(builder)
     torch.manual_seed(0)
     qkv, rotation = torch.randn(tokens, (4 + 2 * 2) * 32).bfloat16(), torch.randn(tokens, 2, rotated)
     norms = [norm.weights(heads, 32, torch.bfloat16) for heads in (4, 2)]

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import oracles
 from cpu import ops as cpu_ops
-from test_reference import ints
+from oracles import ints
 
 
 def test_attention_decode_in_several_spans(monkeypatch: pytest.MonkeyPatch) -> None:

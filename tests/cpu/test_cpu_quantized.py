@@ -18,10 +18,10 @@ from cpu import ops as cpu_ops
 from cpu.quantized import (
     FEW,
     ROWS,
-    CodedExperts,
+    CodedKernels,
     CodedLinear,
-    Form,
-    Forms,
+    ExpertStack,
+    Formula,
     IntegerLinear,
     RoundedLinear,
     SplitLinear,
@@ -62,14 +62,14 @@ def with_factors(weight: Quantized, small: torch.dtype, wide: int, seed: int = 0
     return weight._replace(scales=scales, zeros=least[0] if least else None, factors=factors, wide=wide)
 
 
-def uncompiled(weight: Quantized, dtype: torch.dtype = torch.float32) -> Forms:
+def uncompiled(weight: Quantized, dtype: torch.dtype = torch.float32) -> CodedKernels:
     """The functions themselves in the place of their C++."""
 
     def late(function, *settings):
-        return SimpleNamespace(run=lambda tensors: [function(Form.of(weight), *settings, *tensors)])
+        return SimpleNamespace(run=lambda tensors: [function(Formula.of(weight), *settings, *tensors)])
 
     product = late(quantized.multiply_codes)
-    return Forms(product, product, late(quantized.unpack_codes, dtype), dtype)
+    return CodedKernels(product, product, late(quantized.unpack_codes, dtype), dtype)
 
 
 def check(
@@ -84,7 +84,7 @@ def check(
     assert ((got.double() - wanted).abs() <= most * sizes + 1e-30).all()
 
 
-def check_products(weight: Quantized, forms: Forms | None, counts: tuple[int, ...], dtype=torch.float32) -> None:
+def check_products(weight: Quantized, forms: CodedKernels | None, counts: tuple[int, ...], dtype=torch.float32) -> None:
     """The products with some numbers of rows, every other one with a bias."""
     (outputs, inputs), packed = weight.codes.shape, CodedLinear(weight, forms)
     inputs = inputs * 8 // BITS[weight.kind]
@@ -117,7 +117,7 @@ def test_a_weight_in_codes_gives_the_product_of_its_numbers(kind):
     for i, (outputs, inputs, group) in enumerate(WEIGHTS + (ODD if BITS[kind] == 8 else [])):
         weight = drawn(kind, (outputs, inputs), group, i % 2 == 1)
         check_products(weight, uncompiled(weight), (1, ROWS + 1, most + 1))
-        check_products(weight, Forms(none, none, none, torch.float32), (2,))
+        check_products(weight, CodedKernels(none, none, none, torch.float32), (2,))
         check_products(weight, None, (0, 1))
 
 
@@ -230,7 +230,7 @@ def test_experts_in_codes_are_the_ones_of_their_numbers(zeros):
     stacks = [drawn("int8", shape, 32, zeros) for shape in ((4, 64, 48), (4, 48, 32))]
     stacks = [stack._replace(scales=stack.scales / 64) for stack in stacks]
     packed = [pack_quantized(stack, find=uncompiled) for stack in stacks]
-    assert [type(each) for each in packed] == [CodedExperts] * 2 and packed[0].shape == (4, 64, 48)
+    assert [type(each) for each in packed] == [ExpertStack] * 2 and packed[0].shape == (4, 64, 48)
     x, weights = torch.randn(5, 48), torch.rand(5, 2)
     for ids in (torch.tensor([[0, 3], [3, 0], [0, 3], [2, 3], [3, 2]]), torch.full((5, 2), 9)):  # none is here
         plan = experts.plan_experts(weights, ids, 4)

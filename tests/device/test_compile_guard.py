@@ -76,35 +76,33 @@ def plain(configure) -> EngineCore:
     return EngineCore(configure({}))
 
 
+SWAP = {"preemption_mode": "swap", "schedule_conservativeness": 0.0}
+TRAFFIC: dict[str, tuple[dict, dict]] = {
+    "swap": ({}, SWAP | {"block_size": 4, "max_model_len": 60, "num_gpu_blocks_override": 15}),
+    "drafts": ({}, {"speculative_config": DRAFTS, "max_model_len": 60}),
+    "windows": (WINDOWS, {"enforce_eager": True, "num_gpu_blocks_override": 20}),
+    "batch invariant": ({}, {"batch_invariant": True, "max_model_len": 48, "max_num_seqs": 8}),
+    "latents": (LATENT, {"max_model_len": 48}),
+    "latents, batch invariant": (LATENT, {"batch_invariant": True, "max_model_len": 48}),
+    "states": (HYBRID, SWAP | {"num_gpu_blocks_override": 8}),
+    "states, batch invariant": (HYBRID, {"batch_invariant": True, "max_model_len": 48}),
+    "streams": (STREAMS, {"max_model_len": 48}),
+    "streams, batch invariant": (STREAMS, {"batch_invariant": True, "max_model_len": 48}),
+}
+
+
 @pytest.mark.parametrize(
     ("shape", "fields"),
     [
-        pytest.param(
-            {},
-            {
-                "preemption_mode": "swap",
-                "schedule_conservativeness": 0.0,
-                "block_size": 4,
-                "max_model_len": 60,
-                "num_gpu_blocks_override": 15,
-            },
-            marks=pytest.mark.full,
-        ),
-        pytest.param(WINDOWS, {"enforce_eager": True, "num_gpu_blocks_override": 20}, marks=pytest.mark.long),
-        pytest.param({}, {"batch_invariant": True, "max_model_len": 48, "max_num_seqs": 8}, marks=pytest.mark.long),
-        pytest.param(LATENT, {"max_model_len": 48}, marks=pytest.mark.long),
-        pytest.param(
-            HYBRID,
-            {"preemption_mode": "swap", "schedule_conservativeness": 0.0, "num_gpu_blocks_override": 8},
-            marks=pytest.mark.long,
-        ),
-        pytest.param(STREAMS, {"max_model_len": 48}, marks=pytest.mark.long),
-        pytest.param({}, {"speculative_config": DRAFTS, "max_model_len": 60}, marks=pytest.mark.full),
+        pytest.param(*case, id=name, marks=pytest.mark.full if name in ("swap", "drafts") else pytest.mark.long)
+        for name, case in TRAFFIC.items()
     ],
-    ids=["swap", "windows", "batch invariant", "latents", "states", "streams", "drafts"],
 )
-def test_warm_up_covers_random_traffic(configure, shape, fields):
-    """There are chunks, batches of all sizes, samples that share blocks, beams, swaps and every sampling parameter."""
+def test_warm_up_covers_random_traffic(configure, kernel_device, shape, fields):
+    """There are chunks, batches of all sizes, samples that share blocks, beams, swaps and every sampling parameter.
+
+    A rehearsal launches all of that. Only the interpreter tells the guard of every launch; test_gpu.py has a GPU's way.
+    """
     core, rng, errors = EngineCore(configure(shape, **fields)), random.Random(3), []
     longest = core.facts["max_model_len"] - 20
     for i in range(6):
@@ -129,6 +127,15 @@ def test_warm_up_covers_random_traffic(configure, shape, fields):
     assert metrics["num_requests_running"] == 0
     if fields.get("preemption_mode"):
         assert metrics["num_preemptions_total"] > 0 and metrics["num_swapped_tokens_total"] > 0
+    if kernel_device == "cpu":
+        worker = core.executor.worker
+        made = worker.start
+        launched, made.guard.seen, made.guard.armed = made.guard.seen, set(), False
+        warmup.rehearse(made)
+        assert launched <= made.guard.seen, launched - made.guard.seen
+        assert any("mask_words_kernel" in str(key) for key in launched)
+        plan = StepPlan(0, rows=[(1, 3)], new=[row(1, [7, 8, 9], blocks=[3, 1, 2])])
+        assert worker.step(plan).token_ids[0] >= 0  # after a rehearsal kernels run again
 
 
 def test_a_new_shape_is_refused_by_name(plain, kernel_device, monkeypatch):
@@ -151,52 +158,6 @@ def test_a_new_shape_is_refused_by_name(plain, kernel_device, monkeypatch):
     core.add(EngineCoreRequest("next", [1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True)))
     tokens = [token for _ in range(8) if core.has_work() for output in core.step() for token in output.token_ids]
     assert len(tokens) == 4
-
-
-@pytest.mark.interpreted  # only the interpreter tells the guard of every launch; test_gpu.py has a GPU's way
-@pytest.mark.parametrize(
-    ("shape", "fields"),
-    [
-        pytest.param({}, {}, marks=pytest.mark.full),
-        pytest.param(WINDOWS, {"num_gpu_blocks_override": 20}, marks=pytest.mark.long),
-        pytest.param({}, {"batch_invariant": True}, marks=pytest.mark.long),
-        pytest.param(
-            LATENT,
-            {"max_model_len": 40, "max_num_batched_tokens": 32, "max_num_seqs": 2},
-            marks=pytest.mark.long,
-        ),
-        pytest.param(LATENT, {"batch_invariant": True}, marks=pytest.mark.long),
-        pytest.param(
-            HYBRID,
-            {"max_model_len": 20, "max_num_batched_tokens": 16, "max_num_seqs": 2},
-            marks=pytest.mark.long,
-        ),
-        pytest.param(HYBRID, {"batch_invariant": True}, marks=pytest.mark.long),
-        pytest.param(STREAMS, {"batch_invariant": True}, marks=pytest.mark.long),
-        pytest.param({}, {"speculative_config": DRAFTS}, marks=pytest.mark.long),
-    ],
-    ids=[
-        "plain",
-        "windows",
-        "batch invariant",
-        "latents",
-        "latents, batch invariant",
-        "states",
-        "states, batch invariant",
-        "streams, batch invariant",
-        "drafts",
-    ],
-)
-def test_a_rehearsal_launches_what_warm_up_does(configure, shape, fields):
-    config = configure(shape, **fields)
-    worker = start_worker(config, ModelConfig.from_folder(config.model))
-    made = worker.start
-    launched, made.guard.seen, made.guard.armed = made.guard.seen, set(), False
-    warmup.rehearse(made)
-    assert launched <= made.guard.seen, launched - made.guard.seen
-    assert any("mask_words_kernel" in str(key) for key in launched)
-    plan = StepPlan(0, rows=[(1, 3)], released=[1], new=[row(1, [7, 8, 9], blocks=[3, 1, 2])])
-    assert worker.step(plan).token_ids[0] >= 0  # after a rehearsal kernels run again
 
 
 REHEARSAL = """

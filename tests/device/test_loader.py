@@ -148,26 +148,6 @@ def test_an_error_on_the_way_is_the_callers_and_no_thread_is_left(save, monkeypa
 
 
 @pytest.mark.parametrize("staged", [False, True])
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda data: data[:-1], r"model-1\.safetensors is damaged"),
-        (lambda data: data[:7], r"model-1\.safetensors is damaged"),
-        (lambda data: b"\xff" * 8 + data[8:], r"model-1\.safetensors is damaged"),
-    ],
-    ids=["cut", "no header", "header too long"],
-)
-def test_damaged_file_is_named_before_a_byte_is_copied(save, monkeypatch, damage, message, staged):
-    folder = save(files=2)
-    path = folder / "model-1.safetensors"
-    path.write_bytes(damage(path.read_bytes()))
-    model = build(folder)
-    with pytest.raises(ValueError, match=message):
-        load_weights(model, str(folder), staged=staged)
-    assert all(target.isnan().all() for target in targets(model))
-
-
-@pytest.mark.parametrize("staged", [False, True])
 def test_a_surplus_tensor_is_named_unless_the_index_leaves_it_out(save, staged):
     folder = save(files=2)
     path, index, name = folder / "model-1.safetensors", folder / INDEX, "model.layers.0.mlp.extra"

@@ -45,7 +45,7 @@ from models.expert_ranks import ExpertGroup
 from observe.logs import memory_note
 from parallel import Group, Pipeline
 from plan import NewRow, StepPlan
-from worker import Worker
+from worker import StepRun
 
 ROOT = Path(__file__).parent.parent.parent
 SHAPE = {
@@ -186,19 +186,21 @@ def test_one_layer_of_each_kind_takes_what_all_layers_take(folder, family):
 
 
 @pytest.mark.parametrize("prompt", [0, 20])
-def test_what_recurrent_layers_keep_of_drafts_is_planned(folder, monkeypatch, prompt):
+def test_what_recurrent_layers_keep_of_drafts_is_planned(folder, prompt):
     """In a step of rows with drafts alone, and with a prompt behind them."""
-    kernels, seen = pytest.importorskip("kernels"), []
+    kernels = pytest.importorskip("kernels")
     raw, options = folder(**{"architectures": ["Qwen3_5ForCausalLM"], **DELTA}), json.dumps(DRAFTS)
     config = EngineConfig(raw, max_num_seqs=6, max_model_len=70, speculative_config=options)
     model = dry_run.dry_model(config, ModelConfig.from_folder(raw), kernels, torch.bfloat16, 70, Pipeline())
     dry = dry_run.dry_worker(config, model, kernels)
-    monkeypatch.setattr(Worker, "settle", lambda worker, batch: seen.extend(batch.later))
+    run = StepRun()
     counts, drafts = np.array([4] * 5 + [prompt or 4]), np.array([3] * 5 + [0 if prompt else 3])
-    shape = dry.shape_of(counts, 1 + drafts, drafts)
+    run.shape = shape = dry.shape_of(counts, 1 + drafts, drafts)
+    dry.forward_phases = dry.forward_phases[: dry.forward_phases.index(dry.score)]
     with torch.inference_mode(), torch.device("meta"), unlaunched(kernels_of(kernels)):
-        dry.forward(shape)
-    kept = sum(see.args[0].untyped_storage().nbytes() for see in seen)
+        for phase in dry.forward_phases:
+            phase(run)
+    kept = sum(see.args[0].untyped_storage().nbytes() for see in run.batch.drafts.later)
     assert kept == memory.kept_bytes(config, model) * shape.drafted // 6 and shape.drafted == 6 - (prompt > 0)
     plain, planned = (plan_memory(dataclasses.replace(config, speculative_config=given), model, True)
                       for given in (None, options))  # fmt: skip

@@ -30,7 +30,7 @@ from parallel import Pipeline, Sampled
 from random_checkpoints import FAMILIES as CASES
 from random_checkpoints import KEPT, REMOTE
 from renamed import published
-from worker import Worker
+from worker import StepRun, Worker
 
 kernels = pytest.importorskip("kernels")
 
@@ -93,11 +93,12 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The longest rows of the steps that have run, each of them watched."""
     found, forward = [], Worker.forward
 
-    def watched(self: Worker, shape, *args, **kwargs):
+    def watched(self: Worker, run: StepRun) -> torch.Tensor:
+        shape = run.shape
         found.append(shape.max_query_len)
         verifies = shape.drafted > 0 and shape.num_decodes == shape.tokens
         with NoWaiting(captured=shape.max_query_len == 1 or verifies):
-            return forward(self, shape, *args, **kwargs)
+            return forward(self, run)
 
     monkeypatch.setattr(warmup, "run_prompts", lambda start, worker: 1.0)
     monkeypatch.setattr(startup, "time_rows", lambda start, worker: [])
@@ -136,9 +137,10 @@ def test_a_step_that_verifies_drafts_is_rehearsed_as_it_is_captured(tmp_path: Pa
 # The files whose functions run in a step, and what in them may read the host's numbers or wait: it runs at load, has
 # arrays of numpy, copies from pinned memory, or takes a step's results.
 FORWARD = (
-    "batch_state", "kernels", "layers", "model", "models.altup", "models.delta_net", "models.expert_layers",
-    "models.expert_ranks", "models.latent_attention", "models.layer_inputs", "models.logprobs", "models.pooled",
-    "ops.attention", "ops.delta", "ops.experts", "ops.latent", "ops.matmul", "ops.sampling", "parallel", "worker",
+    "batch_state", "device.phases", "kernels", "layers", "model", "models.altup", "models.delta_net",
+    "models.expert_layers", "models.expert_ranks", "models.latent_attention", "models.layer_inputs",
+    "models.logprobs", "models.pooled", "ops.attention", "ops.delta", "ops.experts", "ops.latent", "ops.matmul",
+    "ops.sampling", "parallel", "worker",
 )  # fmt: skip
 READING = {"as_tensor", "cpu", "item", "new_tensor", "nonzero", "tensor", "tolist"}
 ALLOWED = {
@@ -152,7 +154,7 @@ ALLOWED = {
     "parallel._reduce": {"tensor"},
     "models.expert_ranks.agree": {"tensor"},
     "models.logprobs.records": {"tolist"},
-    "worker.enter_rows": {"tolist"},
+    "worker.new_rows": {"tolist"},
 }
 
 

@@ -18,7 +18,8 @@ from engine import LLM, SamplingParams
 from forked import forked_workers, run_ranks
 from lora.adapter import WEIGHTS, state_of
 from model_config import ModelConfig
-from plan import NewRow, StepPlan
+from oracle_checks import first_step
+from plan import StepPlan
 from random_checkpoints import DATA, FAMILIES
 
 pytestmark = pytest.mark.full
@@ -41,23 +42,18 @@ def answer(config: EngineConfig, adapter: Path, rank: int = 0, rendezvous: str =
     """Logits of the prompts, with the adapter and without, and the tokens that follow."""
     torch.set_num_threads(1)
     worker = start_worker(config, ModelConfig.from_folder(config.model), rank, rendezvous)
-    assert worker.load_adapter(2, state_of(str(adapter))) in (0, VIRTUAL)
-    seen, forward = [], worker.model.forward
-    worker.model.forward = lambda *args: seen.append(forward(*args)) or seen[-1]
+    assert worker.adapters.load(2, state_of(str(adapter))) in (0, VIRTUAL)
     prompts = FAMILIES[Path(config.model).name]["prompts"] * 2
     if not CASES[Path(config.model).name]:
         prompts = [[-1 - VIRTUAL - j for j in range(VIRTUAL)] + p if i < 2 else p for i, p in enumerate(prompts)]
-    kinds, _, columns = worker.state.block_tables.shape
-    tables = torch.arange(4 * kinds * columns).view(4, kinds, columns).tolist()
-    new = [NewRow(slot=i, token_ids=p, blocks=tables[i], adapter=2 * (i < 2)) for i, p in enumerate(prompts)]
-    results = [worker.step(StepPlan(0, rows=[(i, len(p)) for i, p in enumerate(prompts)], new=new, adapters=[(2, 1)]))]
+    sampled, hidden = first_step(worker, prompts, [2, 2, 0, 0], adapters=[(2, 1)])
     slots = torch.arange(4).repeat_interleave(torch.tensor([len(p) for p in prompts]))
-    logits = worker.logits(seen[0], slots) if worker.pipeline.last else None
-    results += [worker.step(StepPlan(i, rows=[(i, 1) for i in range(4)])) for i in range(1, NEW)]
+    logits = worker.logits(hidden, slots) if worker.pipeline.last else None
+    later = [worker.step(StepPlan(i, rows=[(i, 1) for i in range(4)])) for i in range(1, NEW)]
     worker.take_sampled()  # as in test_families.py
     worker.group.close()
-    tokens, lengths = [result.token_ids for result in results], [len(p) for p in prompts]
-    return {"logits": logits, "tokens": tokens, "lengths": lengths}
+    tokens = [sampled, *(result.token_ids for result in later)]
+    return {"logits": logits, "tokens": tokens, "lengths": [len(p) for p in prompts]}
 
 
 def config_of(name: str, size: int = 1, stages: int = 1) -> EngineConfig:

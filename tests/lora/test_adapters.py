@@ -217,7 +217,9 @@ def test_a_head_without_logits_stands_aside_for_an_adapter_of_the_head(
         def find(self, hidden: torch.Tensor, state: Any, slots: torch.Tensor) -> torch.Tensor:
             return slots.new_full(slots.shape, 7, dtype=torch.int64)
 
-    llm.core.executor.worker.greedy_head = Head()  # type: ignore[union-attr]
+    worker = llm.core.executor.worker  # type: ignore[union-attr]
+    worker.greedy_head = Head()
+    worker.arrange()
     adapters = [None, asked(folders[2]), asked(folders[0]), asked(folders[1])]
     found = [tokens(llm.generate([SPEECH], params, use_tqdm=False, lora_request=each))[0][0] for each in adapters]
     want = [tokens(merged(i).generate([SPEECH], params, use_tqdm=False))[0][0] for i in (0, 1)]

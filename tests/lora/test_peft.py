@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +13,9 @@ from safetensors.torch import load_file
 from adapters import asked
 from lora.adapter import CONFIG
 from model_config import ModelConfig
-from oracle_checks import make_core, make_worker
-from plan import EngineCoreRequest, NewRow, StepPlan
-from random_checkpoints import FAMILIES, TESTS, Checkpoints, once
+from oracle_checks import first_step, make_core, make_worker
+from plan import EngineCoreRequest
+from random_checkpoints import FAMILIES, Checkpoints, once, run_oracle
 from sampling_params import SamplingParams
 
 ATTENTION = r".*attn\.(q\w*|k|v|o|kv_a|in|out)_proj\w*"  # of latent attention not kv_b_proj, which is no product here
@@ -77,19 +75,12 @@ def checkpoints(shared: Path) -> Checkpoints:
 def made(request: pytest.FixtureRequest, checkpoints: Checkpoints, shared: Path) -> Path:
     """The adapters of the cases that are asked for, in folders of their names, and one of experts; see the oracle."""
     chosen = {(c.params["name"], c.params["rank"], c.params["what"]) for c in calls_of(request)}
-    cases = [
-        case_of(checkpoints / name, shared, f"{rank}-{what}", config_of(checkpoints / name, rank, what))
+    cases = {
+        f"{name}-{rank}-{what}": case_of(checkpoints / name, config_of(checkpoints / name, rank, what), what)
         for name, rank, what in sorted(chosen)
-    ]
-    cases.append(case_of(checkpoints / "mixtral", shared, "4", {"r": 4, "target_modules": "all-linear"}))
-
-    def make(folder: Path) -> None:
-        (folder / "cases.json").write_text(json.dumps(cases))
-        # -I: transformers looks for a package called `kernels`, and would find ours.
-        command = [sys.executable, "-I", TESTS / "oracle_adapters.py", folder / "cases.json"]
-        subprocess.run(command, check=True, cwd=folder)
-
-    return once(shared / "peft", make)
+    }
+    cases["mixtral-4"] = case_of(checkpoints / "mixtral", {"r": 4, "target_modules": "all-linear"})
+    return once(shared / "peft", lambda folder: run_oracle(cases, folder))
 
 
 def calls_of(request: pytest.FixtureRequest) -> list[Any]:
@@ -98,12 +89,12 @@ def calls_of(request: pytest.FixtureRequest) -> list[Any]:
     return [call for call in calls if call and "rank" in call.params]
 
 
-def case_of(folder: Path, shared: Path, which: str, config: dict[str, Any]) -> dict[str, Any]:
+def case_of(folder: Path, config: dict[str, Any], what: str = "") -> dict[str, Any]:
     family = FAMILIES[folder.name]
     return {
-        "folder": str(folder), "out": str(shared / "peft" / f"{folder.name}-{which}"), "config": config,
-        "prompts": family["prompts"], "alibi": family["shape"].get("alibi", False),
-        "shares": which.endswith("tables") and ModelConfig.from_folder(str(folder)).tie_word_embeddings,
+        "make": "adapter", "base": str(folder), "config": config, "prompts": family["prompts"],
+        "alibi": family["shape"].get("alibi", False),
+        "shares": what == "tables" and ModelConfig.from_folder(str(folder)).tie_word_embeddings,
     }  # fmt: skip
 
 
@@ -113,15 +104,10 @@ def test_logits_equal_pefts(checkpoints: Checkpoints, made: Path, name: str, ran
     folder, prompts = made / f"{name}-{rank}-{what}", FAMILIES[name]["prompts"] * 2
     oracle = load_file(folder / "oracle.safetensors")
     worker = make_worker(checkpoints / name, enable_lora=True, max_loras=2, max_cpu_loras=2, max_lora_rank=64)
-    assert not worker.load_adapter(1, str(folder))
-    seen, forward = [], worker.model.forward
-    worker.model.forward = lambda *args: seen.append(forward(*args)) or seen[-1]
-    kinds, _, per_seq = worker.state.block_tables.shape
-    tables = torch.arange(4 * kinds * per_seq).view(4, kinds, per_seq).tolist()
-    new = [NewRow(slot=i, token_ids=p, blocks=tables[i], adapter=2 * (i < 2)) for i, p in enumerate(prompts)]
-    worker.step(StepPlan(0, rows=[(i, len(p)) for i, p in enumerate(prompts)], new=new, adapters=[(1, 1)]))
+    assert not worker.adapters.load(1, str(folder))
+    _, hidden = first_step(worker, prompts, [2, 2, 0, 0], adapters=[(1, 1)])
     counts = torch.tensor([len(p) for p in prompts])
-    ours = worker.logits(seen[0], torch.arange(4).repeat_interleave(counts)).split(counts.tolist())
+    ours = worker.logits(hidden, torch.arange(4).repeat_interleave(counts)).split(counts.tolist())
     for i, kind in ((0, "logits"), (1, "logits"), (0, "plain"), (1, "plain")):
         assert (ours[i + 2 * (kind == "plain")] - oracle[f"{kind}{i}"]).abs().max() <= TOLERANCES.get(
             (name, what), 1e-4
@@ -152,8 +138,8 @@ def test_adapters_of_experts_are_refused_by_name(checkpoints: Checkpoints, made:
     worker = make_worker(checkpoints / "mixtral", enable_lora=True)
     folder = made / "mixtral-4"
     with pytest.raises(ValueError, match=r"target_parameters is \[.*'gate_up_proj'.*; it must be None"):
-        worker.adapters.load(0, str(folder))
+        worker.adapters.fill_row(0, str(folder))
     fields = json.loads((folder / CONFIG).read_text())  # whoever leaves the field out is told of a tensor
     (folder / CONFIG).write_text(json.dumps(fields | {"target_parameters": None}))
     with pytest.raises(ValueError, match=r"tensor '.*experts.*' is"):
-        worker.adapters.load(0, str(folder))
+        worker.adapters.fill_row(0, str(folder))

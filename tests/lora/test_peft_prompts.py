@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from adapters import asked
 from lora.adapter import state_of
-from oracle_checks import make_core, make_worker
-from plan import EngineCoreRequest, NewRow, StepPlan
-from random_checkpoints import FAMILIES, TESTS, Checkpoints, once
+from oracle_checks import first_step, make_core, make_worker
+from plan import EngineCoreRequest, StepPlan
+from random_checkpoints import FAMILIES, Checkpoints, once, run_oracle
 from sampling_params import SamplingParams
 from test_peft import NO_ORACLE
 
@@ -37,22 +33,15 @@ def made(request: pytest.FixtureRequest, checkpoints: Checkpoints, shared: Path)
     """The adapters of the cases that are asked for; see the oracle."""
     calls = (getattr(item, "callspec", None) for item in request.session.items if item.path == request.path)
     chosen = {call.params["name"] for call in calls if call}
-    cases = [
-        {
-            "folder": str(checkpoints / name), "out": str(shared / "peft-prompts" / name), "virtual": VIRTUAL,
-            "new": NEW, "prompts": FAMILIES[name]["prompts"], "alibi": FAMILIES[name]["shape"].get("alibi", False),
+    cases = {
+        name: {
+            "make": "prompt", "base": str(checkpoints / name), "virtual": VIRTUAL, "new": NEW,
+            "prompts": FAMILIES[name]["prompts"], "alibi": FAMILIES[name]["shape"].get("alibi", False),
             "penalized": name == "qwen3",
         }
         for name in sorted(chosen)
-    ]  # fmt: skip
-
-    def make(folder: Path) -> None:
-        (folder / "cases.json").write_text(json.dumps(cases))
-        # -I: transformers looks for a package called `kernels`, and would find ours.
-        command = [sys.executable, "-I", TESTS / "oracle_adapters.py", folder / "cases.json"]
-        subprocess.run(command, check=True, cwd=folder)
-
-    return once(shared / "peft-prompts", make)
+    }  # fmt: skip
+    return once(shared / "peft-prompts", lambda folder: run_oracle(cases, folder))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -62,24 +51,19 @@ def test_logits_and_tokens_equal_pefts(checkpoints: Checkpoints, made: Path, nam
     oracle = load_file(folder / "oracle.safetensors")
     room = {"max_loras": 2, "max_cpu_loras": 2, "max_prompt_adapter_token": VIRTUAL + 2}
     worker = make_worker(checkpoints / name, enable_lora=True, **room)
-    assert worker.load_adapter(1, state_of(str(folder))) == VIRTUAL
-    seen, forward = [], worker.model.forward
-    worker.model.forward = lambda *args: seen.append(forward(*args)) or seen[-1]
+    assert worker.adapters.load(1, state_of(str(folder))) == VIRTUAL
     virtual = [-1 - (VIRTUAL + 2) - j for j in range(VIRTUAL)]
     rows = [virtual + prompt for prompt in prompts] + prompts
-    kinds, _, per_seq = worker.state.block_tables.shape
-    tables = torch.arange(len(rows) * kinds * per_seq).view(len(rows), kinds, per_seq).tolist()
-    adapter = [2 * (i < len(prompts)) for i in range(len(rows))]
-    new = [NewRow(slot=i, token_ids=p, blocks=tables[i], adapter=adapter[i]) for i, p in enumerate(rows)]
-    results = [worker.step(StepPlan(0, rows=[(i, len(p)) for i, p in enumerate(rows)], new=new, adapters=[(1, 1)]))]
-    ours = worker.model.logits(seen[0]).split([len(p) for p in rows])
+    own = [2 * (i < len(prompts)) for i in range(len(rows))]
+    sampled, hidden = first_step(worker, rows, own, adapters=[(1, 1)])
+    ours = worker.model.logits(hidden).split([len(p) for p in rows])
     for i in range(len(prompts)):
         assert (ours[i] - oracle[f"logits{i}"]).abs().max() <= 1e-4
         assert (ours[i + len(prompts)] - oracle[f"plain{i}"]).abs().max() <= 1e-4
         assert (oracle[f"logits{i}"][VIRTUAL:] - oracle[f"plain{i}"]).abs().max() > 0.05
-    results += [worker.step(StepPlan(n, rows=[(i, 1) for i in range(len(rows))])) for n in range(1, NEW)]
+    later = [worker.step(StepPlan(n, rows=[(i, 1) for i in range(len(rows))])).token_ids for n in range(1, NEW)]
     for i in range(len(prompts)):
-        assert [result.token_ids[i] for result in results] == oracle[f"tokens{i}"].tolist()
+        assert [tokens[i] for tokens in (sampled, *later)] == oracle[f"tokens{i}"].tolist()
 
 
 @pytest.mark.full

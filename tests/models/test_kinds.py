@@ -22,7 +22,7 @@ from observe.sanitizer import SanitizerError
 from plan import EngineCoreRequest, StepResult
 from sampling_params import SamplingParams
 from scheduler import Scheduler
-from sequence import Request
+from sequence import SequenceGroup
 from test_worker import SHAPE
 
 MIXED = {
@@ -114,9 +114,9 @@ def test_gemma_3_holds_a_fifth_of_what_full_attention_takes(layers, window):
     layout, length = layout_of(pattern(layers, window, 6)), 32768
     config = EngineConfig(block_size=16, max_num_seqs=2, max_num_batched_tokens=2048)
     scheduler = Scheduler(config, 8192, length, VOCAB, [EOS], windows=layout.windows)
-    request = Request("a", [1] * (length - 40), SamplingParams(max_tokens=40, ignore_eos=True))
+    request = SequenceGroup("a", [1] * (length - 40), SamplingParams(max_tokens=40, ignore_eos=True))
     scheduler.add(request)
-    seq, peak = request.groups[0].seq, 0
+    seq, peak = request.seqs[0], 0
     while seq.num_tokens < length - 1:
         plan = scheduler.schedule()
         done = seq.num_computed >= length - 40
@@ -169,13 +169,13 @@ def test_prompts_that_are_under_way_have_their_windows_reserved():
 def test_a_hit_needs_the_blocks_that_are_seen_from_its_end(gone, cached):
     engine = Engine(windows=(0, 7, 3), max_num_seqs=4, max_num_batched_tokens=4)
     first = engine.add("first", prompt(40), max_tokens=1)
-    hashes = first.seq.hashes
+    hashes = first.hashes
     engine.run()
     for kind, column in gone:
         engine.scheduler.blocks.forget(hashes[column] + engine.scheduler.space.marks[kind])
     again = engine.add("again", prompt(40), max_tokens=5, ignore_eos=True)
     engine.run()
-    assert again.request.num_cached == cached
+    assert again.group.num_cached == cached
     assert engine.outputs["again"] == expected(prompt(40), 5, 64, ignore_eos=True)
 
 
@@ -186,7 +186,7 @@ def test_windows_come_back_from_host_memory():
         engine.run()
     again = engine.add("again", prompt(40), max_tokens=2, ignore_eos=True)
     plan = engine.step()
-    assert again.request.num_cached == 39 and 10 < len(plan.swap_in) <= 13
+    assert again.group.num_cached == 39 and 10 < len(plan.swap_in) <= 13
     engine.run()
     assert engine.outputs["again"] == engine.outputs["first"]
 

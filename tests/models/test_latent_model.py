@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 import reference
 from cpu import ops as cpu_ops
 from device.loader import load_weights
-from model import Batch, Transformer
+from layers import Batch, DraftRows
+from model import Transformer
 from model_config import ModelConfig
 from models import latent_attention
 from models.packing import be_batch_invariant
@@ -41,11 +42,6 @@ def test_model_equals_transformers(checkpoints: Checkpoints, name: str) -> None:
 
 def oracle(checkpoints: Checkpoints, name: str) -> dict[str, torch.Tensor]:
     return load_file(checkpoints / name / "oracle.safetensors")
-
-
-def test_the_specification_equals_transformers(checkpoints: Checkpoints) -> None:
-    worker = make_worker(checkpoints / "deepseek-v3", backend="reference", threads=1)
-    assert run(worker, [(41, range(8), 0)]) == oracle(checkpoints, "deepseek-v3")["tokens2"].tolist()[:1]
 
 
 def prompt(name: str = "deepseek-v3") -> list[int]:
@@ -100,11 +96,14 @@ def forward(
     lens = torch.tensor([before + len(tokens) for before, tokens, _ in rows], **ints)
     starts, longer = (torch.tensor([0, *accumulate(some)], **ints) for some in (counts, counts[decodes:]))
     batch = Batch(
-        torch.tensor([token for _, tokens, _ in rows for token in tokens]), positions,
-        (tables[owners, positions // 16].long() * 16 + positions % 16)[None], lens,
-        torch.arange(len(rows), **ints), tables[None], decodes, starts, longer, max(counts),
-        [(len(tokens), held) for _, tokens, held in rows[decodes:]], None, queries,
+        input_ids=torch.tensor([token for _, tokens, _ in rows for token in tokens]), positions=positions,
+        slot_mapping=(tables[owners, positions // 16].long() * 16 + positions % 16)[None], seq_lens=lens,
+        slots=torch.arange(len(rows), **ints), block_tables=tables[None], num_decodes=decodes, starts=starts,
+        query_starts=longer, max_query_len=max(counts),
+        longer=[(len(tokens), held) for _, tokens, held in rows[decodes:]],
     )  # fmt: skip
+    if queries > 1:
+        batch.drafts = DraftRows(batch.decodes, queries, queries)
     return model.forward(batch, pool, torch.empty(len(rows), 0))
 
 

@@ -34,7 +34,7 @@ from processes.engine_process import EngineServer
 from random_checkpoints import POOLED as CASES
 from random_checkpoints import Checkpoints, pooled
 from scheduler import Scheduler
-from sequence import Request
+from sequence import SequenceGroup
 from test_worker import SHAPE
 
 RAW = PoolingParams(use_activation=False)
@@ -277,8 +277,8 @@ class Pooler:
         self.scheduler = Scheduler(self.config, **self.sizes)
         self.flying, self.slots, self.steps = deque(), {}, []
 
-    def add(self, name: str, length: int, **fields) -> Request:
-        request = Request(name, [len(name)] * length, SamplingParams(), pooling=PoolingParams(), **fields)
+    def add(self, name: str, length: int, **fields) -> SequenceGroup:
+        request = SequenceGroup(name, [len(name)] * length, SamplingParams(), pooling=PoolingParams(), **fields)
         self.scheduler.add(request)
         return request
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +12,7 @@ from safetensors.torch import load_file
 
 import reference
 from models.expert_layers import mix
+from random_checkpoints import run_oracle
 
 LOCAL, PLAIN = {"num_local_experts": 16, "num_experts_per_tok": 3}, {"num_experts": 16, "num_experts_per_tok": 3}
 V3 = {"n_routed_experts": 16, "num_experts_per_tok": 3, "n_shared_experts": 1, "n_group": 4, "topk_group": 2,
@@ -25,7 +23,8 @@ SIGMOID, GROUPS = {"scoring": "sigmoid"}, {"groups": 4, "top_groups": 2, "scale"
 
 def case(module: str, layer: str, config: str, fields: dict[str, Any], route: dict[str, Any], **more: Any) -> dict:
     """Names in transformers, fields of the configuration, and arguments of `route`; `more` is of the test."""
-    return {"module": module, "layer": layer, "config": config, "fields": fields, "route": route} | more
+    names = {"make": "experts", "module": module, "layer": layer, "config": config}
+    return names | {"fields": fields, "route": route} | more
 
 
 RAW = {"renormalize": False}
@@ -55,18 +54,16 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def oracle(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("routers")
-    (folder / "cases.json").write_text(json.dumps(CASES))
-    script, out = Path(__file__).parent.with_name("oracle_experts.py"), folder / "out.safetensors"
-    subprocess.run([sys.executable, "-I", script, folder / "cases.json", out], check=True, cwd=folder)
-    return load_file(out)
+    run_oracle(CASES, folder)
+    return folder
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", CASES)
-def test_a_layer_of_experts_gives_what_transformers_does(oracle: dict[str, torch.Tensor], name: str) -> None:
-    found = {key.removeprefix(name + " "): x for key, x in oracle.items() if key.rpartition(" ")[0] == name}
+def test_a_layer_of_experts_gives_what_transformers_does(made: Path, name: str) -> None:
+    found = load_file(made / name / "oracle.safetensors")
     fields, route, activation = (CASES[name].get(key) for key in ("fields", "route", "activation"))
     k = fields.get("num_experts_per_tok", fields.get("moe_k"))
     gate_up, gate_up_bias = found["gate_up"], found.get("gate_up_bias")

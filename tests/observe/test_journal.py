@@ -17,7 +17,7 @@ from engine import SamplingParams
 from fake_worker import EOS, VOCAB, Engine, FakeWorker, prompt
 from observe.journal import Journal, replay
 from plan import Adapter, StateRoom, StepResult
-from sequence import Request
+from sequence import SequenceGroup
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 
@@ -32,18 +32,9 @@ def record(path: Path, depth: int = 1, states: tuple[int, int] | None = None, **
     journal = Journal(str(path), sizes, engine.scheduler)
     for i in range(12):
         journal.tick()
-        journal.added(
-            engine.add(
-                str(i),
-                prompt(6 + i, i % 3),
-                priority=i % 3,
-                client=str(i % 3),
-                max_tokens=25,
-                salt="ab"[i % 2],
-                n=1 + (i % 4 == 1),
-                logit_bias={5: 1.5, 7: -2} if i == 3 else None,
-            ).request
-        )
+        more = {"logit_bias": {5: 1.5, 7: -2}} if i == 3 else {"prompt_logprobs": 1, "logprobs": 2} if i == 6 else {}
+        more |= {"priority": i % 3, "client": str(i % 3), "salt": "ab"[i % 2], "n": 1 + (i % 4 == 1)}
+        journal.added(engine.add(str(i), prompt(6 + i, i % 3), max_tokens=25, **more).group)
         if i == 7:
             engine.scheduler.abort("2")
             journal.aborted("2")
@@ -114,7 +105,7 @@ def test_a_replay_gives_requests_their_adapters(tmp_path):
     journal = Journal(str(tmp_path / "journal"), sizes, engine.scheduler)
     for name, adapter in (("a", Adapter("x", 3, "x")), ("b", None), ("c", Adapter("y", 2, "y"))):
         salt = adapter.key if adapter else ""
-        request = Request(name, prompt(9), replace(GREEDY, max_tokens=4), salt, adapter=adapter)
+        request = SequenceGroup(name, prompt(9), replace(GREEDY, max_tokens=4), salt, adapter=adapter)
         engine.scheduler.add(request)
         journal.added(request)
     while engine.scheduler.has_work():
@@ -138,12 +129,12 @@ def test_the_search_for_a_request_that_kills_workers_replays(tmp_path, depth):
     sizes = {"num_blocks": 60, "max_model_len": 64, "vocab_size": VOCAB, "eos_token_ids": [EOS]}
     journal, scheduler, flying = Journal(str(path), sizes, engine.scheduler), engine.scheduler, deque()
     for i in range(8):
-        journal.added(engine.add(str(i), prompt(6, i), max_tokens=9, n=1 + i % 2, ignore_eos=True).request)
+        journal.added(engine.add(str(i), prompt(6, i), max_tokens=9, n=1 + i % 2, ignore_eos=True).group)
     ended = []
     while scheduler.has_work():
         plan = scheduler.schedule()
         journal.planned(plan)
-        if any(seq.group.name == "4" for seq in scheduler.in_flight[-1].seqs):
+        if any(seq.name == "4" for seq in scheduler.in_flight[-1].seqs):
             journal.started_over(True, "killed")
             ended += [output.request_id for output in scheduler.start_over(True, "killed")]
             flying.clear()

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from api.replies import LEFT, ClientGone, unquoted
+from api.generation import LEFT, ClientGone, unquoted
 from engine import SamplingParams
 from observe import logs
 from observe.logs import JsonFormatter, StatLogger, TextFormatter, console, logger

@@ -157,7 +157,8 @@ def test_api_processes_count_together_and_for_those_that_are_gone() -> None:
         for name in names:
             board.count(name)
         board.clear(age)
-    assert board.counted() == {"a": 4, "b": 2, "c": 1}
+    board.count("200 /" + "x" * 100)
+    assert board.counted() == {"a": 4, "b": 2, "c": 1, "200 /" + "x" * 59: 1}
 
 
 @pytest.mark.parametrize("prefix", ["2x_", "a-b", "a b", "ä_", "a\n"])

@@ -11,8 +11,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import oracles
-import reference
-from cpu import ops as cpu_ops
 from examples import DRAWN, tried
 
 pytest.importorskip("triton")
@@ -26,17 +24,6 @@ SIZES = st.sampled_from([(2, 4, 8, 16), (1, 3, 12, 5), (2, 2, 16, 40), (1, 1, 80
 DECODES = st.sampled_from([[], [0], [3, 0, -1, 90]])
 LONGER = st.sampled_from([[], [(0, 65)], [(7, 2), (0, 17)], [(1, 63), (0, 2)], [(70, 64)]])
 DECAYS = st.sampled_from(["mild", "strong", "weak", "mixed"])
-
-
-@pytest.fixture(params=[reference, cpu_ops, kernels], ids=lambda ops: ops.__name__)
-def ops(request: pytest.FixtureRequest) -> ModuleType:
-    return request.param
-
-
-@pytest.fixture
-def place(ops: ModuleType, device: str) -> str:
-    """Where the backend's tensors lie."""
-    return "cpu" if ops is cpu_ops else device
 
 
 class Rows(NamedTuple):

@@ -8,30 +8,14 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-import reference
-from cpu import ops as cpu_ops
 from examples import tried
+from oracles import ints
 
 pytest.importorskip("triton")
 
 import kernels
 
 WIDTH = 130  # of token_ids
-
-
-@pytest.fixture(params=[reference, cpu_ops, kernels], ids=lambda ops: ops.__name__)
-def ops(request: pytest.FixtureRequest) -> ModuleType:
-    return request.param
-
-
-@pytest.fixture
-def place(ops: ModuleType, device: str) -> str:
-    """Where the backend's tensors lie."""
-    return "cpu" if ops is cpu_ops else device
-
-
-def ints(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def continuation(text: str, shortest: int, longest: int, most: int) -> str:

@@ -1,4 +1,4 @@
-"""The Triton kernels of sampling and log-probabilities against the float64 formulas and against reference.py."""
+"""Sampling and log-probabilities against the float64 formulas and against reference.py."""
 
 from __future__ import annotations
 
@@ -7,24 +7,25 @@ import inspect
 import itertools
 import random
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cpu.sampling
 import oracles
 import reference
-from examples import DRAWN, tried
+from examples import tried
+from oracles import ints
 
 pytest.importorskip("triton")
 
 import kernels
 from ops import sampling
-from sampling_params import SamplingParams
-from test_kernels import BF16, F16, F32, MANY, dtypes, ints, run
+from sampling_params import COLUMNS, SamplingParams
+from test_kernels import BF16, F32, MANY, run
 
 
 def check_drawn(x: torch.Tensor, heat: float, drawn: int, u: float, top_k: int, top_p: float, min_p: float) -> None:
@@ -59,7 +60,8 @@ SAMPLE_CASES = (
 
 
 def check_sample(
-    device: str,
+    ops: ModuleType,
+    place: str,
     monkeypatch: pytest.MonkeyPatch,
     small: bool,
     vocab: int,
@@ -99,24 +101,24 @@ def check_sample(
     slots = ints(3, -1, 2)
     if ascending:  # with u close to 0 the first survivor is drawn, which is the logit at the threshold
         seeds[3] = reference.uniform(torch.arange(4096), known[3].expand(4096)).argmin()
-    args, x = (logits, slots, heats, top_ks, top_ps, min_ps, seeds, known), logits.float()
-    adjust: tuple[Any, ...] = (None, None)
+    params = oracles.columns(heats, top_ks, top_ps, min_ps)
+    args, x = (logits, slots, params, seeds, known), logits.float()
+    adjust = None
     if kinds is not None:
         fields = oracles.adjustments([0, 7, kinds, kinds], vocab)
         x = torch.stack([oracles.adjusted(logits[i], slot, fields) for i, slot in enumerate((3, 1, 2))])
-        adjust = kernels.Adjust(*fields), reference.Adjust(*fields)
+        adjust = ops.Adjust(*fields)
     with monkeypatch.context() as patch:
         for name in SAMPLE_SIZES if small else ():
             patch.setattr(sampling, f"SAMPLE_{name}", SAMPLE_SIZES[name])
-        got, twin = run("sample", device, *args, adjust[0]), reference.sample(*args, adjust[1])
-    assert got[1] == twin[1] == 0 and torch.equal(logits, untouched)
-    assert got[2] == twin[2] == int((x[2] == x[2].max()).nonzero()[0])
-    u = oracles.philox(int(seeds[3]), int(known[3]))
-    for drawn in (int(got[0]), int(twin[0])):
-        if x[0].isfinite().any():
-            check_drawn(x[0], heat, drawn, u, top_k, float(top_ps[0]), float(min_ps[0]))
-        else:
-            assert drawn == -1
+        got = oracles.run(ops, "sample", place, *args, adjust)
+    assert got.dtype == torch.int64 and got[1] == 0 and torch.equal(logits, untouched)
+    assert got[2] == int((x[2] == x[2].max()).nonzero()[0])
+    u, drawn = oracles.philox(int(seeds[3]), int(known[3])), int(got[0])
+    if x[0].isfinite().any():
+        check_drawn(x[0], heat, drawn, u, top_k, float(top_ps[0]), float(min_ps[0]))
+    else:
+        assert drawn == -1
 
 
 test_sample = tried(
@@ -127,10 +129,11 @@ test_sample = tried(
         (True, 257, 0.3, 40, 0.9, 0.05, "flat", F32, False, None),
         (True, 257, 2.5, 0, 1.0, 0.0, "ties", BF16, False, 2),
         (False, 4097, 1.0, 0, 0.5, 0.0, "mostly -inf", F32, True, 0),
+        (True, 257, 0.3, 2, 1e-6, 0.0, "mostly -inf", F32, False, None),
+        (True, 2, 1.0, 10**6, 0.9, 1.0, "huge", F32, False, 4),
     ],
-    drawn=15,
+    drawn=40,
 )(check_sample)
-test_sample_in_more_cases = pytest.mark.long(settings(DRAWN, max_examples=90)(given(*SAMPLE_CASES)(check_sample)))
 
 
 # For each argument of `sample`, and each field of its `Adjust`, a change that changes which tokens are drawn.
@@ -152,25 +155,25 @@ CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def test_each_argument_of_sample_has_a_change() -> None:
-    told = [*inspect.signature(reference.sample).parameters, *reference.Adjust._fields]
-    assert sorted(set(told) - {"logits", "slots", "adjust"}) == sorted(CHANGES)
+    told = [*inspect.signature(reference.sample).parameters, *reference.Adjust._fields, *COLUMNS]
+    assert sorted(set(told) - {"logits", "slots", "params", "adjust"}) == sorted(CHANGES)
+    assert reference.SamplingColumns._fields == tuple(COLUMNS)
 
 
 def test_every_backend_honours_each_sampling_parameter(device: str) -> None:
     """One that passed over an argument would draw as if it had not changed."""
     count, vocab = 3, 48
-    state = {
-        "temperature": torch.full((count,), 1.5), "top_k": torch.full((count,), 40, dtype=torch.int32),
-        "top_p": torch.full((count,), 0.99), "min_p": torch.full((count,), 1e-5), "seeds": torch.arange(count),
-        "num_known": torch.arange(count, dtype=torch.int32),
-    }  # fmt: skip
+    params = {"temperature": 1.5, "top_k": 40.0, "top_p": 0.99, "min_p": 1e-5}
+    state = {name: torch.full((count,), params[name]) for name in COLUMNS}
+    state |= {"seeds": torch.arange(count), "num_known": torch.arange(count, dtype=torch.int32)}
     fields = dict(zip(reference.Adjust._fields, oracles.adjustments([7] * count, vocab, 3), strict=True))
     fields["bias_ids"] = torch.full_like(fields["bias_ids"], 2**31 - 1)
     fields["bias_ids"][:, :8], fields["biases"] = torch.arange(8), 4 * torch.rand(count, 1024)
     logits, slots, drawn = torch.randn(count, vocab), torch.arange(count, dtype=torch.int32), []
     guesses = torch.tensor([[-1, -1], [4, -1], [5, 6]]).int()
     for name in ("", *CHANGES):
-        args = [CHANGES[name](x) if name == key else x for key, x in state.items()]
+        changed = [CHANGES[name](x) if name == key else x for key, x in state.items()]
+        args = [oracles.columns(*changed[:-2]), *changed[-2:]]
         adjust = [CHANGES[name](x) if name == key else x for key, x in fields.items()]
         drafts = CHANGES[name](guesses) if name == "drafts" else guesses
         drawn.append(reference.sample(logits, slots, *args, reference.Adjust(*adjust), drafts))
@@ -182,25 +185,32 @@ def test_every_backend_honours_each_sampling_parameter(device: str) -> None:
 
 @tried(
     st.booleans(), st.sampled_from([1, 50, 257, 1000]), st.integers(0, 8), st.integers(0, 2**31),
-    on=[(True, 140, 2, 3), (False, 50, 8, 3), (False, 1, 0, 2)], drawn=10,
+    on=[(True, 140, 2, 3), (False, 50, 8, 3), (False, 1, 0, 2), (True, 300, 5, 4)], drawn=20,
 )  # fmt: skip
 def test_sample_after_drafts(
-    device: str, monkeypatch: pytest.MonkeyPatch, small: bool, vocab: int, width: int, seed: int
+    ops: ModuleType, place: str, monkeypatch: pytest.MonkeyPatch, small: bool, vocab: int, width: int, seed: int
 ) -> None:
     """A row draws what a slot draws that has really sampled its drafts, and what the specification draws."""
     torch.manual_seed(seed)
     case = oracles.drafted(vocab, width, 5)
+    kept = [x.clone() for x in (case.logits, *case.fields)]
+    draw = functools.partial(oracles.run, ops, "sample", place)
     with monkeypatch.context() as patch:
         for name in SAMPLE_SIZES if small else ():
             patch.setattr(sampling, f"SAMPLE_{name}", SAMPLE_SIZES[name])
-        counts = case.fields[2].clone()
-        got = run("sample", device, case.logits, *case.args, kernels.Adjust(*case.fields), case.drafts)
-        assert torch.equal(case.fields[2], counts) and not got[case.args[0] < 0].any()
-        want = run("sample", device, case.logits, *case.sampled_args, kernels.Adjust(*case.sampled_fields))
-        assert torch.equal(got, want)
-        plain = run("sample", device, case.logits, *case.args, None, case.drafts)
+        got = draw(case.logits, *case.args, ops.Adjust(*case.fields), case.drafts)
+        for x, before in zip((case.logits, *case.fields), kept, strict=True):
+            torch.testing.assert_close(x, before, atol=0, rtol=0, equal_nan=True)
+        assert not got[case.args[0] < 0].any()
+        assert torch.equal(got, draw(case.logits, *case.sampled_args, ops.Adjust(*case.sampled_fields)))
+        plain = draw(case.logits, *case.args, None, case.drafts)
+        assert torch.equal(plain, draw(case.logits, *case.sampled_args))
     assert torch.equal(got, reference.sample(case.logits, *case.args, reference.Adjust(*case.fields), case.drafts))
     assert torch.equal(plain, reference.sample(case.logits, *case.args, None, case.drafts))
+    if ops is not kernels:  # no mask is left for rows after as many drafts as there are masks
+        with pytest.raises(AssertionError):
+            more = torch.zeros(len(case.logits), width + 1).int()
+            ops.sample(case.logits, *case.args, ops.Adjust(*case.fields), more)
 
 
 @pytest.mark.parametrize("heat", [0.0, pytest.param(1.0, marks=pytest.mark.long)])
@@ -211,14 +221,7 @@ def test_sample_may_bias_each_token(device: str, monkeypatch: pytest.MonkeyPatch
     fields = [field.clone() for field in oracles.adjustments([2] * 19, 19)]
     fields[3][:], fields[4][:] = 2**31 - 1, 0.0
     fields[3][:, 0], fields[4][:, 0] = torch.arange(19), 90.0
-    state = (
-        torch.full((19,), heat),
-        ints(*[3] * 19),
-        torch.ones(19),
-        torch.zeros(19),
-        torch.arange(19),
-        ints(*range(19)),
-    )
+    state = torch.tensor([heat, 3.0, 1.0, 0.0]).repeat(19, 1), torch.arange(19), ints(*range(19))
     got = run("sample", device, torch.randn(19, 19), ints(*range(19)), *state, kernels.Adjust(*fields))
     assert got.tolist() == list(range(19))
 
@@ -238,9 +241,9 @@ def test_sample_cuts_at_the_threshold(device: str, spread: float) -> None:
         (100, 0.7, 0.0),
         (9, 1.0, 0.4),
     ):
-        state = torch.ones(1), ints(top_k), torch.tensor([top_p]), torch.tensor([min_p]), seed[None], ints(0)
-        drawn = int(run("sample", device, logits, ints(0), *state))
-        allowed, _ = oracles.survivors(logits[0], top_k, float(state[2]), float(state[3]))
+        params = torch.tensor([[1.0, top_k, top_p, min_p]])
+        drawn = int(run("sample", device, logits, ints(0), params, seed[None], ints(0)))
+        allowed, _ = oracles.survivors(logits[0], top_k, float(params[0, 2]), float(params[0, 3]))
         assert drawn == int(allowed.nonzero()[0])
 
 
@@ -249,7 +252,8 @@ def test_a_row_of_nan_or_without_a_logit_above_minus_infinity_brings_minus_one(d
     """And its neighbours bring what they bring without it."""
     slots, heats = torch.arange(12, dtype=torch.int32), torch.tensor([0.0, 1.0, 1.0]).repeat(4)
     top_ps = torch.tensor([1.0, 1.0, 0.9]).repeat(4)
-    state = heats, ints(*[0] * 12), top_ps, torch.zeros(12), torch.arange(12), ints(*[5] * 12)
+    none = torch.zeros(12)
+    state = oracles.columns(heats, none, top_ps, none), torch.arange(12), ints(*[5] * 12)
     logits = torch.randn(12, vocab)
     for backend, sample in backends(device):
         before = sample(logits, slots, *state)
@@ -318,10 +322,7 @@ def test_what_is_barred_is_never_sampled(
         ints(7), torch.tensor([penalties]), torch.randint(0, 9, (1, vocab), generator=generator).int(), ids.int(),
         biases, torch.where(bits >= 2**31, bits - 2**32, bits).int()[None, None],
     )  # fmt: skip
-    state = (
-        torch.tensor([params.temperature]), ints(params.top_k), torch.tensor([params.top_p]),
-        torch.tensor([params.min_p]), torch.tensor([params.seed or 0]), ints(9),
-    )  # fmt: skip
+    state = torch.tensor([params.columns]), torch.tensor([params.seed or 0]), ints(9)
     x = oracles.adjusted(logits[0], 0, fields)
     assert (x[~allowed[:vocab]] == -torch.inf).all(), "a parameter makes a number of minus infinity"
     lost = bool(x.isnan().any()) or not (x > -torch.inf).any()
@@ -334,14 +335,14 @@ def test_what_is_barred_is_never_sampled(
 
 def test_sample_survives_a_tiny_temperature(device: str) -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0, -1.0]])
-    state = torch.tensor([1e-30]), ints(0), torch.tensor([0.5]), torch.zeros(1), torch.zeros(1).long(), ints(5)
+    state = torch.tensor([[1e-30, 0.0, 0.5, 0.0]]), torch.zeros(1).long(), ints(5)
     assert run("sample", device, logits, ints(0), *state).tolist() == [1]
 
 
 def test_a_seeded_draw_ignores_the_batch(device: str) -> None:
     logits, slots = torch.randn(3, 700), ints(2, 0, 1)
-    state = torch.full((3,), 0.8), ints(0, 5, 50), torch.tensor([1, 1, 0.9]), torch.zeros(3)
-    state = (*state, torch.arange(3), ints(9, 8, 7))
+    params = oracles.columns(torch.full((3,), 0.8), ints(0, 5, 50), torch.tensor([1, 1, 0.9]), torch.zeros(3))
+    state = params, torch.arange(3), ints(9, 8, 7)
     together = run("sample", device, logits, slots, *state)
     alone = [run("sample", device, logits[i : i + 1], slots[i : i + 1], *state) for i in (1, 2)]
     assert torch.equal(together[1:], torch.cat(alone))
@@ -401,39 +402,6 @@ def test_one_word_that_matches_bars_its_end(device: str, others: int) -> None:
         for tokens, left in ((ints(5, 7, 9), 0), (ints(5, 8, 9), -(2**31)), (ints(4, 7, 9), -(2**31))):
             run("mask_words", device, ints(0), tokens[None], ints(2), ints(0), bad, adjust)
             assert bits.item() == left
-
-
-LOGPROBS_CASES = (
-    st.sampled_from([1, 2, 16, 50, 257, 1000, 4095, 4096, 4097, 8200]),
-    st.sampled_from([0, 1, 5, 128, 10**6]),
-    oracles.LOGITS,
-    dtypes,
-)
-
-
-def check_logprobs(device: str, vocab: int, k: int, kind: str, dtype: torch.dtype) -> None:
-    logits, k = oracles.logits(3, vocab, kind).to(dtype), min(k, vocab)
-    ids, untouched = torch.randint(0, vocab, (3,)), logits.clone()
-    values, ranks, top_ids, top_values = run("logprobs", device, logits, ids, k)
-    assert torch.equal(logits, untouched) and top_ids.shape == top_values.shape == (3, k)
-    assert torch.equal(ranks, oracles.ranks(logits, ids)) and ranks.dtype == torch.int32
-    oracles.check_logprobs(logits, torch.cat((ids[:, None], top_ids), 1), torch.cat((values[:, None], top_values), 1))
-    assert torch.equal(top_ids, logits.sort(dim=-1, descending=True, stable=True).indices[:, :k])
-    assert torch.equal(top_ids, reference.logprobs(logits, ids, k)[2])
-    # An id has one value, whether it was asked for or is among the likeliest, and in any batch.
-    for j in {0, k // 2, k - 1} if k else ():
-        assert torch.equal(run("logprobs", device, logits, top_ids[:, j].clone(), 0)[0], top_values[:, j])
-        assert torch.equal(run("logprobs", device, logits[1:2], top_ids[1:2, j].clone(), 0)[0], top_values[1:2, j])
-
-
-test_logprobs = tried(
-    *LOGPROBS_CASES,
-    on=[(50, 5, "normal", F32), (4097, 128, "ties", BF16), (16, 10**6, "mostly -inf", F16), (257, 1, "rising", F32)],
-    drawn=20,
-)(check_logprobs)
-test_logprobs_in_more_cases = pytest.mark.long(
-    settings(DRAWN, max_examples=120)(given(*LOGPROBS_CASES)(check_logprobs))
-)
 
 
 @pytest.mark.parametrize("vocab", [3, pytest.param(4099, marks=pytest.mark.full), 2 * 4096 + 1])

@@ -13,36 +13,16 @@ from hypothesis import strategies as st
 
 import oracles
 import reference
-from cpu import ops as cpu_ops
 from examples import DRAWN, tried
+from oracles import ints
 
 pytest.importorskip("triton")
 
-import kernels
-from ops import attention as attention_ops
 from ops import latent
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 dtypes = st.sampled_from([F32, BF16, F16])
 SIZES = st.sampled_from([(32, 16), (24, 6), (16, 2), (40, 8)])  # R and P
-BACKENDS = [reference, cpu_ops, kernels]
-
-
-@pytest.fixture(params=BACKENDS, ids=lambda ops: ops.__name__)
-def ops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.setattr(attention_ops, "PROCESSORS", 6)
-    attention_ops._programs.cache_clear()
-    return request.param
-
-
-@pytest.fixture
-def place(ops: ModuleType, device: str) -> str:
-    """Where the backend's tensors lie."""
-    return "cpu" if ops is cpu_ops else device
-
-
-def ints(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 class Paged(NamedTuple):

@@ -11,8 +11,8 @@ from integrity import check_integrity
 from plan import PLACEHOLDER, Adapter, StepPlan
 from sampling_params import SamplingParams
 from scheduling.adapters import AdapterSlots
-from scheduling.timeline import Timeline, WaitClock
-from sequence import Request, SequenceGroup, Status
+from scheduling.reports import Timeline, WaitClock
+from sequence import Sequence, SequenceGroup, Status
 
 
 def loads(engine: Engine) -> list[tuple[int, int]]:
@@ -21,8 +21,8 @@ def loads(engine: Engine) -> list[tuple[int, int]]:
 
 
 def waiting(engine: Engine) -> list[str]:
-    """The names of the groups that wait, in order."""
-    return [group.name for group in sorted(engine.scheduler.waiting, key=lambda group: group.key)]
+    """The names of the sequences that wait, in order."""
+    return [seq.name for seq in sorted(engine.scheduler.waiting, key=lambda seq: seq.key)]
 
 
 def check(engine: Engine, adapters: dict[str, int | None], length: int, max_tokens: int) -> None:
@@ -57,7 +57,7 @@ def test_who_has_no_slot_is_passed_by_others():
     for name, adapter in {"a": 0, "b": 1, "c": None, "d": 0}.items():
         engine.add(name, prompt(3), adapter=adapter, max_tokens=20, ignore_eos=True)
     engine.step()
-    assert [group.name for group in engine.scheduler.running] == ["a", "c"]
+    assert [seq.name for seq in engine.scheduler.running] == ["a", "c"]
     assert waiting(engine) == ["b", "d"]  # 0 is to leave
     counted = engine.scheduler.reports.metrics()["num_requests_waiting_by_reason"]
     assert counted == {"capacity": 0, "deferred": 2}
@@ -85,7 +85,7 @@ def test_no_stream_of_newcomers_keeps_an_adapter_out(slots):
         engine.step()
     waiting = [engine.add(f"w{i}", prompt(3), adapter=3 + i % 2, max_tokens=5, ignore_eos=True) for i in range(4)]
     begun = engine.scheduler.step
-    while any(group.status is not Status.FINISHED for group in waiting):
+    while any(seq.status is not Status.FINISHED for seq in waiting):
         newcomers()
         engine.step()
         assert engine.scheduler.step < begun + 120
@@ -165,11 +165,11 @@ def test_the_worst_class_makes_way_for_an_adapter(mode):
     for number, ran in enumerate((["mid"], [])):
         engine.add(f"top {number}", prompt(6), priority=0, adapter=2 + number, max_tokens=20, ignore_eos=True)
         engine.step()
-        running = [group.name for group in engine.scheduler.running]
+        running = [seq.name for seq in engine.scheduler.running]
         assert running == [f"top {i}" for i in range(number + 1)] + ran
     engine.scheduler.abort("top 0")
     engine.step()
-    assert "mid" in [group.name for group in engine.scheduler.running]
+    assert "mid" in [seq.name for seq in engine.scheduler.running]
     engine.run()
     check(engine, {"mid": 0, "low": 1}, 6, 50)
 
@@ -182,7 +182,7 @@ def test_a_swapped_group_whose_adapter_lost_its_slot_may_preempt_a_worse_one():
     for name, rank, adapter in (("mid", 1, 0), ("top", 0, 1)):
         engine.add(name, prompt(6), priority=rank, adapter=adapter, max_tokens=8, ignore_eos=True)
         engine.step()
-    assert [group.name for group in engine.scheduler.swapped] == ["mid"]
+    assert [seq.name for seq in engine.scheduler.swapped] == ["mid"]
     engine.scheduler.abort("top")
     engine.add("low", prompt(6), priority=2, adapter=1, max_tokens=50, ignore_eos=True)
     engine.run()
@@ -220,7 +220,7 @@ def test_who_waits_for_many_adapters_is_before_another_client_once(slots):
 
 
 def test_groups_of_one_adapter_make_way_wherever_they_stand():
-    """Only groups of a worse class do, and those of one adapter, wherever they stand in line."""
+    """Only sequences of a worse class do, and those of one adapter, wherever they stand in line."""
     engine = Engine(200, max_num_seqs=8, max_num_batched_tokens=64, scheduling_policy="priority", max_loras=3)
     adapters = {"two": 0, "one": 1, "two more": 0, "better": 2, "none": None}
     for name, adapter in adapters.items():
@@ -230,7 +230,7 @@ def test_groups_of_one_adapter_make_way_wherever_they_stand():
     engine.add("urgent", prompt(3), priority=1, adapter=3, max_tokens=30, ignore_eos=True)
     engine.step()
     assert engine.scheduler.admission.preempted == [("one", "recompute", "urgent")]
-    assert {group.name for group in engine.scheduler.running} == {"two", "two more", "better", "none", "urgent"}
+    assert {seq.name for seq in engine.scheduler.running} == {"two", "two more", "better", "none", "urgent"}
     engine.add("fair", prompt(3), priority=5, adapter=4, max_tokens=4, ignore_eos=True)
     engine.step()
     assert engine.scheduler.admission.preempted == [] and waiting(engine) == ["one", "fair"]
@@ -247,7 +247,7 @@ def test_an_abort_lets_others_have_what_it_waited_for(who):
     engine.scheduler.abort(who)
     check_integrity(engine.scheduler)
     engine.step()
-    running = {group.name for group in engine.scheduler.running}
+    running = {seq.name for seq in engine.scheduler.running}
     assert running == {"running": {"first aside"}, "first aside": {"running", "second aside"}}.get(who, {"running"})
     engine.run()
     assert len(engine.finished) == 3 and engine.scheduler.admission.adapters.users == {}
@@ -255,7 +255,7 @@ def test_an_abort_lets_others_have_what_it_waited_for(who):
 
 @pytest.mark.parametrize("lost", [True, False], ids=["workers lost", "a result lost"])
 def test_adapters_are_loaded_anew_after_what_went_wrong(lost):
-    """Swapped groups among those that run and wait: none of them holds a slot then."""
+    """Swapped sequences among those that run and wait: none of them holds a slot then."""
     engine = Engine(
         16, 48, 64, max_loras=2, preemption_mode="swap", max_num_seqs=6, scheduling_policy="priority",
         enable_prefix_caching=False,
@@ -280,9 +280,9 @@ def test_virtual_tokens_are_where_the_slot_of_their_adapter_is():
     slots, plan, known = AdapterSlots(3, room=8), StepPlan(0), []
     for i, virtual in enumerate((2, 0, 8)):
         adapter = Adapter(str(i), i, "", virtual)
-        request = Request(str(i), [PLACEHOLDER] * virtual + [5, 6], SamplingParams(), adapter=adapter)
-        group = SequenceGroup(request, 0, Timeline(WaitClock()))
-        slots.take(group, plan)
-        known.append(slots.known(group.seq))
+        request = SequenceGroup(str(i), [PLACEHOLDER] * virtual + [5, 6], SamplingParams(), adapter=adapter)
+        seq = Sequence(request, 0, Timeline(WaitClock()))
+        slots.take(seq, plan)
+        known.append(slots.known(seq))
     assert plan.adapters == [(0, 0), (1, 1), (2, 2)]
     assert known == [[-1, -2, 5, 6], [5, 6], [*range(-17, -25, -1), 5, 6]]

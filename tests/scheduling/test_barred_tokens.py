@@ -199,6 +199,7 @@ def test_a_worker_draws_what_is_left(make, few_programs, monkeypatch, backend, g
     logits = worker.model.logits
     monkeypatch.setattr(worker.model, "logits", lambda hidden: seen.append(logits(hidden)) or seen[-1])
     monkeypatch.setattr(worker, "greedy_head", None)  # it makes no logits
+    worker.arrange()
     free = worker.step(StepPlan(0, rows=[(0, 2)], new=[row(0, [1, 2])])).token_ids[0]
     if graphs:
         with torch.inference_mode():
@@ -238,6 +239,7 @@ def test_a_worker_takes_masks_with_its_steps(make, few_programs, monkeypatch, ba
     logits = worker.model.logits
     monkeypatch.setattr(worker.model, "logits", lambda hidden: seen.append(logits(hidden).clone()) or logits(hidden))
     monkeypatch.setattr(worker, "greedy_head", None)  # it makes no logits
+    worker.arrange()
     new = [row(i, [1, 2]) for i in range(3)]
     for each in new[1:]:
         each.constrained, each.num_logprobs = True, 2

@@ -14,8 +14,8 @@ from fake_worker import VOCAB, Engine, prompt
 from lora.registry import HostAdapters
 from plan import Adapter, EngineCoreRequest, StepResult
 from sampling_params import LoRARequest, SamplingParams
-from scheduling.grammar import Grammars
-from sequence import Request
+from sequence import SequenceGroup
+from text.grammar import Grammars
 
 FEW, MANY = 40, 640  # requests that wait
 
@@ -69,7 +69,7 @@ def test_a_step_does_not_look_at_all_that_wait(fields: dict[str, Any]) -> None:
 def lines_of_samples(count: int, width: int) -> list[int]:
     """The lines of 12 steps in which samples of one request come in, `width` of which may run at a time."""
     engine = Engine(2 * count, max_num_seqs=width, max_num_batched_tokens=64 + width)
-    engine.scheduler.add(Request("n", prompt(5), SamplingParams(n=count, max_tokens=4, ignore_eos=True, seed=0)))
+    engine.scheduler.add(SequenceGroup("n", prompt(5), SamplingParams(n=count, max_tokens=4, ignore_eos=True, seed=0)))
     step(engine)  # after which all of them queue
     return [lines_run(step, engine) for _ in range(12)]
 
@@ -105,7 +105,7 @@ def lines_of_ready(count: int) -> int:
     """The lines of a look for grammars that are ready, while as many requests wait for theirs."""
     grammars = Grammars(str(DEMO), VOCAB, [7])
     for i in range(count):
-        request = Request(str(i), [5], SamplingParams())
+        request = SequenceGroup(str(i), [5], SamplingParams())
         request.grammar = Future()
         grammars.wait(request)
     request.grammar.set_result(None)

@@ -9,9 +9,9 @@ from fake_worker import Engine, expected, expected_beams, prompt, sample_seed
 from integrity import check_integrity, check_pool
 from plan import StateRoom, StepPlan
 from sampling_params import SamplingParams
+from scheduling.reports import Timeline, WaitClock
 from scheduling.states import StateManager
-from scheduling.timeline import Timeline, WaitClock
-from sequence import Request, Sequence, SequenceGroup, Status, chain
+from sequence import Sequence, SequenceGroup, Status, chain
 
 
 def chunks(engine: Engine) -> list[int]:
@@ -29,7 +29,7 @@ def test_the_next_turn_of_a_conversation_finds_the_latest_border_of_the_answer(m
     turn = prompt(10) + engine.outputs["first"] + prompt(5, 30)
     second = engine.add("second", turn, max_tokens=5, ignore_eos=True)
     engine.run()
-    assert second.request.num_cached == border
+    assert second.group.num_cached == border
     assert engine.outputs["second"] == expected(turn, 5, 64, ignore_eos=True)
 
 
@@ -41,9 +41,9 @@ def test_the_same_prompt_finds_its_last_border(length, border):
     assert chunks(engine) == ([border] if border else []) + [length - border]
     again = engine.add("again", prompt(length), max_tokens=1)
     engine.run()
-    assert again.request.num_cached == border
+    assert again.group.num_cached == border
     other = engine.add("other", [9, *prompt(length)], max_tokens=1)
-    assert other.request.num_cached == 0
+    assert other.group.num_cached == 0
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_a_beginning_whose_state_is_gone_is_no_hit():
     pool.forget(next(digest for digest, row in pool.block_of.items() if row == 1))
     again = engine.add("again", prompt(30), max_tokens=1)
     engine.run()
-    assert again.request.num_cached == 16
+    assert again.group.num_cached == 16
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -116,7 +116,7 @@ def test_a_long_answer_keeps_one_state(logprobs, ahead):
     tokens = prompt(6) + engine.outputs["long"]
     more = engine.add("more", tokens, max_tokens=1)
     engine.run()
-    assert more.request.num_cached == 52
+    assert more.group.num_cached == 52
     assert engine.scheduler.requests == {} and engine.scheduler.counters["prefix_cache_hits_total"] == 4 + 52
 
 
@@ -124,7 +124,7 @@ def test_states_come_back_where_their_sequence_was_preempted():
     """By recompute it finds the latest state that it kept, instead of computing all its tokens again."""
     engine = Engine(num_blocks=12, max_model_len=40, states=(4, 0), scheduling_policy="priority")
     low = engine.add("low", prompt(15), priority=1, max_tokens=20, ignore_eos=True)
-    while low.seq.num_computed < 26:
+    while low.num_computed < 26:
         engine.step()
     engine.add("urgent", prompt(20, 9), max_tokens=2, ignore_eos=True)
     engine.run()
@@ -133,7 +133,7 @@ def test_states_come_back_where_their_sequence_was_preempted():
     assert engine.outputs["low"] == expected(prompt(15), 20, 40, ignore_eos=True)
 
 
-def swapped(depth: int = 1, host: int = 1) -> tuple[Engine, SequenceGroup]:
+def swapped(depth: int = 1, host: int = 1) -> tuple[Engine, Sequence]:
     """A request that was preempted in the midst of its prompt or its output, by swap if there is room for its state."""
     engine = Engine(num_blocks=8, max_model_len=32, num_host_blocks=32, preemption_mode="swap",
                     scheduling_policy="priority", states=(2, host), depth=depth)  # fmt: skip
@@ -149,7 +149,7 @@ def swapped(depth: int = 1, host: int = 1) -> tuple[Engine, SequenceGroup]:
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_state_goes_to_host_memory_and_comes_back(depth):
     engine, low = swapped(depth)
-    computed = low.seq.num_computed
+    computed = low.num_computed
     assert low.status is Status.SWAPPED and computed > 16
     assert sum(len(plan.state_out) for plan in engine.plans) == 1
     engine.run()
@@ -170,7 +170,7 @@ def test_host_rows_are_free_again_however_a_swapped_request_goes_on(end):
         engine.lose(lost=True)
     else:
         engine.scheduler.admission.drop_swapped(0.0)
-    assert pool.num_free == 1 and low.seq.host_state == -1
+    assert pool.num_free == 1 and low.host_state == -1
     check_integrity(engine.scheduler)
     engine.run()
     assert engine.outputs["urgent"] == expected(prompt(20, 9), 2, 32, ignore_eos=True)
@@ -179,8 +179,8 @@ def test_host_rows_are_free_again_however_a_swapped_request_goes_on(end):
 def test_copies_of_the_cache_that_were_lost_cost_a_swapped_sequence_nothing():
     """A step that ends in an error loses what it moved, and most of that is what the prefix cache copies."""
     engine, low = swapped()
-    admission, own = engine.scheduler.admission, low.seq.host_tables[0][0]
-    other = next(block for block in range(32) if block not in low.seq.host_tables[0])
+    admission, own = engine.scheduler.admission, low.host_tables[0][0]
+    other = next(block for block in range(32) if block not in low.host_tables[0])
     admission.forget_moves([StepPlan(9, swap_out=[(0, other)])], 0.0)
     assert low.status is Status.SWAPPED
     admission.forget_moves([StepPlan(9, swap_out=[(0, other), (1, own)])], 0.0)
@@ -252,7 +252,7 @@ def test_states_are_forgotten(lost):
     assert not pool.block_of
     again = engine.add("again", prompt(30), max_tokens=1)
     engine.run()
-    assert again.request.num_cached == 0
+    assert again.group.num_cached == 0
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
@@ -266,7 +266,7 @@ def test_a_state_is_kept_only_if_it_is_known_what_it_has_seen(depth):
         turn = prompt(7, i) + engine.outputs[str(i)]
         again = engine.add(f"again {i}", turn, max_tokens=2, ignore_eos=True)
         engine.run()
-        assert again.request.num_cached == (24 if depth <= 2 else 4)
+        assert again.group.num_cached == (24 if depth <= 2 else 4)
         assert engine.outputs[f"again {i}"] == expected(turn, 2, 64, ignore_eos=True)
 
 
@@ -274,8 +274,8 @@ def test_a_state_is_kept_only_if_it_is_known_what_it_has_seen(depth):
 
 
 def sequence(tokens: list[int], computed: int, slot: int) -> Sequence:
-    request = Request("a", tokens, SamplingParams(), salt="tenant")
-    seq = Sequence(SequenceGroup(request, 0, Timeline(WaitClock())), tokens)
+    request = SequenceGroup("a", tokens, SamplingParams(), salt="tenant")
+    seq = Sequence(request, 0, Timeline(WaitClock()))
     seq.num_computed, seq.slot = computed, slot
     return seq
 

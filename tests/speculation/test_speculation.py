@@ -27,8 +27,8 @@ from observe.journal import replay
 from outputs import RequestOutput
 from plan import StepPlan
 from scheduling.drafts import MARGIN, AcceptanceStats, Drafting
-from scheduling.grammar import Constraint, Grammars
 from speculation.options import SpeculativeConfig
+from text.grammar import Constraint, Grammars
 from worker import Worker
 
 ROOMY = {"threads": 1, "num_gpu_blocks_override": 600, "block_size": 4, "max_num_seqs": 16}
@@ -171,7 +171,7 @@ def test_tokens_are_those_without_drafts(
         monkeypatch.setattr(Constraint, "follow", lambda c, ids, drafts: follow(c, ids, drafts[: len(ids) % 4]))
         monkeypatch.setattr(Grammars, "fill", fill_less)
     monkeypatch.setattr(Drafting, "price", lambda drafting, rows: 0.0)  # so that all rows have drafts
-    monkeypatch.setattr("scheduling.grammar.PATIENCE", 60.0)  # so that masks along them are always there
+    monkeypatch.setattr("text.grammar.PATIENCE", 60.0)  # so that masks along them are always there
     answers = [[*one.prompt_token_ids, *o.token_ids] for one in plain for o in one.outputs]
     llm = make_llm(**ROOMY | options, speculative_config=NGRAM)
     llm.collective_rpc(guess, args=(answers, padded))
@@ -192,35 +192,7 @@ def test_tokens_are_those_without_drafts(
     core.close()
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        pytest.param({"distributed_executor_backend": "mp"}, marks=pytest.mark.full),
-        pytest.param({"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}, marks=pytest.mark.full),
-        pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.full),
-    ],
-    ids=str,
-)
-def test_what_came_before_is_proposed(
-    options: dict[str, Any], make_llm: Callable[..., LLM], llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A repeated word is taken at a stroke, and a journal of it can be replayed."""
-    monkeypatch.setattr(Drafting, "price", lambda drafting, rows: 0.0)  # whatever else the machine does
-    params, file = SamplingParams(temperature=0, max_tokens=40), tmp_path / "steps.jsonl"
-    drafting = make_llm(**ROOMY | options, speculative_config=NGRAM, log_scheduler=str(file))
-    found = drafting.chat(REPEAT_TASK, params, use_tqdm=False)
-    assert_equal(found, llm.chat(REPEAT_TASK, params, use_tqdm=False))
-    scheduler = drafting.client.core.scheduler
-    tokens, taken = len(found[0].outputs[0].token_ids), scheduler.counters[TAKEN]
-    assert taken > tokens / 2 and scheduler.step <= tokens / 2 + 1
-    assert replay(file.read_text().splitlines()).counters == scheduler.counters
-    told = drafting.client.utility("metrics")[0]["spec_decode_num_accepted_tokens_per_pos_total"]
-    assert list(told) == ["0", "1", "2", "3"] and sum(told.values()) == taken
-    (answer,) = drafting.client.utility("explain", found[0].request_id)[0]["answers"]
-    assert answer["accepted_tokens"] == taken <= answer["draft_tokens"] == scheduler.counters[DRAFTED]
-
-
+@pytest.mark.parametrize("grammar", [False, True], ids=["free", "grammar"])
 @pytest.mark.parametrize(
     "options",
     [
@@ -231,20 +203,33 @@ def test_what_came_before_is_proposed(
     ],
     ids=str,
 )
-def test_a_grammar_takes_what_came_before(
-    options: dict[str, Any], make_llm: Callable[..., LLM], llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And a journal of it can be replayed, without the grammar."""
-    monkeypatch.setattr(Drafting, "price", lambda drafting, rows: 0.0)
+def test_what_came_before_is_proposed(
+    options: dict[str, Any], grammar: bool, make_llm: Callable[..., LLM], llm: LLM, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """A repeated word is taken at a stroke, and a journal of it can be replayed, without the grammar."""
+    monkeypatch.setattr(Drafting, "price", lambda drafting, rows: 0.0)  # whatever else the machine does
     monkeypatch.setattr("scheduling.grammar.PATIENCE", 60.0)
-    asked = {"regex": r"(, to be|, or not to be|\.\nKING: to be){9}"}
-    params, file = SamplingParams(temperature=0, max_tokens=80, structured_outputs=asked), tmp_path / "steps.jsonl"
+    file = tmp_path / "steps.jsonl"
+
+    def ask(of: LLM) -> list[RequestOutput]:
+        if not grammar:
+            return of.chat(REPEAT_TASK, SamplingParams(temperature=0, max_tokens=40), use_tqdm=False)
+        asked = {"regex": r"(, to be|, or not to be|\.\nKING: to be){9}"}
+        params = SamplingParams(temperature=0, max_tokens=80, structured_outputs=asked)
+        return of.generate([LINE * 2 + "KING: to be"], params, use_tqdm=False)
+
     drafting = make_llm(**ROOMY | options, speculative_config=NGRAM, log_scheduler=str(file))
-    found = drafting.generate([LINE * 2 + "KING: to be"], params, use_tqdm=False)
-    assert_equal(found, llm.generate([LINE * 2 + "KING: to be"], params, use_tqdm=False))
-    scheduler, tokens = drafting.client.core.scheduler, len(found[0].outputs[0].token_ids)
-    assert scheduler.counters[TAKEN] > tokens / 2 and scheduler.step <= tokens / 2 + 1
+    found = ask(drafting)
+    assert_equal(found, ask(llm))
+    scheduler = drafting.client.core.scheduler
+    tokens, taken = len(found[0].outputs[0].token_ids), scheduler.counters[TAKEN]
+    assert taken > tokens / 2 and scheduler.step <= tokens / 2 + 1
     assert replay(file.read_text().splitlines()).counters == scheduler.counters
+    told = drafting.client.utility("metrics")[0]["spec_decode_num_accepted_tokens_per_pos_total"]
+    assert list(told) == ["0", "1", "2", "3"] and sum(told.values()) == taken
+    (answer,) = drafting.client.utility("explain", found[0].request_id)[0]["answers"]
+    assert answer["accepted_tokens"] == taken <= answer["draft_tokens"] == scheduler.counters[DRAFTED]
 
 
 @pytest.mark.parametrize(
@@ -348,7 +333,7 @@ def test_drafts_cease_where_they_do_not_pay() -> None:
 
 
 def flight_of(chances: list[float], step: int = 1) -> Any:
-    group = SimpleNamespace(request=SimpleNamespace(beam=None))
+    group = SimpleNamespace(beam=None)
     seqs = [SimpleNamespace(acceptance=AcceptanceStats(chance), group=group) for chance in chances]
     return SimpleNamespace(plan=StepPlan(step), seqs=seqs)
 
@@ -377,9 +362,8 @@ def test_a_model_that_pays_again_is_asked_again() -> None:
     model = EngineConfig(speculative_config='{"num_speculative_tokens": 4, "method": "mtp"}')
     drafting = Drafting(model, {}, [(1, 1.0, 0.2), (2, 1.1, 0.2)])
     params = SimpleNamespace(constrained=False, min_tokens=0)
-    request = SimpleNamespace(params=params, num_prompt=1)
-    group = SimpleNamespace(limit=100, request=request)
-    seq: Any = SimpleNamespace(acceptance=AcceptanceStats(0.9), group=group, num_known=5, num_tokens=5, proposed=[])
+    group, stats = SimpleNamespace(params=params, num_prompt=1), AcceptanceStats(0.9)
+    seq: Any = SimpleNamespace(acceptance=stats, group=group, limit=100, num_known=5, num_tokens=5, proposed=[])
     assert drafting.begin_step(9, 1, [seq]) == [seq]
     assert drafting.proposals(flight_of([0.1])) == 0 and drafting.begin_step(10, 1, [seq]) == []
     assert drafting.wanted(seq) == 0 < drafting.proposals(flight_of([0.9]))
@@ -412,10 +396,9 @@ def test_only_drafts_that_were_computed_count() -> None:
 def test_what_was_proposed_is_for_the_next_step_alone() -> None:
     """Its drafts are gone from the device then, so a grammar must not follow them again."""
     engine = Engine(speculative_config=json.dumps(NGRAM))
-    group = engine.add("a", prompt(5, 0), max_tokens=50, ignore_eos=True, structured_outputs={"choice": ["any"]})
-    seq = group.seq
+    seq = engine.add("a", prompt(5, 0), max_tokens=50, ignore_eos=True, structured_outputs={"choice": ["any"]})
     while not seq.proposed:
         engine.step()
     engine.scheduler.drafting.proposals = lambda plan: 0
     engine.step()
-    assert seq.proposed == [] and group in engine.scheduler.running
+    assert seq.proposed == [] and seq in engine.scheduler.running

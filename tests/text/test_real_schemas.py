@@ -20,7 +20,7 @@ import pytest
 
 from conftest import DEMO
 from sampling_params import StructuredOutputsParams
-from scheduling.grammar import Grammars
+from text.grammar import Grammars
 from text.schemas import relaxed
 from tokenizer import Tokenizer
 

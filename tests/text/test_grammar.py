@@ -19,7 +19,7 @@ from conftest import DEMO
 from engine import SamplingParams, StructuredOutputsParams
 from integrity import check_integrity
 from plan import EngineCoreRequest, bit_words
-from scheduling.grammar import MAX_CHARS, Constraint, Grammars
+from text.grammar import MAX_CHARS, Constraint, Grammars
 from text.schemas import FORMATS, NAMED, grammar_text, negated, plain
 from tokenizer import Tokenizer
 
@@ -316,10 +316,10 @@ def test_a_panic_of_the_library_is_an_error_of_the_request(grammars, constraint,
         raise Panic("deep inside")
 
     c = constraint({"choice": ["yes"]})
-    monkeypatch.setattr("scheduling.grammar.mask_of", fail)
+    monkeypatch.setattr("text.grammar.mask_of", fail)
     c.advance([5])
     assert "deep inside" in c.error
-    monkeypatch.setattr("scheduling.sandbox.mask_of", fail)
+    monkeypatch.setattr("text.sandbox.mask_of", fail)
     with pytest.raises(ValueError, match="cannot be compiled: deep inside"):
         grammars.compile(StructuredOutputsParams(regex="ab")).result()
 
@@ -332,22 +332,21 @@ class Stub:
 
 
 def test_a_mask_that_takes_long_holds_up_its_sequence_alone(grammars, constraint, monkeypatch):
-    def group(c):
-        seq = Stub(constraint=c, num_computed=1, tokens=[5, 6], proposed=[], group=None)
-        seq.group = Stub(request=Stub(num_prompt=1, params=c.params, beam=None), seq=seq)
-        return seq.group
+    def sequence(c):
+        group = Stub(num_prompt=1, params=c.params, beam=None)
+        return Stub(constraint=c, num_computed=1, tokens=[5, 6], proposed=[], group=group)
 
-    slow, quick, waits = (group(constraint({"regex": ".*"})) for _ in range(3))
-    waits.seq.num_computed = 2  # a step in flight brings its next token
+    slow, quick, waits = (sequence(constraint({"regex": ".*"})) for _ in range(3))
+    waits.num_computed = 2  # a step in flight brings its next token
     go_on = threading.Event()
-    slow.seq.constraint.advance = lambda output: go_on.wait()
-    monkeypatch.setattr("scheduling.grammar.PATIENCE", 0.2)
+    slow.constraint.advance = lambda output: go_on.wait()
+    monkeypatch.setattr("text.grammar.PATIENCE", 0.2)
     late, failed = grammars.look([slow, quick, waits])
     assert late == {slow, waits} and not failed
-    assert quick.seq.constraint.num_read == 1
-    monkeypatch.setattr("scheduling.grammar.MASK_TIMEOUT", 0.0)
+    assert quick.constraint.num_read == 1
+    monkeypatch.setattr("text.grammar.MASK_TIMEOUT", 0.0)
     _, failed = grammars.look([slow])
-    assert "more than 0 s" in failed[slow.request]
+    assert "more than 0 s" in failed[slow.group]
     go_on.set()
 
 
@@ -376,7 +375,7 @@ def test_the_cache_counts_bytes(grammars, monkeypatch):
     large, small = (StructuredOutputsParams(choice=[f"{i:020}" for i in range(n)]) for n in (2000, 2))
     size = grammars.compile(large).result(30).size
     assert size > 10 * large.size
-    monkeypatch.setattr("scheduling.grammar.MAX_CACHED", size)
+    monkeypatch.setattr("text.grammar.MAX_CACHED", size)
     grammars.compile(small)
     assert [*grammars.cache] == [small]
 
@@ -605,10 +604,10 @@ def test_an_answer_without_a_next_token_ends_with_an_error_once_and_no_token_of_
 def test_who_has_left_is_not_told_that_its_answer_cannot_go_on(llm, stuck):
     core = llm.core
     core.add(EngineCoreRequest("stuck", [5, 6, 7], stuck), at_once=True)
-    while not core.scheduler.running or len(core.scheduler.running[0].seq.tokens) < 6:
+    while not core.scheduler.running or len(core.scheduler.running[0].tokens) < 6:
         assert not any(output.finished for output in core.step())
-    (group,) = core.scheduler.others
-    group.seq.constraint.error = "it cannot go on"
+    (seq,) = core.scheduler.others
+    seq.constraint.error = "it cannot go on"
     core.abort("stuck")
     assert not core.scheduler.others and not run_to_the_end(core)
 
@@ -624,7 +623,7 @@ def test_beams_that_have_ended_are_looked_at_no_more(llm):
 
 def test_a_mask_that_does_not_come_after_a_preemption_ends_its_answer_alone(make_llm, monkeypatch):
     """Who was preempted may be let in while its mask is still being made: `fill` waits, but not for ever."""
-    monkeypatch.setattr("scheduling.grammar.MASK_TIMEOUT", 0.05)
+    monkeypatch.setattr("text.grammar.MASK_TIMEOUT", 0.05)
     asked = StructuredOutputsParams(regex="[a-z ]{400}")
     params = SamplingParams(max_tokens=30, seed=1, structured_outputs=asked)
     free, go_on = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True), threading.Event()
@@ -632,10 +631,10 @@ def test_a_mask_that_does_not_come_after_a_preemption_ends_its_answer_alone(make
         core = llm.core
         core.add(EngineCoreRequest("slow", [5, 6, 7], params), at_once=True)
         core.add(EngineCoreRequest("free", [5, 6], free))
-        while not core.scheduler.running or len(core.scheduler.running[0].seq.tokens) < 6:
+        while not core.scheduler.running or len(core.scheduler.running[0].tokens) < 6:
             core.step()
         core._start_over(False, None)  # as a preemption by recompute does, for all
-        seq = core.scheduler.requests["slow"].groups[0].seq
+        seq = core.scheduler.requests["slow"].seqs[0]
         seq.constraint.num_read -= 1
         seq.constraint.advance = lambda output: go_on.wait()
         news = run_to_the_end(core)

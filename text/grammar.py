@@ -3,7 +3,7 @@
     Constraint   where one sequence is: in hidden reasoning, or how far in its grammar
     Grammars     compiles grammars and makes the masks of a step, in threads beside the engine's loop
 
-A grammar may harm the process that compiles it, so it is first tried in another one (`scheduling/sandbox.py`).
+A grammar may harm the process that compiles it, so it is first tried in another one (`text/sandbox.py`).
 
 A constraint follows from a sequence's output alone, so preemption, chunks, swaps and dead workers do not matter to it:
 it reads the tokens that it has not read.
@@ -27,8 +27,8 @@ import numpy as np
 
 from plan import StepPlan, bit_words
 from sampling_params import SamplingParams, StructuredOutputsParams
-from scheduling.sandbox import LEAST_SIZE, Grammar, Sandbox, brief, compile_text, mask_of, open_vocabulary, text_of
-from sequence import Request, Sequence, SequenceGroup
+from sequence import Sequence, SequenceGroup
+from text.sandbox import LEAST_SIZE, Grammar, Sandbox, brief, compile_text, mask_of, open_vocabulary, text_of
 from text.schemas import is_small
 
 MAX_CHARS = 2**18  # of a grammar
@@ -259,9 +259,9 @@ class Grammars:
         self.threads = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), thread_name_prefix="mask")
         self.small, self.others = ThreadPoolExecutor(1, thread_name_prefix="grammar"), Turns(self._compile)
         self.cache: OrderedDict[StructuredOutputsParams, Future[Grammar]] = OrderedDict()
-        self.waiting: dict[str, Request] = {}  # for their grammars, by id; the first to come first
-        self.deadlines: dict[Request, float] = {}  # until when these wait
-        self.compiled: deque[Request] = deque()  # whose grammars are ready
+        self.waiting: dict[str, SequenceGroup] = {}  # for their grammars, by id; the first to come first
+        self.deadlines: dict[SequenceGroup, float] = {}  # until when these wait
+        self.compiled: deque[SequenceGroup] = deque()  # whose grammars are ready
 
     def prepare(self) -> None:
         """Begin to read the model's vocabulary, before the first grammar needs it."""
@@ -300,13 +300,13 @@ class Grammars:
         self.cache.move_to_end(wanted)
         return future
 
-    def wait(self, request: Request) -> None:
+    def wait(self, request: SequenceGroup) -> None:
         """Have a request wait until `ready` returns it."""
         self.waiting[request.request_id] = request
         self.deadlines[request] = time.monotonic() + COMPILE_TIMEOUT
         request.grammar.add_done_callback(lambda _: self.compiled.append(request))
 
-    def ready(self) -> list[Request]:
+    def ready(self) -> list[SequenceGroup]:
         """The requests that wait no more: their grammars are compiled, or they have waited for COMPILE_TIMEOUT."""
         now, ready = time.monotonic(), [self.compiled.popleft() for _ in range(len(self.compiled))]
         ready += takewhile(lambda request: now > self.deadlines[request], self.deadlines)
@@ -321,7 +321,7 @@ class Grammars:
             del self.deadlines[request]
             self.leave(request)
 
-    def leave(self, request: Request) -> None:
+    def leave(self, request: SequenceGroup) -> None:
         """A request waits for its grammar no more."""
         if wanted := request.params.structured_outputs:
             self.others.leave(wanted, request.client, request.grammar)
@@ -335,7 +335,7 @@ class Grammars:
     def _compile_small(self, wanted: StructuredOutputsParams) -> Grammar:
         return compile_text(self._open(), text_of(wanted), self.words, LEAST_SIZE + CHAR_SIZE * wanted.size)
 
-    def check(self, request: Request) -> None:
+    def check(self, request: SequenceGroup) -> None:
         """Raises ValueError: a request's grammar could not be compiled, took too long, or leaves no first token."""
         if request.grammar and not request.grammar.done():
             self.leave(request)
@@ -343,41 +343,40 @@ class Grammars:
         if error := self._constraint(request).error:
             raise ValueError(error)
 
-    def _constraint(self, request: Request) -> Constraint:
+    def _constraint(self, request: SequenceGroup) -> Constraint:
         if request.grammar and (error := request.grammar.exception()):
             raise ValueError(str(error))  # itself it would grow by a traceback each time
         grammar = request.grammar.result() if request.grammar else None
         return Constraint(request.params, grammar, request.stops, self.words)
 
-    def look(self, groups: Iterable[SequenceGroup]) -> tuple[set[SequenceGroup], dict[Request, str]]:
-        """Have masks made for constrained groups that run, and wait a little for them.
+    def look(self, seqs: Items[Sequence]) -> tuple[set[Sequence], dict[SequenceGroup, str]]:
+        """Have masks made for constrained sequences that run, and wait a little for them.
 
         Of the drafts that were proposed, those stay that the masks lead along.
 
         Returns:
-            the groups that lack a mask, or the token that it depends on; and why requests cannot go on at all.
+            the sequences that lack a mask, or the token that it depends on; and why requests cannot go on at all.
         """
-        seqs = [group.seq for group in groups]
         ready = [seq for seq in seqs if not awaits_token(seq)]
         wait([work for seq in ready if (work := self._work(seq))], PATIENCE)
-        late = {seq.group for seq in seqs if awaits_token(seq) or self._of(seq).behind}
+        behind = {seq for seq in seqs if awaits_token(seq) or self._of(seq).behind}
         for seq in ready:
-            if seq.group not in late:
+            if seq not in behind:
                 del seq.proposed[len(self._of(seq).later) :]
-        return late, self._failed(seqs)
+        return behind, self._failed(seqs)
 
-    def _failed(self, seqs: Iterable[Sequence]) -> dict[Request, str]:
+    def _failed(self, seqs: Iterable[Sequence]) -> dict[SequenceGroup, str]:
         """The requests whose sequences cannot go on, and why."""
-        return {seq.group.request: why for seq in seqs if (why := self._of(seq).trouble)}
+        return {seq.group: why for seq in seqs if (why := self._of(seq).trouble)}
 
     def _of(self, seq: Sequence) -> Constraint:
         if seq.constraint is None:
-            seq.constraint = self._constraint(seq.group.request)
+            seq.constraint = self._constraint(seq.group)
         return seq.constraint
 
     def _work(self, seq: Sequence) -> Future[None] | None:
         """The work on the masks after a sequence's latest token and after its drafts; None if they are there."""
-        constraint, request = self._of(seq), seq.group.request
+        constraint, request = self._of(seq), seq.group
         begin = request.num_prompt - (request.beam.written if request.beam else 0)
         length = len(seq.tokens) - begin
         if constraint.work is not None and constraint.work.done():
@@ -388,7 +387,7 @@ class Grammars:
             constraint.work = submit(self.threads, constraint.follow, seq.tokens[begin:], [*seq.proposed])
         return constraint.work
 
-    def fill(self, plan: StepPlan, rows: Iterable[tuple[Sequence, int, int]]) -> dict[Request, str]:
+    def fill(self, plan: StepPlan, rows: Iterable[tuple[Sequence, int, int]]) -> dict[SequenceGroup, str]:
         """Give a plan the masks of its constrained rows that sample, of its `Flight.other_rows`.
 
         A sequence that was preempted may have none yet; that mask is waited for, at most MASK_TIMEOUT. Returns why
@@ -401,7 +400,7 @@ class Grammars:
         for seq in seqs:
             constraint = self._of(seq)
             masks = [constraint.mask, *constraint.later[: plan.drafts.get(seq.slot, 0)]]
-            if seq.group.request in failed:
+            if seq.group in failed:
                 masks = [np.full_like(constraint.mask, ALL)]
             plan.masks.append((seq.slot, b"".join(mask.tobytes() for mask in masks)))
         return failed
@@ -431,7 +430,7 @@ def size_of(entry: tuple[StructuredOutputsParams, Future[Grammar]]) -> int:
 
 def samples(seq: Sequence, computed: int) -> bool:
     """Whether a row that brings a sequence to `computed` tokens, drafts included, draws a token by a mask."""
-    return seq.group.request.params.constrained and computed >= len(seq.tokens)
+    return seq.group.params.constrained and computed >= len(seq.tokens)
 
 
 def awaits_token(seq: Sequence) -> bool:

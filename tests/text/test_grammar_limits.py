@@ -14,9 +14,9 @@ import pytest
 
 from conftest import DEMO
 from engine import StructuredOutputsParams
-from scheduling.grammar import Grammars
-from scheduling.sandbox import Limits
 from served import eventually
+from text.grammar import Grammars
+from text.sandbox import Limits
 from text.schemas import is_small
 
 EOS = 1
@@ -129,7 +129,7 @@ def test_what_is_certainly_small(asked, small):
 
 
 def test_a_grammar_that_was_refused_is_tried_again_later(grammars, monkeypatch):
-    monkeypatch.setattr("scheduling.sandbox.REMEMBERED", -1.0)
+    monkeypatch.setattr("text.sandbox.REMEMBERED", -1.0)
     wanted = StructuredOutputsParams(regex="(")
     refused = grammars.compile(wanted)
     assert refused.exception(30) and grammars.compile(wanted) is not refused
@@ -153,7 +153,7 @@ def test_a_refusal_does_not_grow(grammars):
 WITH_GRAMMARS = """
 import os, sys
 from sampling_params import StructuredOutputsParams
-from scheduling.grammar import Grammars
+from text.grammar import Grammars
 grammars = Grammars(sys.argv[1], 1024, [1])
 grammar = grammars.compile(StructuredOutputsParams(regex="[a-c]{4}")).result(60)
 print(len(grammar.first) // 8, grammars.sandbox.held[0][0].pid, flush=True)

@@ -9,9 +9,9 @@ import signal
 import sys
 from collections.abc import Iterator
 
-from api.flags import from_flags
 from api.options import ServerConfig
-from api.reading import check_parsers
+from api.prompts import check_parsers
+from commands.flags import from_flags
 from config import EngineConfig
 from executor import name_process
 from observe.logs import set_up

@@ -9,8 +9,8 @@ from concurrent.futures import wait
 
 import pytest
 
-from scheduling.grammar import THREADS, Constraint
 from test_grammar import EOS, PERSON, allowed, constraint, grammars, tokenizer  # noqa: F401
+from text.grammar import THREADS, Constraint
 
 
 class Stub:
@@ -37,7 +37,7 @@ NAMED_ANN, THOUGHT, END = '{"name": "Ann", "age": 7}', "no no no", "</t>"
 )  # fmt: skip
 def test_masks_lead_along_the_drafts(constraint, tokenizer, monkeypatch, asked, text, params):
     """Each is the one that its tokens get later, and what is refused then leaves no trace."""
-    monkeypatch.setattr("scheduling.grammar.PATIENCE", 60.0)
+    monkeypatch.setattr("text.grammar.PATIENCE", 60.0)
     marks = {name: tuple(tokenizer.encode(mark, False)) for name, mark in params.items() if isinstance(mark, str)}
 
     def after(output):
@@ -60,7 +60,7 @@ def test_masks_lead_along_the_drafts(constraint, tokenizer, monkeypatch, asked, 
 
 
 def test_drafts_are_cut_where_they_cannot_be_taken(constraint, tokenizer, monkeypatch):
-    monkeypatch.setattr("scheduling.grammar.PATIENCE", 60.0)
+    monkeypatch.setattr("text.grammar.PATIENCE", 60.0)
 
     def masks(*drafts, **params):
         c = constraint({"regex": r"\d{2,4}"}, **params)
@@ -78,7 +78,7 @@ def test_drafts_are_cut_where_they_cannot_be_taken(constraint, tokenizer, monkey
     assert masks(digits[2], digits[3], allowed_token_ids=digits[:4], bad_word_ids=tuple((d,) for d in digits[:2])) == 2
     stuck = {"allowed_token_ids": digits[1:4], "bad_word_ids": tuple((digits[2], d) for d in digits[1:4])}
     assert masks(digits[1], digits[2], digits[3], **stuck) == 1
-    monkeypatch.setattr("scheduling.grammar.PATIENCE", 0.0)
+    monkeypatch.setattr("text.grammar.PATIENCE", 0.0)
     assert masks(digits[2], digits[3]) == 0  # a step would wait too long
 
 
@@ -87,16 +87,16 @@ def test_drafts_whose_masks_take_long_hold_up_nobody(grammars, constraint, token
     c, go_on, advance = constraint({"regex": "[a-z]*"}), threading.Event(), Constraint.advance
     a, slow = (tokenizer.encode(letter, False)[0] for letter in "ab")
     monkeypatch.setattr(Constraint, "advance", lambda c, ids: go_on.wait() if slow in ids else advance(c, ids))
-    monkeypatch.setattr("scheduling.grammar.PATIENCE", 0.5)
-    monkeypatch.setattr("scheduling.grammar.MASK_TIMEOUT", 0.0)
-    seq = Stub(constraint=c, num_computed=1, tokens=[5, a], proposed=[slow, a], group=None)
-    seq.group = Stub(request=Stub(num_prompt=1, params=c.params, beam=None), seq=seq)
-    assert grammars.look([seq.group]) == (set(), {})
+    monkeypatch.setattr("text.grammar.PATIENCE", 0.5)
+    monkeypatch.setattr("text.grammar.MASK_TIMEOUT", 0.0)
+    seq = Stub(constraint=c, num_computed=1, tokens=[5, a], proposed=[slow, a])
+    seq.group = Stub(num_prompt=1, params=c.params, beam=None)
+    assert grammars.look([seq]) == (set(), {})
     assert not seq.proposed and c.num_read == 1 and not c.work.done()
-    monkeypatch.setattr("scheduling.grammar.MASK_TIMEOUT", 60.0)
+    monkeypatch.setattr("text.grammar.MASK_TIMEOUT", 60.0)
     seq.tokens, seq.num_computed, seq.proposed, before = [5, a, a], 2, [a], c.work
     if THREADS > 1 and os.cpu_count() > 1:  # else it waits behind the other work
-        assert grammars.look([seq.group]) == (set(), {})
+        assert grammars.look([seq]) == (set(), {})
         assert c.num_read == 2 and seq.proposed == [a]
     go_on.set()
     wait([before, *filter(None, [c.work])])

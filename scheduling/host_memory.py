@@ -1,0 +1,181 @@
+"""Host memory: a second tier of the prefix cache, and a place for sequences that are preempted by swap."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence as Items
+from itertools import islice
+
+from config import EngineConfig
+from kv_cache import AllocStatus, BlockManager, BlockSpaceManager, Entry
+from plan import StepPlan
+from scheduling.states import StateManager
+from sequence import Sequence, by_column
+
+COPIES = 8  # cached blocks that a step may copy to the host, beside as many as its tokens fill
+ON_HOST = -2  # stands in an `Entry`'s tables for a block to bring back
+
+
+class TieredSpaceManager(BlockSpaceManager):
+    """The block tables, with a pool of host blocks; for the arguments see `Scheduler` and `BlockSpaceManager`."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        num_blocks: int,
+        num_host_blocks: int,
+        windows: Items[int],
+        swap_cost: float,
+        states: StateManager | None,
+        manager: type[BlockManager],
+    ):
+        super().__init__(config, num_blocks, windows, states, manager)
+        self.mode, self.swap_cost = config.preemption_mode, swap_cost
+        self.dropped: list[tuple[int, bytes]] = []  # blocks that the device has reused, and their keys
+        self.device.evicted = self.dropped if num_host_blocks else None
+        self.host = BlockManager(num_host_blocks, config.block_size, config.enable_prefix_caching)
+        self.host_pinned: list[int] = []  # the host's blocks to free once the plan is made
+        self.copies_left = num_host_blocks  # copies to the host until a prompt asks for a dropped block
+        self.uncopied: OrderedDict[bytes, None] = OrderedDict()  # the keys of blocks that were dropped without a copy
+
+    # --- cached prefixes ----------------------------------------------------------------------------------------------
+
+    def look_up(self, key: bytes) -> int | None:
+        block = super().look_up(key)
+        return ON_HOST if block is None and key in self.host.block_of else block
+
+    def find_prefix(self, seq: Sequence, last: int) -> tuple[int, list[list[int]]]:
+        """Find the prefix. A block of it that the device has dropped shows that copies are useful."""
+        cached, tables = super().find_prefix(seq, last)
+        missed = self.hashes_of(seq, last)[len(tables[0]) :][:1]  # of the first block that is not found
+        keys = [digest + mark for digest in missed for mark in self.marks]
+        if any(ON_HOST in table for table in tables) or not self.uncopied.keys().isdisjoint(keys):
+            self.copies_left = self.host.num_blocks
+        return cached, tables
+
+    def price(self, entry: Entry) -> int:
+        return super().price(entry) + sum(table.count(ON_HOST) for table in entry.tables)
+
+    def bring_back(self, seq: Sequence, tables: list[list[int]], plan: StepPlan) -> None:
+        """Bring blocks back from the host, in order of their tokens."""
+        missing = [(i, kind) for kind, table in enumerate(tables) for i, block in enumerate(table) if block == ON_HOST]
+        for column, kind in missing:
+            key = seq.hashes[column] + self.marks[kind]
+            host_block = self.host.block_of[key]
+            self.host.share([host_block])
+            self.host_pinned.append(host_block)
+            (block,) = self.device.allocate(1)
+            plan.swap_in.append((host_block, block))
+            self.device.publish(block, key)
+            tables[kind][column] = block
+
+    def planned(self, plan: StepPlan) -> None:
+        """The plan is made: copy cached blocks to host memory, as far as there is room, and free what was pinned."""
+        self.host.free(self._copy_cached(plan) + self.host_pinned)
+        self.host_pinned = []
+        super().planned(plan)
+
+    def _copy_cached(self, plan: StepPlan) -> list[int]:
+        """Copy cached blocks to the host: those that the plan overwrites, then those that later plans overwrite first.
+
+        The latter may be copied while the step runs. A step copies at most as many blocks as its tokens fill, and
+        COPIES more. After as many copies as the host has blocks it waits until a prompt asks for a block that the
+        device has dropped: else hits are not likely. Returns the host's blocks, for the caller to free.
+        """
+        device, host = self.device, self.host
+        if not host.num_blocks:
+            return []
+        most = min(COPIES + sum(count for _, count in plan.rows) // self.block_size, self.copies_left, host.num_free)
+        dropped = [pair for pair in self.dropped if pair[1] not in host.block_of]
+        first = max(0, len(dropped) - most)  # the beginnings of prompts come last, and are worth the most
+        self.uncopied |= dict.fromkeys(digest for _, digest in dropped[:first])
+        while len(self.uncopied) > host.num_blocks:
+            self.uncopied.popitem(last=False)
+        idle = ((block, device.hashes[block]) for block in islice(device.idle, 4 * most))
+        ahead = [(block, digest) for block, digest in idle if digest is not None and digest not in host.block_of]
+        moved = [*dropped[first:], *ahead][:most]
+        copies = host.allocate(len(moved))
+        for (block, digest), copy in zip(moved, copies, strict=True):
+            host.publish(copy, digest)
+            plan.swap_out.append((block, copy))
+        plan.num_beside = len(moved) - min(len(dropped), most)
+        self.copies_left -= len(moved)
+        self.dropped.clear()
+        return copies[::-1]
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes, on the device and in host memory."""
+        super().reset_prefix_cache()
+        self.host.reset_prefix_cache()
+
+    def forget_moves(self, plans: Items[StepPlan]) -> None:
+        """Let nobody find what these plans were to move, nor any snapshot: a step may have failed before its moves."""
+        for plan in plans:
+            for pool, moves in ((self.host, plan.swap_out), (self.device, plan.swap_in)):
+                for _, block in moves:
+                    if (digest := pool.hashes[block]) is not None:
+                        pool.forget(digest)
+        if self.states:
+            self.states.snapshots.reset_prefix_cache()
+
+    # --- preemption by swap -----------------------------------------------------------------------------------------
+
+    def computed_blocks(self, seq: Sequence) -> list[list[int]]:
+        """The blocks of what a sequence has computed, by kind."""
+        columns = self.host.blocks_for(seq.num_computed)
+        return [[block for block in table[:columns] if block >= 0] for table in seq.tables]
+
+    def swap_pays(self, blocks: list[list[int]], tokens: int) -> bool:
+        """Whether a sequence that holds these blocks of `tokens` tokens is preempted by swap.
+
+        In mode `auto` it is if moving its blocks and state takes less time than computing what nobody else has, by the
+        kind of layers that sees most.
+        """
+        count, states = sum(map(len, blocks)), self.states
+        if self.mode == "recompute" or not count or self.host.can_allocate(count, kept=0) is not AllocStatus.OK:
+            return False
+        if states and states.host.can_allocate(1, kept=0) is not AllocStatus.OK:
+            return False
+        if self.mode == "swap":
+            return True
+        alone = sum(self.device.ref_counts[block] == 1 for block in blocks[0]) * self.block_size
+        size = count + (states.room.blocks if states else 0)
+        return size * self.swap_cost < min(tokens, alone)
+
+    def swap_out(self, seq: Sequence, plan: StepPlan) -> None:
+        """Copy a sequence's computed blocks and state to host memory, where the prefix cache can find them, too."""
+        blocks = [block for block in by_column(self.computed_blocks(seq)) if block >= 0]
+        moved = dict(zip(blocks, self.host.allocate(len(blocks)), strict=True))
+        plan.swap_out += moved.items()
+        columns = self.host.blocks_for(seq.num_computed)
+        seq.host_tables = [[moved.get(block, -1) for block in table[:columns]] for table in seq.tables]
+        for block, host_block in moved.items():
+            if (key := self.device.hashes[block]) is not None:
+                self.host.publish(host_block, key)
+        if self.states:
+            self.states.swap_out(seq, plan)
+
+    def swap_in(self, seq: Sequence, most: int, kept: int, plan: StepPlan) -> bool:
+        """Bring back a sequence's blocks, if there are enough for its tokens with `kept` more left free.
+
+        The next step computes `most` of these tokens at most.
+        """
+        reach = seq.num_computed + most
+        moved = [block for block in by_column(seq.host_tables) if block >= 0]
+        grown = sum(self.missing(seq.host_tables, len(seq.tokens), reach))
+        if self.device.can_allocate(len(moved) + grown, kept) is not AllocStatus.OK:
+            return False
+        device = dict(zip(moved, self.device.allocate(len(moved)), strict=True))
+        plan.swap_in += device.items()
+        seq.tables = [[device.get(block, -1) for block in table] for table in seq.host_tables]
+        self.host_pinned += by_column(seq.host_tables)
+        seq.host_tables = []
+        self.grow(seq, len(seq.tokens), reach)
+        return True
+
+    def drop_swapped(self, seq: Sequence) -> None:
+        """Give up a sequence's blocks and state in host memory."""
+        self.host.free(by_column(seq.host_tables))
+        seq.host_tables = []
+        if self.states:
+            self.states.drop(seq)
