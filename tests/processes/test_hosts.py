@@ -26,7 +26,7 @@ from network import ip, two_namespaces
 from plan import Health
 from processes import handshake
 from processes.child import Board
-from processes.client import MPClient
+from processes.client import EngineDeadError, MPClient, Stream
 from processes.connection import Connection, to_frame
 from processes.fleet import Fleet
 from processes.gate import GateProcess
@@ -186,7 +186,10 @@ def test_a_link_that_is_lost_is_made_again_and_streams_go_on(pair: Pair):
     pair.servers.publish(Health("a word"))
     eventually(lambda: client.trouble == "a word", 10)
     assert client.connection.socket is first  # neither end needs the link
+    stream = client.streams["a"] = Stream()
     first.shutdown(socket.SHUT_RDWR)
+    with pytest.raises(EngineDeadError, match="or its host is out of reach: a word"):
+        stream.get(timeout=10)
     eventually(lambda: client.connection.socket is not first and client.trouble is None, 10)
     assert not node.refused
     client.shutdown()
