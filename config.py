@@ -38,6 +38,7 @@ OTHER_NAMES = {  # of values, which vLLM takes, too
 }
 TENSORS = "tensors"  # as the option `weights`: they came as tensors, and cannot be loaded again
 POLICY_NAMES = ("auto", "fcfs", "priority", "fair")
+FAIR_STEP = 0.1  # seconds that a step takes at most, by default, where clients share the engine (`fair`)
 MOST_DRAFTING = 32  # sequences; in a step with more of them none has drafts, so that its logits have room
 NAMED = re.compile(r"[\w.]+:\w+")  # MODULE:CLASS, see `load_named`
 # Methods of users' classes whose failure leaves the engine whole.
@@ -543,3 +544,14 @@ def read_json(folder: str, name: str, default: dict[str, Any] | None = None) -> 
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds a {type(content).__name__}; it must hold a JSON object")
     return content
+
+
+def step_tokens(config: EngineConfig, most: int, seconds: float) -> int:
+    """Tokens of a step: `most`, which take `seconds`, or by default under `fair` as many as take FAIR_STEP.
+
+    A decode gets its next token when the step ends, so the prompts of others must not make the step long.
+    """
+    given = config.max_num_batched_tokens is not None
+    if config.scheduling_policy != "fair" or given or config.makes_vectors or not config.enable_chunked_prefill:
+        return most
+    return max(config.max_num_seqs, min(most, int(most * FAIR_STEP / max(seconds, FAIR_STEP))))

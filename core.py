@@ -17,7 +17,7 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-from config import EngineConfig, FatalHookError, blame
+from config import EngineConfig, FatalHookError, blame, step_tokens
 from device.workers import Workers, check_reloadable
 from executor import Peers, WorkerError
 from executors.choose import new_executor
@@ -34,7 +34,6 @@ from ring import undisturbed
 from sampling_params import default_sampling
 from scheduler import Scheduler
 from scheduling.beam_search import BeamSearches
-from scheduling.fair import step_tokens
 from sequence import Adapter, Flight, SequenceGroup
 from text.grammar import COMPILE_TIMEOUT, Grammars, awaits_token
 

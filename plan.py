@@ -6,6 +6,7 @@ A plan has its rows in full, and only the differences of all else: the workers k
 from __future__ import annotations
 
 import inspect
+import operator
 import pickle
 import pkgutil
 import time
@@ -274,7 +275,7 @@ class Call:
             function, args, kwargs = pickle.loads(self.function)
             call = partial(function, worker, *args, **kwargs)
         else:
-            method = getattr(worker, self.method)
+            method = operator.attrgetter(self.method)(worker)
             try:
                 inspect.signature(method).bind(*self.args, **self.kwargs)
             except TypeError as error:

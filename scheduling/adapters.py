@@ -16,10 +16,7 @@ class AdapterSlots:
     While other adapters have all slots, a sequence cannot have one, and others pass it. So that they cannot keep it
     waiting for ever, the adapter with the fewest sequences then has to leave: of the sequences that want it, only those
     before the first one that is passed are still admitted. Once no sequence holds its slot, the first in line takes it.
-
-    Args:
-        count: slots.
-        room: virtual tokens that a slot has room for.
+    A slot has room for `room` virtual tokens.
     """
 
     def __init__(self, count: int, room: int = 0):

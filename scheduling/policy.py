@@ -17,7 +17,7 @@ place = attrgetter("key")  # of a sequence: what queues are sorted by
 
 
 class SequenceQueue:
-    """Groups of one status: a line for each adapter, sorted by key. A step looks at the first of each line."""
+    """Sequences of one status: a line for each adapter, sorted by key. A step looks at the first of each line."""
 
     def __init__(self, status: Status):
         self.status = status
@@ -88,10 +88,7 @@ class Policy(SequenceQueue):
     ) -> dict[str, int]:
         """The most tokens of a step that each client's prompts may have; clients that are not named have no limit.
 
-        Args:
-            flight: the step.
-            to_come: its tokens that are kept for decodes.
-            entrant: returns `Admission.entrant`.
+        `to_come` of its tokens are kept for decodes, and `entrant` returns `Admission.entrant`.
         """
         return {}
 
