@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,16 +13,14 @@ from config import MOST_DRAFTING
 from cpu import machine
 from device.dry_run import dry_worker
 from device.memory import captures_graphs, piece_sizes
-from device.phases import incoming_of
 from device.piecewise import PiecewiseGraphs
+from device.start import Start
 from layers import Batch
 from model import Transformer
+from parallel import incoming_of
 from plan import NewRow, StepPlan
 from sampling_params import PoolingParams, SamplingParams
 from worker import StepRun, Worker
-
-if TYPE_CHECKING:
-    from device.startup import Start
 
 SOME_ROWS = 33  # products with weights in codes have a specialization for 17 to 64 rows
 
@@ -230,7 +228,6 @@ def capture(start: Start, worker: Worker) -> None:
         worker.graphs[shape] = graph, result
     if sizes := piece_sizes(start.config, start.model):
         worker.pieces = PiecewiseGraphs(start.model, worker.pool, sizes, pool)
-        worker.arrange()
     worker.rows = None  # the batch state holds the rows of the last graph
     if experts:
         experts.exchange(None)

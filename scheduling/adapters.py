@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable
 
-from plan import StepPlan
+from plan import Adapter, StepPlan
 from scheduling.policy import place
-from sequence import Adapter, Sequence
+from sequence import Sequence
 
 
 class AdapterSlots:
@@ -16,10 +16,7 @@ class AdapterSlots:
     While other adapters have all slots, a sequence cannot have one, and others pass it. So that they cannot keep it
     waiting for ever, the adapter with the fewest sequences then has to leave: of the sequences that want it, only those
     before the first one that is passed are still admitted. Once no sequence holds its slot, the first in line takes it.
-
-    Args:
-        count: slots.
-        room: virtual tokens that a slot has room for.
+    A slot has room for `room` virtual tokens.
     """
 
     def __init__(self, count: int, room: int = 0):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict
-from collections.abc import Iterator
 from itertools import compress
 
 from config import EngineConfig
@@ -20,10 +19,7 @@ class DecodeBatch:
     computes one token a step: so there is a calendar, and the others cost a step nothing. All share one count of steps,
     from which their `num_computed` follows. A plan's rows for them are lists that stay the same until somebody joins or
     leaves. The tokens that a step brings are kept as they came, until a sequence's are delivered.
-
-    Args:
-        width: sequences that it has at most.
-        block_size, ahead: see `EngineConfig`, where `ahead` is `lookahead`.
+    It has at most `width` sequences. `ahead` is `EngineConfig.lookahead`.
     """
 
     def __init__(self, width: int, block_size: int, ahead: int):
@@ -120,7 +116,7 @@ class DecodeBatch:
 
 
 class Lane:
-    """Groups that run in the same steps: in the batch of `decodes`, or the `others`, which each step looks at.
+    """Sequences that run in the same steps: in the batch of `decodes`, or the `others`, which each step looks at.
 
     There are as many lanes as pipeline stages, and their steps take turns, because a sequence cannot be in two stages
     at a time. These are vLLM's virtual engines, but all lanes share the queues and the blocks.
@@ -149,9 +145,6 @@ class Lanes:
         sizes = self.width, config.block_size, config.lookahead
         self.all = [Lane(DecodeBatch(*sizes)) for _ in range(config.pipeline_parallel_size)]
         self.turn = 0  # of the lane whose step was planned last
-
-    def __iter__(self) -> Iterator[Lane]:
-        return iter(self.all)
 
     def share(self, waiting: int) -> int:
         """Sequences that may run in a step, so that all lanes come to have as many when `waiting` more come in."""

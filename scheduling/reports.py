@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -79,11 +78,6 @@ class Timeline:
             stay["further_chunks"] = stay.get("further_chunks", 0) + 1
 
 
-def names_of(seqs: Iterable[Sequence]) -> Iterator[str]:
-    """The names of the adapters that sequences have."""
-    return (seq.group.adapter.name for seq in seqs if seq.group.adapter)
-
-
 class Reports:
     """Counts what a scheduler plans, and tells of it; it changes no decision."""
 
@@ -125,12 +119,13 @@ class Reports:
 
     def adapters(self, paused: list[str]) -> dict[str, str]:
         """The names of adapters that requests run with and wait for, those that are `paused` among them."""
-        admission = self.scheduler.admission
+        admission, running = self.scheduler.admission, self.scheduler.running
         queues = chain(admission.waiting, admission.swapped, admission.deferred)
+        waits, runs = ({seq.group.adapter.name for seq in seqs if seq.group.adapter} for seqs in (queues, running))
         return {
             "max_lora": str(self.scheduler.config.max_loras),
-            "waiting_lora_adapters": ",".join(sorted({*names_of(queues), *paused})),
-            "running_lora_adapters": ",".join(sorted(set(names_of(self.scheduler.running)))),
+            "waiting_lora_adapters": ",".join(sorted(waits.union(paused))),
+            "running_lora_adapters": ",".join(sorted(runs)),
         }
 
     def explain(self, request_id: str) -> dict[str, Any] | None:
@@ -143,8 +138,7 @@ class Reports:
         instead = scheduler.policy.instead(group, scheduler.running)
         for seq in group.seqs:
             if seq.status in (Status.WAITING, Status.SWAPPED):
-                queues = scheduler.waiting, scheduler.swapped
-                ahead = sum(other.key < seq.key for queue in queues for other in queue)
+                ahead = sum(other.key < seq.key for other in chain(scheduler.waiting, scheduler.swapped))
                 report["answers"][seq.index] |= {"ahead": ahead} | instead
         return report
 

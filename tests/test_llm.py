@@ -200,7 +200,7 @@ def test_metrics_cache_and_calls_of_the_worker(make_llm):
 
 
 @pytest.mark.parametrize(
-    "name", ["load_adapter", "load_weights", "sleep", "step", "_restore", "nonsense", "os:getpid", ""]
+    "name", ["adapters.load", "load_weights", "sleep", "step", "_restore", "nonsense", "os:getpid", ""]
 )
 def test_by_its_name_a_method_of_the_worker_is_called_only_if_it_changes_nothing(llm, monkeypatch, name):
     monkeypatch.setattr(llm.core.executor, "worker", None)  # nobody asks it anything
