@@ -14,7 +14,7 @@ from werkzeug.test import TestResponse
 from api.anthropic import MESSAGES
 from api.generation import ClientGone
 from api.options import ServerConfig
-from api.response_store import Kept, Store
+from api.response_store import Store, StoredResponse
 from api.responses import RESPONSES
 from scripted import BROKEN, FACTS, MISSING, TEXT, TOKENIZER, ScriptedClient, client_of, refusal, told
 from test_protocol import BAD, BAD_MESSAGES, IMAGE
@@ -273,7 +273,7 @@ def size_of(store: Store) -> int:
 def test_the_store_is_bounded() -> None:
     def fill(store: Store, *ids: str, size: int = 10) -> list[str]:
         for id in ids:
-            Kept(store, "me", ["x" * size]).keep({"id": id, "status": "completed", "output": []})
+            StoredResponse(store, "me", ["x" * size]).keep({"id": id, "status": "completed", "output": []})
         return [id for _, id in store.entries]
 
     store = Store(ServerConfig(max_stored_responses=3))
@@ -291,7 +291,7 @@ def test_the_store_is_bounded() -> None:
 def test_nobody_evicts_what_a_quieter_client_has_stored() -> None:
     def put(store: Store, owner: str, *ids: Any, size: int = 10) -> None:
         for id in ids:
-            Kept(store, owner, ["x" * size]).keep({"id": str(id), "status": "completed", "output": []})
+            StoredResponse(store, owner, ["x" * size]).keep({"id": str(id), "status": "completed", "output": []})
 
     def owned(store: Store, owner: str) -> list[str]:
         return [id for each, id in store.entries if each == owner]

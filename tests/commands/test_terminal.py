@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 
 from commands import terminal as ours
-from commands.terminal import Chat, Reply, TooLongError, printable
+from commands.terminal import Chat, ShownAnswer, TooLongError, printable
 from config import DEMO
 from served import alive
 from server import main
@@ -39,7 +39,7 @@ class Script:
     def __init__(self, *says: str | BaseException | tuple[str, BaseException]):
         self.says, self.asked = list(says), []
 
-    def answer(self, prompt: Any, answer: Reply) -> None:
+    def answer(self, prompt: Any, answer: ShownAnswer) -> None:
         self.asked.append([(message["role"], message["content"]) for message in prompt])
         text, ending = says if isinstance(says := self.says.pop(0), tuple) else (says, says)
         if isinstance(text, str):
@@ -112,7 +112,7 @@ def test_ctrl_c_keeps_what_was_said(monkeypatch, capsys):
 
 def test_a_model_cannot_command_the_terminal(capsys):
     every = "".join(map(chr, range(256)))
-    answer = Reply()
+    answer = ShownAnswer()
     answer.show(f"{every}\x1b]0;title\x07ö\u2028")
     kept = [chr(i) for i in range(256) if not (i < 32 or 127 <= i < 160) or chr(i) in "\n\t"]
     assert capsys.readouterr().out == printable(answer.text) == "".join(kept) + "]0;titleö\u2028"

@@ -21,7 +21,7 @@ from text import json_mending, scanning
 from text.json_mending import Mender, as_json, mend
 from text.lark_rules import schema_value
 from text.messages import chat_messages
-from text.scanning import Part
+from text.scanning import AnswerPart
 from text.tag_format import NestedFormat, TagFormat
 from text.tool_formats import HarmonyFormat, HeaderFormat, JsonFormat, PythonFormat
 from text.tools import TOOL_PARSERS, new_reader, read_whole
@@ -329,7 +329,7 @@ def test_a_call_that_is_cut_is_a_beginning(parser: str) -> None:
             assert name == "write" and arguments and whole.startswith(arguments)
 
 
-def whole(answer: str, parser: str | None, reasoning_parser: str | None = None) -> list[Part]:
+def whole(answer: str, parser: str | None, reasoning_parser: str | None = None) -> list[AnswerPart]:
     make = functools.partial(new_reader, parser, reasoning_parser, TOOLS, "", ())
     return read_whole(make, reasoning_parser, answer)[0]
 
