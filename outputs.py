@@ -72,13 +72,13 @@ class RequestOutput:
 Abort = Callable[[str, int | None, str], None]  # of (request_id, index or None for all, reason)
 
 
-def logprobs_by_token(token_id: int, found: Logprobs, text_of: Callable[[int], str]) -> dict[int, Logprob]:
+def logprobs_by_token(token_id: int, scores: Logprobs, text_of: Callable[[int], str]) -> dict[int, Logprob]:
     """The log-probabilities at one place, by token: of the token that is there, and then of the likeliest.
 
     The first has its rank, with equals counted once; each of the others has its place as its rank.
     """
-    by_token = {token_id: Logprob(found.sampled, found.rank, text_of(token_id))}
-    for rank, (other, value) in enumerate(zip(found.ids, found.values, strict=True), 1):
+    by_token = {token_id: Logprob(scores.sampled, scores.rank, text_of(token_id))}
+    for rank, (other, value) in enumerate(zip(scores.ids, scores.values, strict=True), 1):
         if other != token_id:
             by_token[other] = Logprob(value, rank, text_of(other))
     return by_token
@@ -212,7 +212,7 @@ def beams_of(output: RequestOutput, params: BeamSearchParams, tokenizer: Tokeniz
     """
     if output.error:
         raise RuntimeError(output.error)
-    found = []
+    sequences = []
     for beam in output.outputs:
         tokens, stop_reason = beam.token_ids, beam.stop_reason
         assert beam.cumulative_logprob is not None
@@ -222,8 +222,8 @@ def beams_of(output: RequestOutput, params: BeamSearchParams, tokenizer: Tokeniz
             tokens = tokens if params.include_stop_str_in_output else tokens[:-1]
         tokens = output.prompt_token_ids + tokens
         text = "" if isinstance(tokenizer, NoTokenizer) else tokenizer.decode(tokens, skip_special_tokens=False)
-        found.append(BeamSearchSequence(tokens, text, logprob, beam.finish_reason, stop_reason))
-    return BeamSearchOutput(found)
+        sequences.append(BeamSearchSequence(tokens, text, logprob, beam.finish_reason, stop_reason))
+    return BeamSearchOutput(sequences)
 
 
 class Generation:
@@ -354,7 +354,7 @@ class Choices:
         self.metrics.finished_time = time.monotonic()
 
     def best(self) -> list[Generation]:
-        """The `n` answers to return: as they were drawn, or those of the highest mean log-probability, best first."""
+        """The `n` answers to return: as they were drawn, or by the highest mean log-probability, best first."""
         if len(self.drawn) == self.params.n:
             return self.drawn
         return sorted(self.drawn, key=lambda generation: -generation.mean_logprob)[: self.params.n]

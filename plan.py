@@ -6,6 +6,7 @@ A plan has its rows in full, and only the differences of all else: the workers k
 from __future__ import annotations
 
 import inspect
+import operator
 import pickle
 import pkgutil
 import time
@@ -15,8 +16,7 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from config import HookError
-from lora.adapter import LoRARequest
-from sampling_params import PoolingParams, SamplingParams
+from sampling_params import LoRARequest, PoolingParams, SamplingParams
 
 Method = str | Callable[..., Any]  # one of CALLABLE, or a function whose first argument is a worker
 CALLABLE = "block_bytes", "facts"  # methods of `Worker` that callers may name, because these change nothing
@@ -216,6 +216,16 @@ class Outputs:
 # --- messages between processes ---------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """An adapter that the workers hold in a row of the host's memory."""
+
+    key: str  # says which folder it is from, and which state of that
+    row: int = field(compare=False)
+    name: str = field(compare=False, default="")
+    num_virtual_tokens: int = field(compare=False, default=0)  # that it puts before each prompt
+
+
 @dataclass(slots=True)
 class EngineCoreRequest:
     """Client to engine: a new request, of one prompt."""
@@ -279,7 +289,7 @@ class Call:
             function, args, kwargs = pickle.loads(self.function)
             call = partial(function, worker, *args, **kwargs)
         else:
-            method = getattr(worker, self.method)
+            method = operator.attrgetter(self.method)(worker)
             try:
                 inspect.signature(method).bind(*self.args, **self.kwargs)
             except TypeError as error:
@@ -346,7 +356,7 @@ Message = EngineCoreRequest | Abort | Call | Outputs | Reply | Health | StepPlan
 
 
 @dataclass(slots=True)
-class Met:
+class Rendezvous:
     """Coordinator to engines that share experts: all of them wait, so start workers that connect at `place`.
 
     Without a place, another engine has left, or waits, or there are to be fewer: break off, and wait for the next one.

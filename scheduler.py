@@ -23,8 +23,8 @@ request takes at most as many steps as it and all before it have tokens. There a
 be made before the last result is in: it must know that a token will come (`num_known`), not which. If that token ends
 its sequence, what the next step samples for it is dropped.
 
-`Admission` decides which sequences are let in. Sequences that decode form a batch (`scheduling/decodes.py`), so a step
-looks only at those that need a block or end. Groups are in lanes, whose steps take turns (`scheduling/lanes.py`).
+`Admission` decides which sequences are let in. Sequences that decode form a batch (`scheduling/lanes.py`), so a step
+looks only at those that need a block or end. There is a lane for each pipeline stage, and their steps take turns.
 """
 
 from __future__ import annotations
@@ -48,9 +48,8 @@ from scheduling.drafts import AcceptanceStats, Drafting
 from scheduling.host_memory import TieredSpaceManager
 from scheduling.lanes import Lane, Lanes
 from scheduling.limits import RequestLimits
-from scheduling.reports import Reports, report_of
+from scheduling.reports import Reports, Timeline, WaitClock, report_of
 from scheduling.states import StateManager
-from scheduling.timeline import Timeline, WaitClock
 from sequence import Flight, SchedulingBudget, Sequence, SequenceGroup, Status
 
 
@@ -191,7 +190,7 @@ class Scheduler:
     @property
     def others(self) -> list[Sequence]:
         """The running sequences outside the batches of decodes: each step of their lane handles them one by one."""
-        return [seq for lane in self.lanes for seq in lane.others]
+        return [seq for lane in self.lanes.all for seq in lane.others]
 
     # --- planning ---------------------------------------------------------------------------------------------------
 
@@ -406,7 +405,7 @@ class Scheduler:
             alone = seq.batch is None and seq.lane is flight.lane and seq.only_decodes
             if alone and not (seq.num_unverified or self.drafting.wanted(seq)):
                 flight.lane.decodes.join(seq)
-        for lane in self.lanes:  # a sequence may have moved to another lane meanwhile, see `Lanes.surplus`
+        for lane in self.lanes.all:  # a sequence may have moved to another lane meanwhile, see `Lanes.surplus`
             lane.others = [seq for seq in lane.others if seq.status is Status.RUNNING and seq.batch is None]
         if any(output.finish_reason for output in news.outputs):
             self.running = [seq for seq in self.running if seq.status is Status.RUNNING]
@@ -476,7 +475,7 @@ class Scheduler:
         seqs = [seq for flight in self.in_flight for seq in flight.seqs]
         plans = [flight.plan for flight in self.in_flight]
         self.in_flight.clear()
-        for lane in self.lanes:
+        for lane in self.lanes.all:
             lane.flying = 0
         if cause and (blamed := self.admission.isolation.blame(lost, cause, seqs, self.requests.values())):
             guilty, error = blamed
@@ -494,7 +493,7 @@ class Scheduler:
     def _recompute_running(self, now: float) -> None:
         """Have all running sequences compute their tokens again; no step may be in flight."""
         running, self.running = self.running, []
-        for lane in self.lanes:
+        for lane in self.lanes.all:
             lane.others = []
         for seq in running:
             seq.timeline.note(started_over=True)

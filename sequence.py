@@ -18,13 +18,12 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from plan import StepPlan
+from plan import Adapter, StepPlan
 from sampling_params import PoolingParams, SamplingParams
-from scheduling.timeline import Timeline
 
 if TYPE_CHECKING:
-    from scheduling.decodes import DecodeBatch
-    from scheduling.lanes import Lane
+    from scheduling.lanes import DecodeBatch, Lane
+    from scheduling.reports import Timeline
 
 Key = tuple[int, int, int]  # (class, which the policy sets; number of arrival; index)
 
@@ -63,7 +62,7 @@ class Sequence:
     num_prompt |    len(delivered) |   num_tokens |  num_known |    num_computed = num_known - 1 while it decodes
 
     Only a batch of decodes keeps undelivered tokens. The fields from `batch` to `computed_before` can wait until
-    `scheduling/decodes.py`, and those after `logprob` until grammars, recurrent states and drafts.
+    `scheduling/lanes.py`, and those after `logprob` until grammars, recurrent states and drafts.
     """
 
     group: SequenceGroup
@@ -156,16 +155,6 @@ class Beam(NamedTuple):
     written: int  # how many of the prompt's last tokens are the beam's output, which a grammar reads
     candidates: int  # likeliest next tokens that the search wants
     place: tuple[int, int] | None  # the search's number of arrival, and which of its requests this is; None: the first
-
-
-@dataclass(frozen=True, slots=True)
-class Adapter:
-    """An adapter that the workers hold in a row of the host's memory."""
-
-    key: str  # says which folder it is from, and which state of that
-    row: int = field(compare=False)
-    name: str = field(compare=False, default="")
-    num_virtual_tokens: int = field(compare=False, default=0)  # that it puts before each prompt
 
 
 @dataclass(slots=True, eq=False)

@@ -43,7 +43,7 @@ from plan import StepPlan, StepResult
 if TYPE_CHECKING:
     from cpu.weights import GreedyHead
     from device.piecewise import PiecewiseGraphs
-    from lora.stacks import Adapters
+    from lora.stacks import AdapterPool
     from models.logprobs import LogprobGatherer, Scoring
     from models.pooled import Pooler
     from speculation.proposer import Proposer
@@ -97,7 +97,7 @@ class Worker(Profiled):
     """
 
     # What options bring; None without them.
-    adapters: Adapters | None = None
+    adapters: AdapterPool | None = None
     proposer: Proposer | None = None  # makes drafts for later steps
     pooler: Pooler | None = None  # makes one vector of each prompt; nothing is sampled
     greedy_head: GreedyHead | None = None  # finds greedy tokens on a CPU without all logits
@@ -160,7 +160,8 @@ class Worker(Profiled):
         With pipeline stages only the first one checks: the others have the same tables, but not all token ids.
         """
         if self.config.sanitize_kv and self.pipeline.first:
-            self.sanitizer = KVSanitizer.of(self)
+            pools = self.pool, len(self.host_pool), self.state, self.model.layout.windows
+            self.sanitizer = KVSanitizer(*pools, self.states, len(self.host_states))
         self.arrange()
 
     def trace(self, on: bool) -> None:

@@ -20,16 +20,17 @@ import msgspec
 from api.checks import in_parts
 from api.options import ServerConfig
 from config import EngineConfig
-from lora.adapter import CONFIG, LoRARequest, read_adapter, state_of
+from lora.adapter import CONFIG, read_adapter, state_of
 from processes.client import EngineDeadError
 from ring import nameless_file
+from sampling_params import LoRARequest
 
 if TYPE_CHECKING:
     from processes.fleet import Fleet
 
 LOOK = 0.05  # seconds between two questions whether an adapter has been read
 LOOK_AGAIN = 10  # seconds after which the folders of `lora_dir` are listed anew even if none has come or gone
-FOLDERS_AT_ONCE = 64  # of which it is seen whether they are adapters, in some 2 ms
+FOLDERS_AT_ONCE = 64  # folders that are looked into, in some 2 ms, before others are served
 MOST_NAME = 1024  # characters, as of a request's model
 
 
@@ -58,7 +59,7 @@ def read_module(given: str) -> Module:
     return msgspec.structs.replace(module, path=os.path.abspath(module.path))
 
 
-class Adapters:
+class AdapterNames:
     """What the names stand for, the same in all API processes.
 
     The parent makes it before the fork. It is a log of changes, a line of JSON each, in a file without a name, of which
@@ -218,7 +219,7 @@ def virtual_tokens(module: Module) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def _virtual_tokens(state: str) -> int:
-    return read_adapter(state.partition("\0")[0]).num_virtual_tokens
+    return read_adapter(state.partition("\0")[0])[0]
 
 
 def request_of(module: Module) -> LoRARequest:

@@ -57,9 +57,9 @@ def turns_as_chat(api: Api, fields: dict[str, Any]) -> dict[str, Any]:
     structure, older = fields["output_config"].get("structure"), fields["output_format"]
     if structure is not None and older is not None:
         raise ApiError(400, "output_config.format and output_format are both given; one is enough", "output_format")
-    asked = {"enabled": True, "disabled": False}.get(thinking.get("type"))
-    variables = {} if asked is None else {"enable_thinking": asked}
-    if asked and thinking["budget_tokens"] is not None:  # which some templates tell the model
+    thinks = {"enabled": True, "disabled": False}.get(thinking.get("type"))
+    variables = {} if thinks is None else {"enable_thinking": thinks}
+    if thinks and thinking["budget_tokens"] is not None:  # which some templates tell the model
         variables["thinking_budget"] = thinking["budget_tokens"]
     chat = as_chat(
         fields, messages, reasoning_effort=fields["output_config"].get("effort"),
@@ -80,10 +80,10 @@ def message_error(error: ApiError) -> dict[str, Any]:
     details.
     """
     kind = MESSAGE_ERRORS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-    told: dict[str, Any] = {"type": kind, "message": str(error)[:1000]}
+    content: dict[str, Any] = {"type": kind, "message": str(error)[:1000]}
     if error.param == "thread":
-        told["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
-    return {"type": "error", "error": told}
+        content["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    return {"type": "error", "error": content}
 
 
 class MessageReply(BlockReply):
@@ -134,9 +134,9 @@ class MessageReply(BlockReply):
     def _stop(self) -> dict[str, Any]:
         """Why the answer has ended."""
         reason = self.generation.stop_reason
-        found = reason if isinstance(reason, str) else None
+        stop = reason if isinstance(reason, str) else None
         ended = {"length": "max_tokens", "tool_calls": "tool_use"}.get(self.answer.finish_reason or "", "end_turn")
-        return {"stop_reason": "stop_sequence" if found else ended, "stop_sequence": found}
+        return {"stop_reason": "stop_sequence" if stop else ended, "stop_sequence": stop}
 
     def _counts(self) -> dict[str, int]:
         """The tokens of the prompt; Anthropic does not count cached ones among the input tokens."""
@@ -174,14 +174,14 @@ RENAMED = {key: TEXT | {"description": "For rename."} for key in ("old_path", "n
 
 
 def file_tool(about: str, needed: list[str], commands: list[str], more: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """What is known of a tool that has these commands and keys beside those of all tools for files."""
+    """The description and schema of a tool for files, with its commands and keys beside the common ones."""
     command = TEXT | {"enum": ["view", "create", "str_replace", "insert", *commands]}
     schema = {"type": "object", "properties": {"command": command, **FILE_KEYS, **more}, "required": needed}
     return {"description": about, "parameters": schema}
 
 
 OLD_EDITOR = file_tool("Views and edits files.", ["command", "path"], ["undo_edit"], {})
-CLIENT_TOOLS: dict[str, dict[str, Any]] = {  # what is known of a type; that without a date is the newest
+CLIENT_TOOLS: dict[str, dict[str, Any]] = {  # by type; the one without a date is the newest
     "custom": {},
     "bash": {
         "description": "Runs a command in a shell that keeps its state, or with restart starts the shell anew.",
@@ -197,7 +197,7 @@ CLIENT_TOOLS: dict[str, dict[str, Any]] = {  # what is known of a type; that wit
 
 
 def message_tools(value: list[dict[str, Any]], context: CheckContext) -> list[dict[str, Any]]:
-    """The tools as functions, but for those of `SERVER_TOOLS`, which are left out."""
+    """The tools as functions; the ones in `SERVER_TOOLS` are left out."""
     functions = []
     for i, tool in enumerate(value):
         kind = str(tool.get("type") or "custom")
@@ -220,11 +220,11 @@ def message_tools(value: list[dict[str, Any]], context: CheckContext) -> list[di
 
 
 def turns(value: Any, context: CheckContext) -> list[dict[str, Any]]:
-    found = joined_turns(value)
+    messages = joined_turns(value)
     for message in value:
         checks.known_keys(message, ("role", "content"), context, extended=True)
         name_ignored(message["content"], context)
-    return found
+    return messages
 
 
 def name_ignored(blocks: Any, context: CheckContext) -> None:
@@ -250,12 +250,12 @@ THINKING = checks.settings(
 
 
 def thinking(value: Any, context: CheckContext) -> dict[str, Any]:
-    found = THINKING(value, context)
-    if found["type"] is None:
+    settings = THINKING(value, context)
+    if settings["type"] is None:
         raise ValueError("it must have a type")
-    if (budget := found["budget_tokens"]) is not None and not 0 <= budget < 2**31:
+    if (budget := settings["budget_tokens"]) is not None and not 0 <= budget < 2**31:
         raise ValueError(f"budget_tokens is {budget}; it must be from 0 to {2**31 - 1}")
-    return found
+    return settings
 
 
 def message_tool_choice(value: dict[str, Any], context: CheckContext) -> ToolChoice:
@@ -272,8 +272,8 @@ def message_tool_choice(value: dict[str, Any], context: CheckContext) -> ToolCho
 
 def output_config(value: dict[str, Any], context: CheckContext) -> dict[str, Any]:
     """Anthropic's, and as its `structure` what its format comes to."""
-    found: dict[str, Any] = checks.settings("task_budget", effort=str, format=dict, task_budget=dict)(value, context)
-    return found | {"structure": found["format"] and flat_format(found["format"], context)}
+    settings: dict[str, Any] = checks.settings("task_budget", effort=str, format=dict, task_budget=dict)(value, context)
+    return settings | {"structure": settings["format"] and flat_format(settings["format"], context)}
 
 
 NEEDED_KEYS = {kind: ("type", *row.needed) for kind, row in BLOCKS.items()}

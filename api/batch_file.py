@@ -241,7 +241,7 @@ def digest(text: bytes) -> bytes:
 # --- running them -----------------------------------------------------------------------------------------------------
 
 
-class Batch:
+class BatchRun:
     """Runs the lines of a file. It is to be made and run where gevent has patched the standard library.
 
     The engine has at most `width` answers in flight, unless a single line asks for more. If there is an `endpoint`, a
@@ -375,7 +375,7 @@ class Batch:
         return f"{counted(answered, 'line')} answered, of them {refused} refused and {failed} failed{earlier}"
 
 
-def run_to_end(batch: Batch, file: BinaryIO, look: Callable[[], None]) -> None:
+def run_to_end(batch: BatchRun, file: BinaryIO, look: Callable[[], None]) -> None:
     """Run the batch, and `look` now and then, until all is done; lines that run when either raises are dropped."""
     runner = gevent.spawn(batch.run, file)
     try:

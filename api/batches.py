@@ -22,7 +22,7 @@ from werkzeug.exceptions import RequestEntityTooLarge
 from werkzeug.formparser import MultiPartParser
 
 from api import checks
-from api.batch_file import Answers, Batch, count_lines, run_to_end
+from api.batch_file import Answers, BatchRun, count_lines, run_to_end
 from api.checks import ApiError, CheckContext, Face, Field, read_fields, without_folders
 from api.fields import Name
 from api.files import BATCH, ENDED, FILE, new_object
@@ -213,7 +213,7 @@ def answer_lines(api: Api, owner: str, batch: dict[str, Any], answers: Answers) 
             if not batch["request_counts"]["total"]:
                 raise ApiError(400, "the file has no lines", "input_file_id", "empty_file")
             enter(api, owner, batch, "in_progress")
-        run_to_end(Batch(api, answers, files.width, tqdm(disable=True), owner, batch["endpoint"]), file, look)
+        run_to_end(BatchRun(api, answers, files.width, tqdm(disable=True), owner, batch["endpoint"]), file, look)
 
 
 BATCH_PATHS = (

@@ -99,15 +99,15 @@ def decode_json(data: bytes | bytearray, longest: int) -> tuple[Any, dict[str, A
 
 def objects_in(value: Any, depth: int) -> list[dict[str, Any]]:
     """All objects in a JSON value; a RecursionError if it is nested deeper than `depth`."""
-    found: list[dict[str, Any]] = []
+    objects: list[dict[str, Any]] = []
     level: list[Any] = [value]
     for _ in range(depth):
-        found += [item for item in level if isinstance(item, dict)]
+        objects += [item for item in level if isinstance(item, dict)]
         inner = (item.values() if isinstance(item, dict) else item for item in level)
         level = [item for items in inner for item in items if isinstance(item, (dict, list))]
     if level:
         raise RecursionError
-    return found
+    return objects
 
 
 def check_arguments(objects: list[dict[str, Any]], depth: int) -> None:

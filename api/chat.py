@@ -99,7 +99,7 @@ def delta_of(answer: Answer, piece: NewText) -> dict[str, Any]:
     return {"tool_calls": [{"index": answer.number(piece.at), **new}]}
 
 
-SAME = (  # names of one setting, here and elsewhere
+SYNONYMS = (  # names of one setting, here and elsewhere
     ("chat_template_kwargs.enable_thinking", "enable_thinking", "thinking.type", "reasoning.enabled"),
     ("reasoning_effort", "reasoning.effort"),
     ("thinking_token_budget", "thinking.budget_tokens", "reasoning.max_tokens"),
@@ -107,7 +107,7 @@ SAME = (  # names of one setting, here and elsewhere
 
 
 def chat(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any] | Events:
-    thinks, effort, budget = (said(fields, names) for names in SAME)
+    thinks, effort, budget = (setting_of(fields, names) for names in SYNONYMS)
     if thinks is not None:
         fields["chat_template_kwargs"] = fields["chat_template_kwargs"] | {"enable_thinking": thinks}
     fields["reasoning_effort"] = effort
@@ -118,16 +118,16 @@ def chat(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any] | E
     return generate(api, fields, caller, [prompt], ChatReply, None, reading)
 
 
-def said(fields: dict[str, Any], names: Sequence[str]) -> Any:
+def setting_of(fields: dict[str, Any], names: Sequence[str]) -> Any:
     """What a request says of a setting by any of its names; None if it does not, an `ApiError` if two names differ."""
     first = value = None
     for name in names:
         field, _, key = name.partition(".")
-        given = fields[field].get(key) if key else fields[field]
-        if given is not None and value is not None and given != value:
-            message = f"{name} is {given!r}, but {first} is {value!r}; one is enough"
+        setting = fields[field].get(key) if key else fields[field]
+        if setting is not None and value is not None and setting != value:
+            message = f"{name} is {setting!r}, but {first} is {value!r}; one is enough"
             raise ApiError(400, message, field)
-        first, value = (first, value) if given is None else (name, given)
+        first, value = (first, value) if setting is None else (name, setting)
     return value
 
 
@@ -142,10 +142,10 @@ def conversation(api: Api, fields: dict[str, Any], caller: Caller) -> tuple[Prom
     return prompt, api.parsers.reading(fields, text.rstrip().removesuffix(begun.strip()))  # up to where that begins
 
 
-def as_chat(fields: dict[str, Any], messages: list[dict[str, Any]], **own: Any) -> dict[str, Any]:
+def as_chat(fields: dict[str, Any], messages: list[dict[str, Any]], **others: Any) -> dict[str, Any]:
     """The fields of a chat's request: these, as far as it knows them, with `messages` and its `own`."""
     chat = CHAT.defaults()
-    return chat | {name: fields[name] for name in fields.keys() & chat.keys()} | {"messages": messages} | own
+    return chat | {name: fields[name] for name in fields.keys() & chat.keys()} | {"messages": messages} | others
 
 
 @contextlib.contextmanager
@@ -168,9 +168,9 @@ THINKS = {"enabled": True, "disabled": False, "adaptive": None, True: True, Fals
 
 def thinking(value: bool | dict[str, Any], context: checks.CheckContext) -> dict[str, Any]:
     """Whether a model thinks, as DeepSeek and GLM ask for it."""
-    given = {"type": value} if isinstance(value, bool) else value
-    found: dict[str, Any] = checks.settings(type=[*THINKS], budget_tokens=int)(given, context)
-    return found | {"type": THINKS.get(found["type"])}
+    settings = {"type": value} if isinstance(value, bool) else value
+    read: dict[str, Any] = checks.settings(type=[*THINKS], budget_tokens=int)(settings, context)
+    return read | {"type": THINKS.get(read["type"])}
 
 
 REASONING_FORMAT = Literal["auto", "none", "deepseek"]

@@ -49,7 +49,7 @@ HARMLESS = (
 
 
 class ApiError(Exception):
-    """A reply other than 200; the message names what arrived and what is allowed.
+    """A reply other than 200; the message names the value that arrived and the ones that are allowed.
 
     `param` is the field that is wrong, and `code` is OpenAI's word for the mistake, by which programs know it.
     """
@@ -84,7 +84,7 @@ def without_folders(message: str) -> str:
 
 @dataclass
 class CheckContext:
-    """A request as its checks know it: the server's options, and what is accepted although it changes nothing."""
+    """Gives the checks of a request the server's options, and collects names that are accepted and change nothing."""
 
     config: ServerConfig
     ignored: list[str] = dataclasses.field(default_factory=list)  # names, which the log and a header of the reply tell
@@ -123,12 +123,12 @@ class Field(NamedTuple):
 class Face:
     """A route that takes a body. Its path, its checks, its lines of a batch and its schema are made from this row.
 
-    `answer` takes the routes' `Api`, the checked fields and who asks, and returns a reply or its events.
+    `answer` takes the routes' `Api`, the checked fields and the `Caller`, and returns a reply or its events.
     """
 
     name: str
-    paths: tuple[str, ...]  # the first is the one in the schema, the others are those of other servers
-    own: Sequence[Field]  # its fields, beside those of `HARMLESS`
+    paths: tuple[str, ...]  # the first is the one in the schema, the others are other servers' names of it
+    own: Sequence[Field]  # its fields, beside `HARMLESS`
     answer: Callable[..., Any]
     prefix: str = ""  # of a reply's id
     needed: tuple[str, ...] = ()  # fields that must be there
@@ -142,11 +142,9 @@ class Face:
 
     @cached_property
     def fields(self) -> dict[str, Field]:
-        known = {field.name: field for field in self.own}
-        names = [name for name in (*HARMLESS, *self.ignored) if name not in known]
-        return known | {
-            name: Field(name, Any, about="Is accepted and changes nothing.", ignored=True) for name in names
-        }
+        rows = {field.name: field for field in self.own}
+        names = [name for name in (*HARMLESS, *self.ignored) if name not in rows]
+        return rows | {name: Field(name, Any, about="Is accepted and changes nothing.", ignored=True) for name in names}
 
     @cached_property
     def request(self) -> type[msgspec.Struct]:
@@ -164,16 +162,16 @@ def read_fields(face: Face, body: dict[str, Any], context: CheckContext) -> dict
 
     The names of those that are accepted and change nothing are added to `context.ignored`.
     """
-    known, given = face.fields, {}
+    rows, sent = face.fields, {}
     for name, value in body.items():
         if value is None:
             continue
         name, alias = face.aliases.get(name, name), name
-        if name in given:
+        if name in sent:
             raise ApiError(400, f"{alias} is given beside another name of {name}; one is enough", alias)
-        if name in known:
-            given[name] = whole(value)
-            if known[name].ignored:
+        if name in rows:
+            sent[name] = whole(value)
+            if rows[name].ignored:
                 context.ignore(name)
         elif name in face.elsewhere:
             raise refusal(name, value, f"this server calls it {face.elsewhere[name]}", "unknown_parameter")
@@ -185,26 +183,26 @@ def read_fields(face: Face, body: dict[str, Any], context: CheckContext) -> dict
             context.ignore(name)
         elif not context.config.allow_unknown_fields:
             name = name[:64]  # it may be as long as the body
-            names = known.keys() | (face.not_yet.keys() - face.elsewhere.keys())
+            names = rows.keys() | (face.not_yet.keys() - face.elsewhere.keys())
             near = difflib.get_close_matches(name, names - {*HARMLESS}, 1)
             hint = f"did you mean {near[0]}?" if near else "--allow-unknown-fields would ignore it"
             raise ApiError(400, f"the field {name!r} is unknown; {hint}", name, "unknown_parameter")
         else:
             context.ignore(name)
     for needed in face.needed:
-        if needed not in given:
+        if needed not in sent:
             raise ApiError(400, f"{needed} is missing", needed, "missing_required_parameter")
     try:
-        request = msgspec.convert(given, face.request)
+        request = msgspec.convert(sent, face.request)
     except msgspec.ValidationError as error:
-        found = PLACE.search(str(error))
-        assert found, error
-        field = known[found[1]]
+        place = PLACE.search(str(error))
+        assert place, error
+        field = rows[place[1]]
         must = f"it must be {in_words(msgspec.json.schema(field.type))}"
-        raise ApiError(400, f"{field.name} is {reprlib.repr(given[field.name])}: {must}", field.name) from None
+        raise ApiError(400, f"{field.name} is {reprlib.repr(sent[field.name])}: {must}", field.name) from None
     values = face.defaults()
-    for name in given:
-        check, value, context.field = known[name].check, getattr(request, name), name
+    for name in sent:
+        check, value, context.field = rows[name].check, getattr(request, name), name
         try:
             values[name] = value if check is None else check(value, context)
         except ValueError as error:
@@ -299,15 +297,15 @@ def known_keys(value: dict[str, Any], known: Collection[str], context: CheckCont
 
 
 def messages(value: Any, context: CheckContext) -> list[dict[str, Any]]:
-    found = chat_messages(value)  # a template may know any key of a message, but of a part only the text is left
-    for message, shown in zip(value, found, strict=True):
+    read = chat_messages(value)  # a template may know any key of a message, but of a part only the text is left
+    for message, shown in zip(value, read, strict=True):
         for part in message["content"] if isinstance(message.get("content"), list) else ():
             keys = part if isinstance(part, dict) else {}  # a plain string has none
             known_keys(keys, TEXT_PART, context, extended=keys.get("type") not in ("text", "refusal"))
         for key in THOUGHT_FIELDS:
             if message.get(key) and isinstance(message[key], list) and not shown.get("reasoning_content"):
                 context.ignore(key)
-    return found
+    return read
 
 
 def whole(value: Any) -> Any:
@@ -315,22 +313,22 @@ def whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**64 else value
 
 
-def settings(*ignored: str, **known: Any) -> Check:
+def settings(*ignored: str, **allowed_values: Any) -> Check:
     """A check for an object of these settings: each is null, a type, or one of a list of values.
 
     Those that are `ignored` change nothing, whatever their value.
     """
 
     def check(value: Any, context: CheckContext) -> dict[str, Any]:
-        known_keys(value, tuple(known), context)
-        values = {name: whole(value.get(name)) for name in known}
-        for name, allowed in known.items():
-            if (given := values[name]) is None:
+        known_keys(value, tuple(allowed_values), context)
+        values = {name: whole(value.get(name)) for name in allowed_values}
+        for name, allowed in allowed_values.items():
+            if (setting := values[name]) is None:
                 continue
             if isinstance(allowed, type):
-                if type(given) is not allowed:  # a truth is no number
+                if type(setting) is not allowed:  # a truth is no number
                     raise ValueError(f"{name} must be {TYPE_NAMES[allowed]}")
-            elif given not in allowed:
+            elif setting not in allowed:
                 words = " or ".join(map(json.dumps, allowed)) or "null"
                 raise Refusal(f"this server cannot do that yet; {name} must be {words}", "unsupported_parameter")
             if name in ignored:

@@ -31,7 +31,7 @@ PROFILE = re.compile(r"[\w-]+\.(pt\.trace\.json\.gz|steps\.json)", re.ASCII)  # 
 
 
 def ask(api: Api, utility: str, *args: Any, patience: float = 0) -> list[Any]:
-    """What a utility returns on each engine, which may first wait for so many seconds; see `patience`."""
+    """What a utility returns on each engine, which may first wait for `patience` seconds."""
     try:
         return [*api.client.utility_on_all(utility, *args, timeout=api.config.request_timeout + patience).values()]
     except ValueError as error:
@@ -41,8 +41,8 @@ def ask(api: Api, utility: str, *args: Any, patience: float = 0) -> list[Any]:
 def scaling(api: Api) -> dict[str, int]:
     """How many engines there are to be, and how many are ready, start or drain."""
     states = list(api.board.engines)
-    told = {"ready": READY, "starting": STARTING, "draining": DRAINING}
-    return {"data_parallel_size": api.board.wanted} | {name: states.count(state) for name, state in told.items()}
+    names = {"ready": READY, "starting": STARTING, "draining": DRAINING}
+    return {"data_parallel_size": api.board.wanted} | {name: states.count(state) for name, state in names.items()}
 
 
 def scale(api: Api) -> dict[str, int]:
@@ -86,7 +86,7 @@ def reset_prefix_cache(api: Api) -> dict[str, bool]:
 
 
 def abort_requests(api: Api) -> dict[str, int]:
-    """End requests by their ids, or those of their replies; all, if there are none."""
+    """End requests by their ids or their replies' ids; all, if there are none."""
     ids = body_with(api, "request_ids").get("request_ids")
     if not isinstance(ids, list) or not all(isinstance(id, str) for id in ids):
         raise ApiError(400, f"request_ids is {reprlib.repr(ids)}; it must be a list of ids", "request_ids")
@@ -114,7 +114,7 @@ def collective_rpc(api: Api) -> dict[str, Any]:
 
 
 def load_lora_adapter(api: Api) -> Response:
-    """Give a name to an adapter; the answers are vLLM's. The engines load it, which finds what is wrong with it."""
+    """Give a name to an adapter; the answers are vLLM's. The engines load it, and refuse a wrong one."""
     body = body_with(api, *LOADED)
     name, path, inplace = body.get("lora_name"), body.get("lora_path"), body.get("load_inplace") or False
     if not isinstance(name, str) or not 0 < len(name) <= MOST_NAME or name in api.names:

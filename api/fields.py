@@ -65,21 +65,21 @@ def conversation(role: Any, content: Any, others: bool) -> Any:
 def sampling_type(name: str, hint: Any) -> Any:
     """The type of a field of `SamplingParams`, with the range that it checks itself."""
     bias = {"type": "number", "minimum": -MAX_BIAS, "maximum": MAX_BIAS}
-    own = {
+    types = {
         "logit_bias": Annotated[dict[str, Any], Meta(extra_json_schema={"additionalProperties": bias})],
         "allowed_token_ids": shown(**IDS, minItems=1), "stop_token_ids": shown(**IDS), "stop": str | list[str],
         "bad_words": list[str],
     }  # fmt: skip
-    if name in own or name not in RANGES:
-        return own.get(name, hint)
+    if name in types or name not in RANGES:
+        return types.get(name, hint)
     low, high = RANGES[name]
     return Annotated[type(high), Meta(ge=low, le=high)]
 
 
 def attributes_of(record: type) -> dict[str, str]:
     """What a docstring says of each attribute."""
-    found = re.findall(r"^        (\w+): (.+(?:\n {12}.+)*)", record.__doc__ or "", re.MULTILINE)
-    return {name: " ".join(text.split()) for name, text in found}
+    lines = re.findall(r"^        (\w+): (.+(?:\n {12}.+)*)", record.__doc__ or "", re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in lines}
 
 
 HINTS, ABOUT = get_type_hints(SamplingParams), attributes_of(SamplingParams)

@@ -116,7 +116,7 @@ class Files:
         return {"id": id, "object": "file", "deleted": True}
 
     def need_room(self, owner: str, size: int) -> None:
-        """Refuse `size` bytes more, if the client's share of the room is too small; what is too old goes before."""
+        """Refuse `size` bytes more, if the client's share of the room is too small; older files than KEPT go first."""
         self.path(owner, "")
         room, now = self.limit, time.time()
         for path in self.root.glob(f"{self.sharing or owner}/*"):

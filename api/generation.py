@@ -20,13 +20,12 @@ from api.checks import ApiError, too_long, without_folders
 from api.fields import PARAMS
 from api.options import ServerConfig
 from api.prompts import Prompt, Reading, structure_of
-from lora.adapter import LoRARequest
 from observe.logs import logger
 from outputs import Abort, Choices, Vector
 from plan import EngineCoreRequest, EngineOutput
 from processes.client import EngineDeadError, MPClient, Stream
 from processes.routing import DPClient
-from sampling_params import SamplingParams
+from sampling_params import LoRARequest, SamplingParams
 
 if TYPE_CHECKING:
     from api.routes import Api
@@ -314,40 +313,40 @@ def params_of(
     limit = api.facts["max_model_len"]
     field = "max_tokens" if fields["max_completion_tokens"] is None else "max_completion_tokens"
     scores = scores_of(api, fields, lengths)
-    if (asked := fields[field]) == 0 and not echoes(fields) and fields["prompt_logprobs"] is None:
+    if (max_tokens := fields[field]) == 0 and not echoes(fields) and fields["prompt_logprobs"] is None:
         message = f"{field} is 0; it must be at least 1, or -1 for what is left, but for echo and prompt_logprobs"
         raise ApiError(400, message, field)
-    if asked == 0 and scores["prompt_logprobs"] is None:  # the record has none without prompt_logprobs
+    if max_tokens == 0 and scores["prompt_logprobs"] is None:  # the record has none without prompt_logprobs
         scores["prompt_logprobs"] = 0
     defaults = api.facts["default_sampling"]
     most = min(default or limit, defaults.get("max_tokens", limit))  # where the request does not say
-    if asked == -1:  # all that is left
-        asked, most = None, limit
+    if max_tokens == -1:  # all that is left
+        max_tokens, most = None, limit
     top, cap = scores["logprobs"], api.config.max_output_logprobs
     ranked = (fields["best_of"] or 0) > (fields["n"] or 1)  # by what then is kept, too
     kept = 0 if top is None and not ranked else (fields["best_of"] or fields["n"] or 1) * (1 + (top or 0))
-    if asked is None and kept:
+    if max_tokens is None and kept:
         most = max(1, min(most, cap // (kept * len(lengths))))
     among = f" ({virtual} are its adapter's)" if virtual else ""
     for length in lengths:
-        if length + (asked != 0) > limit:
+        if length + (max_tokens != 0) > limit:
             raise too_long(limit, f"the prompt is too long: it has {length}{among}, which leaves none for the output")
-        if asked and length + asked > limit and not (clamp or api.config.clamp_max_tokens):
-            both = f"the prompt's {length}{among} and max_tokens {asked} are {length + asked}"
+        if max_tokens and length + max_tokens > limit and not (clamp or api.config.clamp_max_tokens):
+            both = f"the prompt's {length}{among} and max_tokens {max_tokens} are {length + max_tokens}"
             raise too_long(limit, both, "max_tokens")
-    left = [min(most if asked is None else asked, limit - length) for length in lengths]
-    if (told := kept * sum(left)) > cap:
-        message = f"prompts' max_tokens times n or best_of times logprobs + 1 are {told}; at most {cap}"
+    left = [min(most if max_tokens is None else max_tokens, limit - length) for length in lengths]
+    if (total := kept * sum(left)) > cap:
+        message = f"prompts' max_tokens times n or best_of times logprobs + 1 are {total}; at most {cap}"
         raise ApiError(400, f"{message} (max_output_logprobs)", field)
-    given = {param: fields[param] for param in PARAMS if fields[param] is not None}
+    values = {param: fields[param] for param in PARAMS if fields[param] is not None}
     if not fields["use_beam_search"]:  # which takes the model's probabilities as they are
-        given = {**defaults, **given}
-    if given.get("bad_words"):
-        given["bad_word_ids"] = api.tokenizer.bad_word_ids(given["bad_words"])
+        values = {**defaults, **values}
+    if values.get("bad_words"):
+        values["bad_word_ids"] = api.tokenizer.bad_word_ids(values["bad_words"])
     try:
-        given |= reading.params if reading else {"structured_outputs": structure_of(fields)}
-        given |= scores
-        of_length = {tokens: SamplingParams(**given | {"max_tokens": tokens}) for tokens in dict.fromkeys(left)}
+        values |= reading.params if reading else {"structured_outputs": structure_of(fields)}
+        values |= scores
+        of_length = {tokens: SamplingParams(**values | {"max_tokens": tokens}) for tokens in dict.fromkeys(left)}
         params = of_length[left[0]]
         params.check_vocabulary(api.facts["vocab_size"])
     except ValueError as error:
@@ -367,10 +366,10 @@ def scores_of(api: Api, fields: dict[str, Any], lengths: list[int]) -> dict[str,
         top = fields["top_logprobs"] or 0 if top else None
     echoed = top if echoes(fields) else None
     wanted = [count for count in (of_prompt, echoed) if count is not None]
-    told = sum((1 + count) * sum(lengths) * (fields["n"] or 1) for count in wanted)
-    if told > (most := api.config.max_prompt_logprobs):
+    total = sum((1 + count) * sum(lengths) * (fields["n"] or 1) for count in wanted)
+    if total > (most := api.config.max_prompt_logprobs):
         name = "prompt_logprobs" if echoed is None else "logprobs"
-        message = f"prompts' tokens times {name} times n are {told}; at most {most} (max_prompt_logprobs)"
+        message = f"prompts' tokens times {name} times n are {total}; at most {most} (max_prompt_logprobs)"
         raise ApiError(400, message, name)
     return {"logprobs": top, "prompt_logprobs": max(wanted, default=None)}
 

@@ -219,7 +219,7 @@ class HttpWorker(ggevent.GeventWorker):
             self.idle.pop(me, None)
 
     def handle_error(self, req: Any, client: socket.socket, addr: Any, exc: BaseException) -> None:
-        """Answer what is no request, or what the app did not catch, and hang up."""
+        """Answer malformed requests and errors that the app did not catch, and hang up."""
         if not isinstance(exc, Exception):  # the process ends, or another connection needs the descriptor
             return
         begun, name, config = time.monotonic(), uuid.uuid4().hex, self.app.config

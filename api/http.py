@@ -154,7 +154,7 @@ def api_error(error: Exception) -> ApiError:
 def error_body_of(path: str) -> Callable[[ApiError], dict[str, Any]]:
     """How the API that this path is part of writes an error; so far only Anthropic's differs from OpenAI's."""
     return next(
-        (face.error_body for face in FACES if any(f"{own}/" in f"{path}/" for own in face.paths)), ApiError.body
+        (face.error_body for face in FACES if any(f"{route}/" in f"{path}/" for route in face.paths)), ApiError.body
     )
 
 
@@ -234,8 +234,8 @@ def allow_origin(response: Response, config: ServerConfig) -> Response:
         response.headers["Access-Control-Allow-Origin"] = origin
         response.headers["Access-Control-Expose-Headers"] = "X-Request-Id, X-Manta-Ignored, Retry-After"
         if is_preflight():
-            asked = request.headers.get("Access-Control-Request-Headers", "")
-            named = asked if HEADER_NAMES.fullmatch(asked) else "Authorization, Content-Type, X-Api-Key"
+            requested = request.headers.get("Access-Control-Request-Headers", "")
+            named = requested if HEADER_NAMES.fullmatch(requested) else "Authorization, Content-Type, X-Api-Key"
             response.headers["Access-Control-Allow-Headers"] = named
             response.headers["Access-Control-Allow-Methods"] = "GET, HEAD, POST, DELETE, OPTIONS"
             response.headers["Access-Control-Max-Age"] = "7200"  # seconds; browsers take no more
@@ -257,10 +257,10 @@ def check_host(allowed: Sequence[str]) -> None:
     A page of another site may let its own name stand for 127.0.0.1 (DNS rebinding). To the browser it then speaks to
     its own server, so that CORS does not stop it. Browsers always send the name, so a request without one is let in.
     """
-    given = request.headers.get("Host", "")
-    name = HOST_PORT.sub("", given.lower()).removeprefix("[").removesuffix("]").removesuffix(".")
-    if given and "*" not in allowed and name not in allowed and not is_loopback(name):
-        raise ApiError(403, f"the host is {given!r:.80}; without API keys it must be loopback or in allowed_hosts")
+    host = request.headers.get("Host", "")
+    name = HOST_PORT.sub("", host.lower()).removeprefix("[").removesuffix("]").removesuffix(".")
+    if host and "*" not in allowed and name not in allowed and not is_loopback(name):
+        raise ApiError(403, f"the host is {host!r:.80}; without API keys it must be loopback or in allowed_hosts")
 
 
 def is_preflight() -> bool:
@@ -289,7 +289,7 @@ class Keys:
 
     The endpoints `control` change the server for everybody or show its options, and need an admin key. If there is
     none, they answer at a loopback address alone, and need what others need. An admin key opens all that an API key
-    opens, and what is no route needs none.
+    opens. Paths that are no route need none.
     """
 
     def __init__(self, config: ServerConfig, address: str, control: Collection[str]):
@@ -307,10 +307,10 @@ class Keys:
             sent = [request.headers.get("X-Api-Key", "").encode()]
             sent += [bearer.encode()] if scheme.lower() == "bearer" else []
             # This compares every pair, so the time tells nothing.
-            if not (found := [mine for mine in needed for theirs in sent if hmac.compare_digest(mine, theirs)]):
+            if not (fitting := [mine for mine in needed for theirs in sent if hmac.compare_digest(mine, theirs)]):
                 kind = "admin" if needed is self.admin else "API"
                 raise ApiError(401, f"the {kind} key is missing or wrong: send Authorization: Bearer KEY, or X-Api-Key")
-            key = found[0].decode()
+            key = fitting[0].decode()
         if control and not (self.admin or self.loopback):
             raise ApiError(403, "this route is the operator's; on an address that is no loopback it needs --admin-key")
         return key

@@ -39,7 +39,7 @@ class Tokens:
 
     Text is held back where it may begin a stop string, and a token may be a part of a character. So the tokens are
     turned into text a second time, without stop strings, which tells where the text of each begins and ends. `offset`
-    counts the characters of the choice's text before the answer's: those of the prompt, where it is echoed.
+    counts the characters of the choice's text before the answer's: the prompt, where it is echoed.
     """
 
     def __init__(self, generation: Generation, prompt_token_ids: list[int], tokenizer: Tokenizer, offset: int = 0):
@@ -140,16 +140,16 @@ def completion_logprobs(tokens: Iterable[Token], top: int, name: Callable[[int],
     values: list[float | None] = []
     names: list[str] = []
     likeliest: list[msgspec.Raw | None] = []
-    for id, found, offset in served(tokens):
+    for id, scores, offset in served(tokens):
         names.append(name(id))
         offsets.append(offset)
-        if found is None:
+        if scores is None:
             values.append(None)
             likeliest.append(None)
             continue
-        value = finite(found.sampled)
+        value = finite(scores.sampled)
         table: dict[str, float] = {}
-        for other, its in zip(found.ids[:top], found.values[:top], strict=True):
+        for other, its in zip(scores.ids[:top], scores.values[:top], strict=True):
             table.setdefault(name(other), finite(its))
         table[names[-1]] = max(value, table.get(names[-1], value))
         values.append(value)
@@ -166,10 +166,10 @@ def chat_logprobs(
         return {"token": name(id), "logprob": finite(value), "bytes": list(token_bytes(id))}
 
     content = []
-    for id, found, _ in served(tokens):
-        assert found is not None, "an answer's token without a log-probability"
-        likeliest = list(map(entry, found.ids[:top], found.values[:top]))
-        content.append({**entry(id, found.sampled), "top_logprobs": likeliest})
+    for id, scores, _ in served(tokens):
+        assert scores is not None, "an answer's token without a log-probability"
+        likeliest = list(map(entry, scores.ids[:top], scores.values[:top]))
+        content.append({**entry(id, scores.sampled), "top_logprobs": likeliest})
     return {"content": content, "refusal": None}
 
 
@@ -177,9 +177,9 @@ def prompt_table(asked: Choices, top: int, tokenizer: Tokenizer) -> list[msgspec
     """vLLM's `prompt_logprobs`: for each token but the first, the `top` likeliest at its place and itself, by id."""
     assert asked.prompt_logprobs is not None
     tables: list[msgspec.Raw | None] = [None]
-    for id, found in served(zip(asked.prompt_token_ids[1:], asked.prompt_logprobs, strict=True)):
-        found = dataclasses.replace(found, ids=found.ids[:top], values=found.values[:top])
-        by_token = logprobs_by_token(id, found, tokenizer.token_text).items()
+    for id, scores in served(zip(asked.prompt_token_ids[1:], asked.prompt_logprobs, strict=True)):
+        scores = dataclasses.replace(scores, ids=scores.ids[:top], values=scores.values[:top])
+        by_token = logprobs_by_token(id, scores, tokenizer.token_text).items()
         table = {str(other): {**vars(its), "logprob": finite(its.logprob)} for other, its in by_token}
         tables.append(msgspec.Raw(msgspec.json.encode(table)))
     return tables

@@ -25,7 +25,7 @@ from text.schemas import json_parts
 from text.tools import (
     REASONING_PARSERS,
     TOOL_PARSERS,
-    Reader,
+    AnswerReader,
     call_grammar,
     new_reader,
     reasoning_parser_of,
@@ -72,7 +72,7 @@ class Prompts:
             raise ApiError(400, str(error), "messages") from None
 
     def _compile(self, source: str) -> str | None:
-        """Compile a request's chat template, which takes up to seconds; returns what is wrong with it.
+        """Compile a request's chat template, which takes up to seconds; returns the error, or None.
 
         It is not raised, because gevent would write the traceback of what a thread raises to stderr.
         """
@@ -118,9 +118,9 @@ class Prompts:
 
     def least_output(self, fields: dict[str, Any], default: int | None) -> int:
         """Tokens that a prompt that is cut to the context leaves to the output."""
-        asked = fields["max_tokens"] if fields["max_completion_tokens"] is None else fields["max_completion_tokens"]
+        most = fields["max_tokens"] if fields["max_completion_tokens"] is None else fields["max_completion_tokens"]
         defaults = self.facts["default_sampling"]
-        return max(1, asked if asked is not None else min(default or 1, defaults.get("max_tokens", default or 1)))
+        return max(1, most if most is not None else min(default or 1, defaults.get("max_tokens", default or 1)))
 
 
 # --- how answers are read ---------------------------------------------------------------------------------------------
@@ -133,9 +133,9 @@ def check_parsers(config: ServerConfig) -> None:
             raise ValueError(f"{option} is {name!r}; it must be auto, none, {', '.join(sorted(table))}")
 
 
-def chosen(name: str, found: Callable[[str], str | None], chat_template: str) -> str | None:
+def chosen(name: str, parser_of: Callable[[str], str | None], chat_template: str) -> str | None:
     """The parser that an option of this value means; `found` finds that of `auto`."""
-    return found(chat_template) if name == "auto" else None if name == "none" else name
+    return parser_of(chat_template) if name == "auto" else None if name == "none" else name
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class Reading:
     reasoning_ends: tuple[Ids, ...]
     params: Mapping[str, Any]  # arguments of `SamplingParams`
 
-    def reader(self, **more: Any) -> Reader:
+    def reader(self, **more: Any) -> AnswerReader:
         """A reader of one answer; for `more` see `new_reader`."""
         parser, is_kept = self.reasoning_parser or self.kept_parser, self.kept_parser is not None
         return new_reader(self.tool_parser, parser, self.tools, self.prompt, self.special_tokens, is_kept, **more)
@@ -273,8 +273,8 @@ def called_tools(tools: Sequence[dict[str, Any]], choice: ToolChoice) -> Sequenc
     names = dict.fromkeys(tool["function"]["name"] for tool in tools)
     for name in choice.names or ():
         if name not in names:
-            known = ", ".join(names) or "none"
-            raise ApiError(400, f"tool_choice names {reprlib.repr(name)}; tools has {known[:500]}", "tool_choice")
+            listed = ", ".join(names) or "none"
+            raise ApiError(400, f"tool_choice names {reprlib.repr(name)}; tools has {listed[:500]}", "tool_choice")
     if choice.mode == "required" and not tools:
         raise ApiError(400, f"tool_choice is {choice.mode}; it needs tools", "tool_choice")
     if choice.mode == "none":

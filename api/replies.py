@@ -23,7 +23,7 @@ from api.generation import ClientGone, EngineCall, as_api_error
 from api.logprobs import TOKENS_AT_ONCE, Token, Tokens, prompt_table
 from api.prompts import Reading
 from outputs import Choices, Generation
-from text.scanning import Part
+from text.scanning import AnswerPart
 from text.tools import is_object, read_whole
 from tokenizer import Tokenizer
 
@@ -78,7 +78,7 @@ class Answer:
             self._reader = None
         return list(itertools.chain.from_iterable(map(self._pieces, parts)))
 
-    def _pieces(self, part: Part) -> Iterator[NewText]:
+    def _pieces(self, part: AnswerPart) -> Iterator[NewText]:
         assert self.reading is not None
         if part.content:
             yield self._add(CONTENT, part.content)
@@ -263,7 +263,7 @@ class ChoiceReply:
 
     def _head(self, kind: str) -> dict[str, Any]:
         head = {"id": self.call.id, "object": kind, "created": self.created, "model": self.fields["model"]}
-        if version := self.requests[0].weights_version:  # as long as they are those of the start, it is left out
+        if version := self.requests[0].weights_version:  # the weights of the start have none
             head["system_fingerprint"] = f"weights-{version}"
         return head
 

@@ -24,7 +24,7 @@ PAGE_OF_ITEMS = {
 }  # fmt: skip
 
 
-class Kept:
+class StoredResponse:
     """A response that the store keeps, or will: JSON, and the items of the conversation before it.
 
     One that runs in the background has its events, too; where these alone are too large, the latest of them.
@@ -96,11 +96,11 @@ class Store:
             self.closed = "this server keeps no responses (max_stored_responses is 0)"
         elif (count := config.api_server_count) > 1:
             self.closed = f"this server keeps no responses, because api_server_count is {count}; with 1 it does"
-        self.entries: OrderedDict[tuple[str, str], Kept] = OrderedDict()
+        self.entries: OrderedDict[tuple[str, str], StoredResponse] = OrderedDict()
         self.held = Counter[str](), Counter[str]()  # how many of these each owner has, and how large they are
 
-    def put(self, kept: Kept, is_new: bool = False) -> None:
-        """Keep a response as it is now, as the latest, and drop what is too much then. One that is gone stays so."""
+    def put(self, kept: StoredResponse, is_new: bool = False) -> None:
+        """Keep a response as it is now, as the latest, and make room. One that is gone stays so."""
         if not self._take_out(key := (kept.owner, kept.id)) and not is_new:
             return
         if kept.length > self.limits[1]:  # the older half is forgotten, which readers that keep up have had
@@ -179,7 +179,7 @@ class Store:
         kept.runner.kill(ClientGone)
         return msgspec.json.decode(kept.response)
 
-    def _find(self, owner: str, id: str) -> Kept:
+    def _find(self, owner: str, id: str) -> StoredResponse:
         if self.closed:
             raise ApiError(400, self.closed)
         if (owner, id) not in self.entries:
@@ -188,7 +188,7 @@ class Store:
         return self.entries[owner, id]
 
     def _make_room(self, newest: str) -> None:
-        """Drop what is too much, now that an owner has got another response."""
+        """Drop responses beyond the limits, now that an owner has got another one."""
         for held, limit in zip(self.held, self.limits, strict=True):
             owners = [newest] if self.shares else self.held[0].keys()
             while sum(held[owner] for owner in owners) > limit:
@@ -202,7 +202,7 @@ class Store:
         if (kept := self._take_out(key)) and kept.runner:
             kept.runner.kill(ClientGone, block=False)
 
-    def _take_out(self, key: tuple[str, str]) -> Kept | None:
+    def _take_out(self, key: tuple[str, str]) -> StoredResponse | None:
         if kept := self.entries.pop(key, None):
             self._count(kept.owner, -1, -kept.counted)
         return kept

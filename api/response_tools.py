@@ -36,7 +36,7 @@ class Tools:
         return tools[0] if choice.single else {"type": "allowed_tools", "mode": choice.mode, "tools": tools}
 
     def add(self, tools: Any, context: CheckContext, space: str | None = None) -> None:
-        """Add a list of tools, which may be those of a namespace. A ValueError says which of them is wrong."""
+        """Add a list of tools, which may belong to a namespace. A ValueError says which of them is wrong."""
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
             raise ValueError(f"tools is {reprlib.repr(tools)}; it must be a list of objects")
         for i, tool in enumerate(tools):
@@ -48,22 +48,22 @@ class Tools:
                 self.add(tool.get("tools"), context, tool["name"])
             else:
                 function = function_of(tool, kind, i, context)
-                own = {"type": kind, "name": function["name"]} | ({} if space is None else {"namespace": space})
+                reference = {"type": kind, "name": function["name"]} | ({} if space is None else {"namespace": space})
                 name = function["name"] = call_name(space, function["name"])
                 check_function(function, i)
                 if name not in self.called:
                     self.functions.append({"type": "function", "function": function})
-                if self.called.setdefault(name, own) != own:
+                if self.called.setdefault(name, reference) != reference:
                     raise ApiError(400, f"two of the tools would both be {reprlib.repr(name)} to the model", "tools")
 
 
 def response_tools(value: list[dict[str, Any]], context: CheckContext) -> Tools:
-    found = Tools()
-    found.add(value, context)
+    tools = Tools()
+    tools.add(value, context)
     typed = [tool | {"type": tool.get("type") or "function"} for tool in value]
     shown = [tool for tool in typed if not tool["type"].startswith(LEFT_OUT)]
-    found.repeated = [(NO_MORE if tool["type"] == "function" else {}) | tool for tool in shown]
-    return found
+    tools.repeated = [(NO_MORE if tool["type"] == "function" else {}) | tool for tool in shown]
+    return tools
 
 
 def function_of(tool: dict[str, Any], kind: Any, i: int, context: CheckContext) -> dict[str, Any]:

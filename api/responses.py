@@ -25,7 +25,7 @@ from api.generation import Caller, ClientGone, EngineCall, Events, as_api_error,
 from api.logprobs import Token, Tokens, chat_logprobs
 from api.prompts import Reading
 from api.replies import CALL, CONTENT, REASONING, BlockReply, NewText, json_of, typed_event, usage_of
-from api.response_store import Kept
+from api.response_store import StoredResponse
 from api.response_tools import Tools, response_tools
 from api.routes import Api
 from api.structure import flat_format
@@ -67,7 +67,7 @@ def respond(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any] 
     if (background := fields["background"]) and not fields["store"]:
         raise ApiError(400, f"background is true; {api.store.closed or 'it needs store: true'}", "background")
     items, chat = as_chat_fields(api, fields, caller)
-    kept = Kept(api.store, caller.client, items) if fields["store"] else None
+    kept = StoredResponse(api.store, caller.client, items) if fields["store"] else None
     caller.remote = None if background else caller.remote
     with renamed(**IN_CHAT):
         prompt, reading = conversation(api, chat, caller)
@@ -120,7 +120,7 @@ class ResponseReply(BlockReply):
     """A reply that is OpenAI's response object. It repeats the request's `fields`, and is kept as it grows."""
 
     def __init__(
-        self, fields: dict[str, Any], kept: Kept | None, call: EngineCall[Choices], tokenizer: Tokenizer,
+        self, fields: dict[str, Any], kept: StoredResponse | None, call: EngineCall[Choices], tokenizer: Tokenizer,
         reading: Reading | None,
     ):  # fmt: skip
         super().__init__(call, tokenizer, reading)
@@ -199,7 +199,7 @@ class ResponseReply(BlockReply):
             yield self._numbered("response.content_part.added", **self._where(at), part=part_of(kind, "", []))
 
     def _grow(self, piece: NewText, whole: bool = False) -> bytes:
-        """The event of more text; nothing if that of a custom tool's call, of which this is JSON, has not grown."""
+        """The event of more text; empty if the JSON has grown, but not the custom tool's text in it."""
         (at, text, _), (_, _, name, key) = piece, self._row(piece.at)
         if key == "input":
             text, self.sent[at] = custom_input(self._block(at).text, self.sent.get(at, 0), whole)
@@ -247,8 +247,8 @@ class ResponseReply(BlockReply):
         if block.kind == CALL:  # no tool should take a broken input for a shorter one
             text = custom_input(block.text)[0] if key == "input" and not broken else block.text
             return self.tools.called[block.name] | item | {"call_id": block.id, key: text}
-        own: dict[str, Any] = {"summary": []} if block.kind == REASONING else {"role": "assistant"}
-        return item | own | {"content": [part_of(block.kind, block.text, self._logprobs(at))]}
+        of_kind: dict[str, Any] = {"summary": []} if block.kind == REASONING else {"role": "assistant"}
+        return item | of_kind | {"content": [part_of(block.kind, block.text, self._logprobs(at))]}
 
     def _logprobs(self, at: int, new: bool = False) -> Any:
         """Log-probabilities of the tokens of a text, if they were asked for: of all, or of those that no delta told.
@@ -324,8 +324,8 @@ def included(value: list[str], context: CheckContext) -> list[str]:
 
 def response_text(value: dict[str, Any], context: CheckContext) -> dict[str, Any]:
     """What OpenAI's Responses API has as `text`, and as its `structure` what that comes to."""
-    found: dict[str, Any] = checks.settings("verbosity", format=dict, verbosity=str)(value, context)
-    return found | {"structure": found["format"] and flat_format(found["format"], context)}
+    settings: dict[str, Any] = checks.settings("verbosity", format=dict, verbosity=str)(value, context)
+    return settings | {"structure": settings["format"] and flat_format(settings["format"], context)}
 
 
 SUMMARIES = ["auto", "concise", "detailed"]  # there are none, as the reasoning itself is there

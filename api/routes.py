@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from api.adapters import Adapters, Module, request_of, virtual_tokens
+from api.adapters import AdapterNames, Module, request_of, virtual_tokens
 from api.checks import ApiError, CheckContext, Face, read_fields, without_folders
 from api.files import Files
 from api.generation import Caller, EngineClient, Events
@@ -36,12 +36,12 @@ class Api:
 
     def __init__(
         self, client: EngineClient, tokenizer: Tokenizer, facts: dict[str, Any], config: ServerConfig,
-        names: Sequence[str], board: Board, adapters: Adapters | None = None,
+        names: Sequence[str], board: Board, adapters: AdapterNames | None = None,
     ):  # fmt: skip
         self.client, self.tokenizer = client, tokenizer
         self.facts, self.config = facts, config
         self.names, self.board = names, board
-        self.adapters = adapters or Adapters(config, names)
+        self.adapters = adapters or AdapterNames(config, names)
         self.started = int(time.time())
         self.prompts = Prompts(tokenizer, facts)
         self.parsers = Parsers(config, tokenizer)
@@ -104,8 +104,8 @@ class Api:
 
     def explain(self, id: str, client: str) -> dict[str, Any]:
         """Where the time of a request went, prompt by prompt."""
-        found = self.client.utility("explain_prompts", id, self.config.max_prompts, client).values()
-        prompts = sorted(itertools.chain(*found), key=lambda story: int(story["request_id"].rpartition("-")[2]))
+        stories = self.client.utility("explain_prompts", id, self.config.max_prompts, client).values()
+        prompts = sorted(itertools.chain(*stories), key=lambda story: int(story["request_id"].rpartition("-")[2]))
         if not prompts:
             known = "the engine knows those that run and the latest that have finished"
             raise ApiError(404, f"there is no request {repr(id)[:100]}; {known}", "id")
@@ -117,7 +117,7 @@ class Api:
             return None
         if module := self.adapters.find(name):
             return module
-        known = [*self.names, *self.adapters.given()]  # those of `lora_dir` would have to be looked for
+        known = [*self.names, *self.adapters.given()]  # not the ones in `lora_dir`, which would have to be looked for
         more = f" and {len(known) - MOST_LISTED} more" if len(known) > MOST_LISTED else ""
         message = f"there is no model {reprlib.repr(name)} here; there is {', '.join(known[:MOST_LISTED])}{more}"
         raise ApiError(404, message, "model", "model_not_found")

@@ -18,17 +18,19 @@ KEYS = tuple(field.name for field in dataclasses.fields(StructuredOutputsParams)
 SCHEMA_KEYS = ("name", "description", "schema", "strict")  # of a json_schema
 
 
-def of_schema(found: StructuredOutputsParams, context: CheckContext, strict: bool = False) -> StructuredOutputsParams:
+def of_schema(
+    structure: StructuredOutputsParams, context: CheckContext, strict: bool = False
+) -> StructuredOutputsParams:
     """The same without keywords to which no grammar can hold an answer. They are named, or if it is strict refused."""
-    if found.size > LARGE:
-        return found
+    if structure.size > LARGE:
+        return structure
     if strict:
-        json_parts(found)
-        return found
-    found, left = relaxed(found)
+        json_parts(structure)
+        return structure
+    structure, left = relaxed(structure)
     for key in left:
         context.ignore(key)
-    return found
+    return structure
 
 
 def response_format(value: dict[str, Any], context: CheckContext) -> StructuredOutputsParams | None:
@@ -68,8 +70,8 @@ def flat_format(value: dict[str, Any], context: CheckContext) -> StructuredOutpu
 def structured_outputs(value: dict[str, Any], context: CheckContext) -> StructuredOutputsParams:
     """vLLM's form."""
     known_keys(value, KEYS, context)
-    found = StructuredOutputsParams(**{key: value[key] for key in KEYS if value.get(key) is not None})
-    return of_schema(found, context)
+    structure = StructuredOutputsParams(**{key: value[key] for key in KEYS if value.get(key) is not None})
+    return of_schema(structure, context)
 
 
 def output_format(value: str | dict[str, Any], context: CheckContext) -> StructuredOutputsParams | None:

@@ -28,10 +28,10 @@ def check_telemetry(environ: Mapping[str, str]) -> None:
     A ValueError says which packages are missing, or that `environ` asks for a protocol other than PROTOCOL.
     """
     try:
-        found = find_spec("opentelemetry.sdk.trace") and find_spec("opentelemetry.exporter.otlp.proto.http")
+        installed = find_spec("opentelemetry.sdk.trace") and find_spec("opentelemetry.exporter.otlp.proto.http")
     except ModuleNotFoundError:
-        found = None
-    if not found:
+        installed = None
+    if not installed:
         raise ValueError(f"otlp_traces_endpoint is given; it needs packages: pip install {PACKAGES}")
     for name in ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"):
         if (protocol := environ.get(name, PROTOCOL)) != PROTOCOL:
@@ -96,7 +96,7 @@ class Spans:
 def attributes(call: EngineCall[Any], begun: float, now: float) -> dict[str, Any]:
     """The attributes of a request's span, by vLLM's names; times are in seconds."""
     facts, params, ran = call.facts(begun), call.requests[0].params, phases(call, now)
-    told = {
+    values = {
         "gen_ai.request.id": call.id,
         "gen_ai.response.model": facts["model"],
         "gen_ai.usage.prompt_tokens": facts["prompt_tokens"],
@@ -107,12 +107,12 @@ def attributes(call: EngineCall[Any], begun: float, now: float) -> dict[str, Any
     }
     for name in ("prefill", "decode"):
         if name in ran:
-            told[f"gen_ai.latency.time_in_model_{name}"] = ran[name][1] - ran[name][0]
-            told["gen_ai.latency.time_in_model_inference"] = ran[name][1] - ran["prefill"][0]
+            values[f"gen_ai.latency.time_in_model_{name}"] = ran[name][1] - ran[name][0]
+            values["gen_ai.latency.time_in_model_inference"] = ran[name][1] - ran["prefill"][0]
     if call.requests[0].pooling is None:
         for name in ("max_tokens", "temperature", "top_p", "n"):
-            told[f"gen_ai.request.{name}"] = getattr(params, name)
-    return {name: value for name, value in told.items() if value is not None}
+            values[f"gen_ai.request.{name}"] = getattr(params, name)
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def phases(call: EngineCall[Any], now: float) -> dict[str, tuple[float, float]]:
@@ -120,12 +120,12 @@ def phases(call: EngineCall[Any], now: float) -> dict[str, tuple[float, float]]:
 
     The first of several prompts begins each phase but the second, which begins when all have been let in.
     """
-    metrics = [asked.metrics for asked in call.requests]
+    metrics = [request.metrics for request in call.requests]
     queued = [seconds for each in metrics if (seconds := each.time_in_queue) is not None]
     if not queued:
         return {}
     sent, ends = min(each.arrival_time for each in metrics), [each.finished_time or now for each in metrics]
     let_in = sent + max(queued)
     first = min((at for each in metrics if (at := each.first_token_time) is not None), default=max(ends))
-    found = {"queue": (sent, let_in), "prefill": (let_in, max(first, let_in))}
-    return found | ({"decode": (first, max(ends))} if call.endings else {})
+    spans = {"queue": (sent, let_in), "prefill": (let_in, max(first, let_in))}
+    return spans | ({"decode": (first, max(ends))} if call.endings else {})

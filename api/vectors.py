@@ -54,19 +54,19 @@ def score(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:
     if len(first) not in (1, len(second)):
         message = f"text_1 has {len(first)} texts for {len(second)} of text_2; it must have as many, or 1"
         raise ApiError(400, message, "text_1")
-    found, prompts = compare(api, fields, caller, first, second)
-    data = [{"object": "score", "index": i, "score": score} for i, score in enumerate(found)]
+    scores, prompts = compare(api, fields, caller, first, second)
+    data = [{"object": "score", "index": i, "score": score} for i, score in enumerate(scores)]
     return listed(fields, caller, prompts, data)
 
 
 def rerank(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:
     """Documents in the order of how well they answer a query; among equals the first comes first."""
     documents = fields["documents"]
-    found, prompts = compare(api, fields, caller, [fields["query"]], documents)
+    scores, prompts = compare(api, fields, caller, [fields["query"]], documents)
     results: list[dict[str, Any]] = []
-    for i in sorted(range(len(found)), key=lambda i: (-found[i], i))[: fields["top_n"] or len(documents)]:
+    for i in sorted(range(len(scores)), key=lambda i: (-scores[i], i))[: fields["top_n"] or len(documents)]:
         shown = {"document": {"text": documents[i]}} if fields["return_documents"] else {}
-        results.append({"index": i, "relevance_score": found[i]} | shown)
+        results.append({"index": i, "relevance_score": scores[i]} | shown)
     return {"id": caller.id, "model": fields["model"], "usage": used(prompts), "results": results}
 
 
@@ -94,11 +94,17 @@ def encoded(api: Api, fields: dict[str, Any], prompts: Sequence[str | list[int]]
     before = named(api, fields)
     cuts = api.facts["cuts_texts"] and fields["truncate_prompt_tokens"] is None
     cut = fields | {"truncate_prompt_tokens": -1} if cuts else fields
-    given = [before + each if isinstance(each, str) else each for each in prompts]
-    found = [api.prompts.encode(cut if isinstance(each, str) else fields, each, special) for each in given]
-    if cuts and any(text is None and isinstance(each, str) for (text, _), each in zip(found, given, strict=True)):
+    sources = [before + text_or_ids if isinstance(text_or_ids, str) else text_or_ids for text_or_ids in prompts]
+    encoded_prompts = [
+        api.prompts.encode(cut if isinstance(text_or_ids, str) else fields, text_or_ids, special)
+        for text_or_ids in sources
+    ]
+    if cuts and any(
+        text is None and isinstance(text_or_ids, str)
+        for (text, _), text_or_ids in zip(encoded_prompts, sources, strict=True)
+    ):
         warn_once(CUT.format(api.facts["max_model_len"]))
-    return found
+    return encoded_prompts
 
 
 def named(api: Api, fields: dict[str, Any]) -> str:
@@ -139,22 +145,22 @@ def listed(fields: dict[str, Any], caller: Caller, prompts: Sequence[Prompt], da
     return head | {"data": data, "usage": used(prompts)}
 
 
-def vectors(kind: str, key: str, found: list[bytes], fields: dict[str, Any]) -> list[dict[str, Any]]:
+def vectors(kind: str, key: str, all_pooled: list[bytes], fields: dict[str, Any]) -> list[dict[str, Any]]:
     """The entries of /v1/embeddings (`kind` "embedding") and /pooling: numbers, or their float32 bytes in base64."""
     encode = numbers if fields["encoding_format"] == "float" else lambda pooled: base64.b64encode(pooled).decode()
-    return [{"object": kind, "index": i, key: encode(pooled)} for i, pooled in enumerate(found)]
+    return [{"object": kind, "index": i, key: encode(pooled)} for i, pooled in enumerate(all_pooled)]
 
 
 # --- what they take --------------------------------------------------------------------------------------------------
 
 
 def texts(value: Any, context: CheckContext) -> list[str]:
-    found = [value] if isinstance(value, str) else value
-    if not isinstance(found, list) or not found or not all(isinstance(text, str) and text for text in found):
+    listed = [value] if isinstance(value, str) else value
+    if not isinstance(listed, list) or not listed or not all(isinstance(text, str) and text for text in listed):
         raise ValueError("it must be a string or a list of strings, none of them empty")
-    if len(found) > (most := context.config.max_prompts):
-        raise ValueError(f"it has {len(found)} texts; at most {most} are allowed (max_prompts)")
-    return found
+    if len(listed) > (most := context.config.max_prompts):
+        raise ValueError(f"it has {len(listed)} texts; at most {most} are allowed (max_prompts)")
+    return listed
 
 
 def documents(value: Any, context: CheckContext) -> list[str]:

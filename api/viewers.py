@@ -1,6 +1,6 @@
 """Who watches the engine: what `GET /live` sends, a few times a second.
 
-Each API process asks the engine once for all who watch, and only while somebody does. The engine answers with what it
+Each API process asks the engine once for all viewers, and only while there are any. The engine answers with what it
 has at hand (`observe/live.py`); the block map and the JSON are made here, off its loop.
 """
 
@@ -31,7 +31,7 @@ FREE, CACHED, SHARED = 0, -1, -2  # owners of blocks that no request has alone
 
 
 class Viewer:
-    """Somebody who watches, and may see the ids of this client's requests."""
+    """A stream of events, which may show the ids of this client's requests."""
 
     def __init__(self, client: str):
         self.client = client
@@ -44,7 +44,7 @@ class Viewer:
 
 
 class Viewers:
-    """All who watch in this process, and the thread that asks for them; gevent makes it a greenlet."""
+    """The viewers of this process, and the thread that asks for them; gevent makes it a greenlet."""
 
     def __init__(self, client: EngineClient, config: ServerConfig, board: Board):
         self.client, self.board = client, board
@@ -55,7 +55,7 @@ class Viewers:
         self.totals: dict[int, dict[str, int]] = {}  # of each engine's latest answer; see `Recorder.live`
 
     def enter(self, client: str) -> Viewer:
-        """Let somebody watch, until `leave`; an `ApiError` if as many watch as may."""
+        """Add a viewer, until `leave`; an `ApiError` if there are as many as allowed."""
         viewer = Viewer(client)
         with self.lock:
             if not self.shares.has_room(client, 1):
@@ -138,7 +138,7 @@ def named(engine: dict[str, Any], client: str) -> dict[str, Any]:
     """What a viewer is told of an engine: only this client's requests have ids."""
 
     def name(row: dict[str, Any]) -> dict[str, Any]:
-        whose, told = row["client"], {field: value for field, value in row.items() if field != "client"}
-        return told | {"id": row["id"].rpartition("-")[0] if client == whose else None}
+        whose, facts = row["client"], {field: value for field, value in row.items() if field != "client"}
+        return facts | {"id": row["id"].rpartition("-")[0] if client == whose else None}
 
     return engine | {part: [name(row) for row in engine[part]] for part in ("requests", "finished")}

@@ -1,4 +1,4 @@
-"""How a command that answers requests starts: options, model and tokenizer, then the engines for as long as it runs."""
+"""Starts a command that answers requests: options, policy, and the engines for as long as it runs."""
 
 from __future__ import annotations
 

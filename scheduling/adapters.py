@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from itertools import chain
-from typing import TYPE_CHECKING
 
-from plan import StepPlan
+from plan import Adapter, StepPlan
 from scheduling.policy import place
-from sequence import Adapter, Sequence
-
-if TYPE_CHECKING:
-    from core import EngineCore
+from sequence import Sequence
 
 
 class AdapterSlots:
@@ -21,10 +16,7 @@ class AdapterSlots:
     While other adapters have all slots, a sequence cannot have one, and others pass it. So that they cannot keep it
     waiting for ever, the adapter with the fewest sequences then has to leave: of the sequences that want it, only those
     before the first one that is passed are still admitted. Once no sequence holds its slot, the first in line takes it.
-
-    Args:
-        count: slots.
-        room: virtual tokens that a slot has room for.
+    A slot has room for `room` virtual tokens.
     """
 
     def __init__(self, count: int, room: int = 0):
@@ -100,10 +92,3 @@ class AdapterSlots:
         assert not self.holders
         self.free += self.slots.values()
         self.slots.clear()
-
-
-def is_used(core: EngineCore, adapter: Adapter) -> bool:
-    """Whether a request that has yet to finish has this adapter."""
-    admission, compiling = core.scheduler.admission, core.grammars.waiting.values()
-    lines = (queue.lines for queue in (admission.waiting, admission.swapped, admission.aside))
-    return adapter in chain(admission.adapters.users, *lines) or any(r.adapter == adapter for r in compiling)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from config import HookError
 from plan import EngineOutput, error_output
 from sampling_params import SamplingParams
-from scheduling.timeline import Timeline
+from scheduling.reports import Timeline
 from sequence import Beam, Sequence, SequenceGroup, Status
 
 if TYPE_CHECKING:
@@ -105,9 +105,7 @@ class Search:
 class BeamSearches:
     """The beam searches of an engine, each of which the client knows as one request.
 
-    Args:
-        scheduler: has their requests.
-        observe: called when one comes or is dropped, see `Observer`.
+    `observe` is called when the scheduler gets or drops a beam's request, see `Observer`.
     """
 
     def __init__(self, scheduler: Scheduler, observe: Callable[..., None]):
@@ -195,13 +193,12 @@ class BeamSearches:
 
     def _answer(self, search: Search, answers: list[Answer]) -> list[EngineOutput]:
         """The answers of a search that is over, the best first; or the error that there are too few."""
-        group, outputs = search.group, list[EngineOutput]()
-        n = group.params.n
-        if len(answers) < n:
-            most = len(answers)
+        group, most = search.group, len(answers)
+        if most < (n := group.params.n):
             error = f"n is {n}, but the request's other fields allow only {most} answers; it must be at most {most}"
             self.abort(group.request_id, "error")
             return [error_output(group.request_id, error)]
+        outputs = []
         for index, answer in enumerate(answers[:n]):
             output = EngineOutput(group.request_id, answer.tokens, "stop" if answer.stopped else "length")
             output.stop_reason = answer.tokens[-1] if answer.tokens[-1] in group.params.stop_token_ids else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
@@ -24,10 +24,9 @@ class CrashIsolation:
     """Finds the request that crashes workers, by running a part of the suspects alone.
 
     The requests of a crashed step are suspects until steps have landed that took them past it. After one crash all go
-    on together, for it may have been anything. When suspects crash again, the half of them that came last runs alone.
-    If that crashes, the cause is in this half, else in the other, and so on until a crashed step had one request. A
-    request that always crashes workers is found after 2 + log2(suspects) crashes, or MIN_DEATHS if that is more. All
-    others only wait.
+    on together. When suspects crash again, the half of them that came last runs alone. If that crashes, the cause is in
+    this half, else in the other, and so on until a crashed step had one request. A request that always crashes workers
+    is found after 2 + log2(suspects) crashes, or MIN_DEATHS if that is more. All others only wait.
     """
 
     def __init__(self) -> None:
@@ -41,26 +40,22 @@ class CrashIsolation:
         """The request that is ended because steps have failed, and its error; None: none is.
 
         Args:
-            lost: the workers have died, and the cause is ended. Else a step did not fit, and the latest one is.
+            lost: the workers have died. Else a step did not fit, and the latest request is ended.
             cause: what happened.
-            seqs: that the steps ran, also of requests that have ended or were preempted meanwhile.
-            requests: that have not ended, the first to come first.
+            seqs, requests: those that the steps ran, and all that have not ended, the first to come first.
         """
         if not lost:
             live = [seq for seq in seqs if seq.slot >= 0]
             return (max(live, key=lambda seq: seq.key[1]).group, cause) if live else None
-        ran: defaultdict[SequenceGroup, dict[Sequence, int]] = defaultdict(dict)
-        for seq in seqs:  # a preempted one has forgotten how far the steps would have brought it
-            goal = seq.num_computed if seq.slot >= 0 else seq.num_tokens
-            goals = ran[seq.group]
-            goals[seq] = max(goal, goals.get(seq, 0))
+        ran = {seq.group for seq in seqs}
         again = [group for group in requests if group in ran and group in self.suspects]
-        for group in requests:
-            if group in ran:
-                suspicion = self.suspects.setdefault(group, Suspicion())
-                suspicion.deaths += 1
-                for seq, goal in ran[group].items():
-                    suspicion.goals[seq] = max(goal, suspicion.goals.get(seq, 0))
+        for group in ran.intersection(requests):
+            self.suspects.setdefault(group, Suspicion()).deaths += 1
+        for seq in seqs:
+            if suspicion := self.suspects.get(seq.group):
+                # A preempted one has forgotten how far the steps would have brought it.
+                goal = seq.num_computed if seq.slot >= 0 else seq.num_tokens
+                suspicion.goals[seq] = max(goal, suspicion.goals.get(seq, 0))
         if again:
             self.candidates = again
         if not again or len(ran) > 1 or (deaths := self.suspects[again[0]].deaths) < MIN_DEATHS:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 from config import MOST_DRAFTING, EngineConfig
 from plan import Verified
@@ -58,10 +59,7 @@ class Drafting:
     cost is more than the n d(n) / c(n) tokens of these seconds.
 
     Drafts may also be made and not verified: then the next token says for nothing whether the first one was right.
-
-    Args:
-        config, counters: the engine's options, and the scheduler's counters.
-        row_seconds: (n, c(n), d(n)) for rising numbers of rows; empty: drafts cost nothing.
+    `row_seconds` has (n, c(n), d(n)) for rising numbers of rows; if it is empty, drafts cost nothing.
     """
 
     def __init__(
@@ -98,20 +96,18 @@ class Drafting:
 
     def _seconds(self, rows: int, column: int) -> float:
         """c or d of so many rows, between those that were timed; beyond them it grows with the rows."""
-        known = [(timed[0], timed[column]) for timed in self.row_seconds]
-        above = next((i for i, (count, _) in enumerate(known) if count >= rows), None)
-        if above is None:
-            count, seconds = known[-1]
+        above = bisect_left(self.row_seconds, rows, key=itemgetter(0))
+        timed = self.row_seconds[min(above, len(self.row_seconds) - 1)]
+        count, seconds = timed[0], timed[column]
+        if above == len(self.row_seconds):
             return seconds * rows / count
-        count, seconds = known[above]
         if not above or count == rows:
             return seconds
-        fewer, less = known[above - 1]
+        fewer, less = self.row_seconds[above - 1][0], self.row_seconds[above - 1][column]
         return less + (seconds - less) * (rows - fewer) / (count - fewer)
 
     def proposals(self, flight: Flight) -> int:
-        """How many drafts the rows of a step that is planned should get for a later step: from a model as many as pay;
-        from a look-up, which costs nothing, now and then some also where few will pay."""
+        """Drafts to make for the rows of a step: from a model as many as pay, from a look-up now and then some more."""
         plan = flight.plan
         if not self.by_model:
             likely = self.room > 0 and self.needed <= LIKELY
@@ -153,8 +149,7 @@ class Drafting:
                 seq.acceptance.learn(1, right)
 
     def counted(self, rows: dict[int, Verified], policy: Policy) -> int:
-        """Count the drafts of a step that has landed, and tell the policy of those that were taken; returns how many
-        the step has computed."""
+        """Count a step's drafts as computed, and tell the policy of those that were taken; returns their number."""
         drafts = sum(row.drafts for row in rows.values())
         taken = sum(len(row.token_ids) - 1 for row in rows.values())
         self.counters["num_computed_tokens_total"] += drafts

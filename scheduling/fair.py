@@ -11,24 +11,13 @@ from heapq import heappop, heappush
 from typing import Any
 
 from config import EngineConfig
+from plan import Adapter
 from scheduling.policy import Policy
 from scheduling.reserve import allowance
-from sequence import Adapter, Flight, Sequence, SequenceGroup, Status
+from sequence import Flight, Sequence, SequenceGroup, Status
 
 UNPLACED = 2**62  # class of a sequence that stands behind another one of its client
 OUTPUT_WEIGHT = 2  # what a token of output counts, where one of the prompt counts 1 (as in the paper of `Fair`)
-FAIR_STEP = 0.1  # seconds
-
-
-def step_tokens(config: EngineConfig, most: int, seconds: float) -> int:
-    """Tokens of a step: `most`, which take `seconds`, or by default under `fair` as many as take FAIR_STEP.
-
-    A decode gets its next token when the step ends, so the prompts of others must not make the step long.
-    """
-    given = config.max_num_batched_tokens is not None
-    if config.scheduling_policy != "fair" or given or config.makes_vectors or not config.enable_chunked_prefill:
-        return most
-    return max(config.max_num_seqs, min(most, int(most * FAIR_STEP / max(seconds, FAIR_STEP))))
 
 
 def arrival(seq: Sequence) -> tuple[int, int]:
@@ -46,11 +35,6 @@ class Client:
     num_requests: int = 0  # that have yet to finish
     # By adapter, its sequences that wait and were never let in, in the order of arrival. None is empty.
     backlogs: dict[Adapter | None, list[Sequence]] = field(default_factory=dict)
-
-    @property
-    def settled(self) -> int:
-        """The tokens that its finished sequences have had."""
-        return self.counter - self.outstanding
 
 
 class Fair(Policy):
@@ -148,7 +132,7 @@ class Fair(Policy):
         if seq in self.charged:
             return
         client = self.clients[seq.group.client]
-        self.virtual_time = max(self.virtual_time, client.settled)
+        self.virtual_time = max(self.virtual_time, client.counter - client.outstanding)  # what ended ones have had
         self.charged[seq] = prompt, output
         cost = prompt + OUTPUT_WEIGHT * output
         client.counter += cost
@@ -159,7 +143,7 @@ class Fair(Policy):
         group, client = seq.group, self.clients[seq.group.client]
         if charged := self.charged.pop(seq, None):
             output = seq.num_tokens - group.num_prompt
-            # A request may be aborted within its prompt. `lost` is what it had computed before a preemption.
+            # A request may be aborted within its prompt, also after a preemption.
             left = 0 if output else group.num_prompt - max(seq.num_computed, seq.num_forgotten)
             left = max(0, min(left, charged[0]))  # even if less of it is cached by now
             client.counter -= left + OUTPUT_WEIGHT * (charged[1] - output)
@@ -176,8 +160,7 @@ class Fair(Policy):
     ) -> dict[str, int]:
         """Share a step among all clients with prompts, equally but for those who want less (max-min fairness).
 
-        Else a long prompt would take whole steps, and others would wait for all of them. The first in line counts, too,
-        if there is room for it.
+        Else others would wait for all steps of a long prompt. The first in line counts, too, if there is room for it.
         """
         tokens, wants = flight.budget.tokens - to_come, Counter[str]()
         for seq in flight.lane.others:

@@ -29,15 +29,11 @@ class RequestLimits:
             )
 
     def settle(self, group: SequenceGroup) -> int:
-        """Check a request, and settle which tokens end it and which may be drawn.
-
-        Returns:
-            Tokens at which its sequences end.
+        """Settle which tokens end a request and which may be drawn; returns the tokens at which its sequences end.
 
         Raises:
-            ValueError: the prompt is empty; a token is outside of the vocabulary; there is no room for output within
-                `max_model_len`; it could outgrow the whole KV pool; or it asks for more log-probabilities than
-                `max_logprobs`.
+            ValueError: its prompt is empty, or a token is outside of the vocabulary; there is no room for output in the
+                context; it could outgrow the whole KV pool; or it asks for too many log-probabilities.
         """
         params = group.params
         params.check_vocabulary(self.vocab_size, self.eos_token_ids)
@@ -73,6 +69,4 @@ class RequestLimits:
             raise ValueError(
                 f"the prompt has {num_prompt} tokens{among}; at most {most} {fit} the context of {self.max_model_len}"
             )
-        if silent:
-            return num_prompt + 1
-        return min(num_prompt + (params.max_tokens or self.max_model_len), self.max_model_len)
+        return num_prompt + 1 if silent else min(num_prompt + (params.max_tokens or most), self.max_model_len)

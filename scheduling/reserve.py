@@ -25,9 +25,8 @@ def allowance(seq: Sequence) -> int:
 class Reserve:
     """The blocks that sequences are expected to need beyond those they have.
 
-    Without them a burst of prompts fills the pool, all grow at once, and most are preempted. As outputs end, it learns
-    how much of their allowance they use. The part of that growth that is kept free rises with each preemption and falls
-    as requests end (after SGLang's new_token_ratio).
+    As outputs end, it learns how much of their allowance they use. The part of that growth that is kept free rises
+    with each preemption and falls as requests end (after SGLang's new_token_ratio).
     """
 
     def __init__(self, config: EngineConfig, space: BlockSpaceManager):
@@ -66,10 +65,9 @@ class Reserve:
 
     def _to_come(self, seq: Sequence) -> int:
         """Blocks that the rest of a sequence's prompt will take, of the kinds with a window."""
-        known, computed, windows = seq.num_known, seq.num_computed, self.space.windows
+        known, computed, size = seq.num_known, seq.num_computed, self.block_size
         if known - computed <= 1 or not self.space.windowed or not seq.tables:
             return 0
-        size, ahead = self.block_size, self.space.device.num_lookahead_slots
-        most = most_blocks(windows, known, self.space.chunk, size, ahead)
-        kinds = zip(windows, most, seq.tables, strict=True)
+        most = most_blocks(self.space.windows, known, self.space.chunk, size, self.space.device.num_lookahead_slots)
+        kinds = zip(self.space.windows, most, seq.tables, strict=True)
         return sum(max(0, n - len(table) + max(0, computed - w) // size) for w, n, table in kinds if w)

@@ -18,9 +18,8 @@ class StateManager:
     found by the chained hash of the tokens that they have seen (Marconi, Pan et al., 2024). A prompt's step ends at
     such a border if it can, as in vLLM, at the latest before the last token, so that the same prompt finds its state.
 
-    The workers make a plan's moves in this order: out to the host, in from it, and all copies on the device at once.
-    So no row may be both read and written by one plan's copies: snapshots are found, and host rows reused, once the
-    plan is made.
+    No row may be both read and written by one plan's copies, which the workers make at once: so snapshots are found,
+    and host rows reused, once the plan is made.
     """
 
     def __init__(self, config: EngineConfig, room: StateRoom):
@@ -41,10 +40,7 @@ class StateManager:
         return most
 
     def cut(self, seq: Sequence, count: int) -> int:
-        """Tokens that a sequence computes, at most `count`, to end where its state is wanted.
-
-        That is the last border before its last token.
-        """
+        """Cut `count` tokens to end where a state is wanted: at the last border before the sequence's last token."""
         begin = seq.num_computed
         end = begin + count
         border = min(end, len(seq.tokens) - 1) // self.size * self.size
@@ -56,15 +52,14 @@ class StateManager:
         Only the latest border in an output keeps one, so that a long output does not flush the cache.
         """
         count, pool = seq.num_computed, self.snapshots
-        group = seq.group
         # With drafts or more than two steps in flight, the tokens that the state has seen may not be known yet.
         if not (self.keeps and count) or count % self.size or count > len(seq.tokens):
             return
-        chain(seq.hashes, seq.tokens, self.size, group.salt)
+        chain(seq.hashes, seq.tokens, self.size, seq.group.salt)
         digest = seq.hashes[count // self.size - 1]
         if digest in pool.block_of:
             return
-        if count > group.num_prompt:
+        if count > seq.group.num_prompt:
             pool.forget(seq.kept_state)
             seq.kept_state = digest
         if pool.num_free:

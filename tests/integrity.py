@@ -56,7 +56,7 @@ def check_fair(policy: Fair, scheduler: Scheduler) -> None:
         seqs = [seq for group in requests if group.client == name for seq in group.seqs]
         charges = [policy.charged[seq] for seq in seqs if seq in policy.charged]
         charged = sum(prompt + OUTPUT_WEIGHT * output for prompt, output in charges)
-        assert client.outstanding == charged and client.settled >= 0
+        assert client.outstanding == charged and client.counter >= charged
         for backlog in client.backlogs.values():
             assert {seq.status for seq in backlog} == {policy.status}
             assert [seq.key[0] < UNPLACED for seq in backlog] == [True] + [False] * (len(backlog) - 1)
@@ -104,7 +104,7 @@ def check_running(scheduler: Scheduler) -> None:
 
 def check_lanes(scheduler: Scheduler) -> None:
     """The batches of decodes agree with their sequences."""
-    for lane in scheduler.lanes:
+    for lane in scheduler.lanes.all:
         seqs, rows = lane.decodes.current.seqs, lane.decodes.current.rows
         assert [seq.row for seq in seqs] == list(range(len(seqs)))
         assert all(seq.batch is lane.decodes and seq.lane is lane and seq.slot >= 0 for seq in seqs)

@@ -8,10 +8,9 @@ import random
 
 import pytest
 
-from config import EngineConfig
+from config import EngineConfig, step_tokens
 from fake_worker import Engine, expected, prompt, sample_seed
 from integrity import check_integrity
-from scheduling.fair import step_tokens
 from sequence import Sequence, Status
 
 

@@ -226,7 +226,7 @@ class Mender:
             self._closers.append(CLOSERS[token])
             self._next, self._is_empty = KEY if token == "{" else VALUE, True
             return comma + token.replace("(", "[")
-        if is_cut:  # of which nobody knows how it would go on
+        if is_cut:  # nobody knows how it would go on
             return ""
         is_name = self.is_python or NAME.fullmatch(token)
         word = as_json(token) if self._next == VALUE else f'"{in_string(token.strip())}"' if is_name else ""

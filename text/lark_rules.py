@@ -143,7 +143,7 @@ def is_text(schema: Schema) -> bool:
 
 
 class Held:
-    """What a schema says of a value that is written as tags, each of which is looked up once."""
+    """The types of a value that is written as tags, from its schema; each tag is looked up once."""
 
     def __init__(self, schema: Schema, root: Schema):
         steps = [(each, is_leaf) for each, is_leaf in followed(schema, root) if isinstance(each, dict)]
@@ -191,8 +191,8 @@ def schema_value(text: str, schema: Schema) -> str:
 
 def brief(text: str, what: str, *barred: str) -> str:
     """A name, a key or a value that a format can write; a ValueError if it has a text that would end it."""
-    if wrong := next((each for each in barred if each and each in text), None):
-        raise ValueError(f"{what} {text!r} has {wrong!r}, which this model's format of calls cannot write")
+    if end := next((each for each in barred if each and each in text), None):
+        raise ValueError(f"{what} {text!r} has {end!r}, which this model's format of calls cannot write")
     return text
 
 

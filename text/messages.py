@@ -403,7 +403,7 @@ def item_messages(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 last["content"].append(text)
             else:
                 messages.append({"role": "system" if role == "developer" else role, "content": [text]})
-    # There may be tens of thousands of texts, so those of a message are joined once.
+    # There may be tens of thousands of texts, so each message's are joined once.
     return [message | {"content": "\n".join(filter(None, message["content"]))} for message in messages]
 
 
@@ -426,7 +426,7 @@ def custom_input(arguments: str, at: int = 0, whole: bool = True) -> tuple[str, 
 
 
 class BlockKind(NamedTuple):
-    """A kind of block in Anthropic's messages: the keys that are read, and who may have it."""
+    """A kind of block in Anthropic's messages: the keys that are read, and the roles that may have it."""
 
     needed: dict[str, type]
     others: tuple[str, ...] = ()
@@ -463,7 +463,7 @@ SOURCES = {"text": "data", "content": "content"}  # of a document, by type: the 
 
 
 def joined_turns(value: Any) -> list[dict[str, Any]]:
-    """Messages of Anthropic's clients; those of one role that follow each other become one turn.
+    """Messages of Anthropic's clients; neighbours of one role become one turn.
 
     A tool's result, which Anthropic has in a user's message, becomes a message of the role `tool` before it. The
     summary of a compaction, which stands for all before it, becomes a user's message. A ValueError says which message

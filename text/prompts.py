@@ -7,15 +7,14 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NotRequired, TypedDict
 
-from lora.adapter import LoRARequest
 from outputs import Choices
 from plan import EngineCoreRequest
-from sampling_params import SamplingParams
+from sampling_params import LoRARequest, SamplingParams
 from tokenizer import NoTokenizer, Tokenizer
 
 
 class TextPrompt(TypedDict):
-    """A prompt as text. Requests share cached prefixes only with those of the same `cache_salt`."""
+    """A prompt as text. Requests share cached prefixes only under the same `cache_salt`."""
 
     prompt: str
     cache_salt: NotRequired[str]
@@ -62,8 +61,8 @@ def read_prompt(prompt: Prompt, tokenizer: Tokenizer) -> tuple[str | None, list[
     if not isinstance(ids, list) or not all(type(token) is int for token in ids):
         raise ValueError(f"a prompt is {reprlib.repr(ids)}; it must be a string, token ids or a dict of these")
     if ids and (min(ids) < 0 or max(ids) >= 2**31):  # the tokenizer takes no others; the engine knows the vocabulary
-        wrong = next(token for token in ids if not 0 <= token < 2**31)
-        raise ValueError(f"a prompt has the token id {wrong}; it must be from 0 to {2**31 - 1}")
+        outside = next(token for token in ids if not 0 <= token < 2**31)
+        raise ValueError(f"a prompt has the token id {outside}; it must be from 0 to {2**31 - 1}")
     return text, ids, salt or ""
 
 
@@ -71,8 +70,8 @@ def opening(facts: Mapping[str, Any], name: str | None) -> str:
     """What goes before each text to embed: the prompt of a name, the default for None; a ValueError if none has it."""
     prompts, name = facts["prompts"], facts["default_prompt_name"] if name is None else name
     if name and name not in prompts:
-        known = ", ".join(map(repr, prompts)) or "no prompts"
-        raise ValueError(f"prompt_name is {name!r:.80}; this model has {known}, and '' asks for none")
+        names = ", ".join(map(repr, prompts)) or "no prompts"
+        raise ValueError(f"prompt_name is {name!r:.80}; this model has {names}, and '' asks for none")
     return prompts[name] if name else ""
 
 

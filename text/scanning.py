@@ -1,6 +1,6 @@
 """Reading the text of an answer while it arrives.
 
-A format is read by a generator that takes text from a `Source` and yields the `Part`s that it makes of it. Where it
+A format is read by a generator that takes text from a `Source` and yields an `AnswerPart` for each piece. Where it
 needs more text to decide, it yields None. So a format is written down as if its whole text were there, and it does not
 matter where the text is cut.
 """
@@ -24,7 +24,7 @@ LONGEST_NAME = 1024  # characters of a name, a key, or another short text of a c
 
 
 @dataclass(slots=True)
-class Part:
+class AnswerPart:
     """A piece of an answer: content, hidden reasoning, or some of a call."""
 
     content: str = ""  # for the user
@@ -36,21 +36,21 @@ class Part:
 
 
 Waiting = Generator[None, None, T]  # yields None where it needs more text
-Steps = Generator[Part | None, None, T]
-Make = Callable[[str], Part]
+Steps = Generator[AnswerPart | None, None, T]
+Make = Callable[[str], AnswerPart]
 
 
-def content(text: str) -> Part:
-    return Part(content=text)
+def content(text: str) -> AnswerPart:
+    return AnswerPart(content=text)
 
 
-def reasoning(text: str) -> Part:
-    return Part(reasoning=text)
+def reasoning(text: str) -> AnswerPart:
+    return AnswerPart(reasoning=text)
 
 
-def nothing(text: str) -> Part:
+def nothing(text: str) -> AnswerPart:
     """Text that is only syntax."""
-    return Part()
+    return AnswerPart()
 
 
 class NoCall(Exception):
@@ -79,7 +79,7 @@ class Markers:
         return len(text), len(text)
 
 
-markers = lru_cache(maxsize=64)(Markers)  # those of the same texts are made once
+markers = lru_cache(maxsize=64)(Markers)  # made once for the same texts
 
 
 @dataclass(slots=True)

@@ -40,7 +40,7 @@ UNHELD: dict[str, Any] = {  # keywords that llguidance does not know, and the va
 IN_PLACE = re.compile(r'"(?:allOf|if|not|dependencies|dependentSchemas)":')
 MOST_STEPS = 2**15  # of comparing schemas; what takes more is taken to overlap, or to have an end
 STEP = 32  # values, or characters of a pattern, that take about as long as a step
-MOST_OF_PATTERNS = 2**15  # characters that are looked at; what is wrong with others shows when they are compiled
+MOST_OF_PATTERNS = 2**15  # characters that are looked at; errors in others show when they are compiled
 # The bound that holds where the other does not.
 OPPOSITES = {
     "minimum": "exclusiveMaximum", "exclusiveMinimum": "maximum",
@@ -49,7 +49,7 @@ OPPOSITES = {
 
 
 def grammar_text(wanted: StructuredOutputsParams) -> str:
-    """The grammar for llguidance; a ValueError if what is asked for is malformed.
+    """The grammar for llguidance; a ValueError if the request's is malformed.
 
     Where only one text can follow, llguidance would allow only its usual tokens. To find them, it would read the whole
     text before each token: 0.2 s for 250,000 characters. With `no_forcing`, any tokens that spell it are allowed.
@@ -60,7 +60,7 @@ def grammar_text(wanted: StructuredOutputsParams) -> str:
 
 
 def grammars_of(wanted: StructuredOutputsParams) -> list[dict[str, Any]]:
-    """The grammars that llguidance takes, from the first of them on; a ValueError if what is asked for is malformed."""
+    """The grammars that llguidance takes, the first of them on top; a ValueError if the request's is malformed."""
     from llguidance import LLMatcher, StructTag
     from llguidance.gbnf_to_lark import any_to_lark
 

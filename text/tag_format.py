@@ -12,7 +12,7 @@ from itertools import chain
 
 from text.json_mending import in_string
 from text.lark_rules import Held, Lark, Schema, brief, is_text, property_schema, repeated, schema_value, then, types_of
-from text.scanning import NoCall, Part, Source, Steps, Waiting, markers
+from text.scanning import AnswerPart, NoCall, Source, Steps, Waiting, markers
 from text.tool_formats import Calls, Tool, ToolParser, filled
 
 PLAUSIBLE = re.compile(r"[\w.$-]{1,64}")  # a name of an argument that no schema has
@@ -74,16 +74,16 @@ class TagFormat(ToolParser):
 
     def _arguments(self, calls: Calls) -> Steps[None]:
         source, ends, others = calls.source, self.key_end.split(), self.other_key_end.split()
-        given: set[str] = set()
+        keys: set[str] = set()
         if (yield from source.space()) == "{":  # they are JSON after all
             yield from source.value(calls.arguments, *self.ends)
             return
         while (yield from source.closes(self.key)):
-            given.add(key := (yield from source.short(ends[0])))
-            found = ""
+            keys.add(key := (yield from source.short(ends[0])))
+            mark = ""
             for texts in zip(ends, others or ends, strict=True):
-                found = yield from source.closes(*texts)
-            if others and not found:  # what says of which type the value is
+                mark = yield from source.closes(*texts)
+            if others and not mark:  # what says of which type the value is
                 end = self.tag_end or self.name_end[-1]
                 yield from source.short(end)
                 yield from source.follows(end)
@@ -93,16 +93,16 @@ class TagFormat(ToolParser):
                 yield from source.closes(self.value_end)
                 return
             yield calls.arguments(("{" if calls.bare else ", ") + json.dumps(key, ensure_ascii=False) + ": ")
-            yield from self._value(calls, key, given, bool(others) and found == ends[-1])
+            yield from self._value(calls, key, keys, bool(others) and mark == ends[-1])
         if calls.bare:
-            found = yield from source.follows(*self.ends, *self.begins, *self.names, "</")
-            source.at -= len(found)
-            if not found:  # arguments in a form that is not this one
+            mark = yield from source.follows(*self.ends, *self.begins, *self.names, "</")
+            source.at -= len(mark)
+            if not mark:  # arguments in a form that is not this one
                 raise NoCall
         if calls.bare or (yield from source.char()):
             yield calls.arguments("{}" if calls.bare else "}")
 
-    def _value(self, calls: Calls, key: str, given: Collection[str], is_string: bool) -> Steps[None]:
+    def _value(self, calls: Calls, key: str, keys: Collection[str], is_string: bool) -> Steps[None]:
         """Read the value of the latest key given. Strings become arguments as they come, others when they are whole.
 
         `is_string`: the model says that it is one, which counts where the schema allows others as well.
@@ -113,11 +113,11 @@ class TagFormat(ToolParser):
             schema = {"type": "string"}
         streams, kept = types_of(schema) == {"string"}, list[str]()
 
-        def make(text: str) -> Part:
+        def make(text: str) -> AnswerPart:
             if streams:
                 return calls.arguments(in_string(text))
             kept.append(text)
-            return Part()
+            return AnswerPart()
 
         yield from source.follows(self.padding)
         if streams:
@@ -128,12 +128,12 @@ class TagFormat(ToolParser):
             stops = markers(frozenset((self.quotes[1] + self.value_end,)))
         elif source.is_cut(self.quotes[:1]):
             source.at = len(source.text)
-        while (found := (yield from source.until(stops, make, is_cut=True))) and not quoted:
-            if found == self.value_end and inner:
+        while (mark := (yield from source.until(stops, make, is_cut=True))) and not quoted:
+            if mark == self.value_end and inner:
                 inner -= 1
             else:
                 source.mark = source.at
-                what = yield from self._meaning(calls, given)
+                what = yield from self._meaning(calls, keys)
                 source.back()
                 if what == CUT:
                     source.at = len(source.text)
@@ -141,14 +141,14 @@ class TagFormat(ToolParser):
                 if what == END:
                     break
                 inner += what == INNER
-            yield make(source.take(source.text.index(found, source.at) + len(found)))
-        if found:
+            yield make(source.take(source.text.index(mark, source.at) + len(mark)))
+        if mark:
             yield make(source.take(source.after_space()).removesuffix(self.padding))
             yield calls.arguments('"' if streams else schema_value("".join(kept), schema))
             yield from source.follows(*self.quotes[1:])
             yield from source.follows(self.value_end)
 
-    def _meaning(self, calls: Calls, given: Collection[str]) -> Waiting[str]:
+    def _meaning(self, calls: Calls, keys: Collection[str]) -> Waiting[str]:
         """What the mark that comes next, at `Source.mark`, means for the value that is being read.
 
         A value ends before the next argument, or before the end of the call, if nothing behind that could be the end of
@@ -165,13 +165,13 @@ class TagFormat(ToolParser):
             key, is_cut = yield from self._key(source)
             if is_cut:
                 return CUT
-            known = key in (calls.schemas[calls.name].get("properties") or {})
-            if ended and key not in given and (known or PLAUSIBLE.fullmatch(key)):
+            is_known = key in (calls.schemas[calls.name].get("properties") or {})
+            if ended and key not in keys and (is_known or PLAUSIBLE.fullmatch(key)):
                 return END
             if ended or not in_own_line or not PLAUSIBLE.fullmatch(key):
                 return TEXT
             balance = yield from self._balance(calls, place)
-            return balance if balance != END or (known and key not in given) else TEXT
+            return balance if balance != END or (is_known and key not in keys) else TEXT
         if (yield from self._call_ends(source)):
             yield from source.space()
             if ended and (yield from self._begins_call(calls, any_name=True)):  # models make functions up
@@ -242,21 +242,21 @@ class TagFormat(ToolParser):
     def _call_ends(self, source: Source) -> Waiting[bool]:
         """Read the marks at the end of a call, after white space; returns whether there are any."""
         yield from source.space()
-        found = yield from source.follows(*self.ends)
-        if found == self.call_end:
+        mark = yield from source.follows(*self.ends)
+        if mark == self.call_end:
             yield from source.space()
             yield from source.follows(self.end)
-        return found != ""
+        return mark != ""
 
     def _begins_call(self, calls: Calls, any_name: bool = False) -> Waiting[bool]:
         """Whether a call comes next, of one of the tools or of `any_name`; it stays unread."""
         source, place, name = calls.source, calls.source.place, ""
-        found = yield from source.follows(*self.begins, *self.names)
-        if found and found not in self.names:
+        mark = yield from source.follows(*self.begins, *self.names)
+        if mark and mark not in self.names:
             yield from source.space()
             yield from source.follows(*self.names)
         with contextlib.suppress(NoCall):
-            name = found and (yield from self._name(source))
+            name = mark and (yield from self._name(source))
         source.go(place)
         return name in calls.names or (any_name and PLAUSIBLE.fullmatch(name) is not None)
 
@@ -339,11 +339,11 @@ class NestedFormat(TagFormat):
             yield from self._tags(calls, held, end, types, depth + 1)
             return
 
-        def make(text: str) -> Part:
+        def make(text: str) -> AnswerPart:
             if types == {"string"}:
                 return calls.arguments(in_string(text))
             kept.append(text)
-            return Part()
+            return AnswerPart()
 
         if types == {"string"}:
             yield calls.arguments('"')

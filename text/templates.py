@@ -134,7 +134,7 @@ class ChatTemplate(NamedTuple):
     takes_text: bool  # it may be a string
     knows_developer: bool  # the role `developer` has a meaning of its own
     roles: frozenset[str]  # with which it compares that of a message
-    shows_one_call: bool  # of those of a message, the first
+    shows_one_call: bool  # the first of a message's calls alone
 
 
 PART_FILTERS = ("map", "reject", "rejectattr", "select", "selectattr")  # they take a list

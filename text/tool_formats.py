@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from text.json_mending import mend
 from text.lark_rules import Lark, Schema, brief, property_schema, repeated, schema_value, texts_of, then, types_of
-from text.scanning import NoCall, Part, Source, Steps, Waiting, content, markers, nothing, reasoning
+from text.scanning import AnswerPart, NoCall, Source, Steps, Waiting, content, markers, nothing, reasoning
 from text.schemas import NOTES
 
 BARRED = "=:\n\"'(){}[], "  # characters that no name of Python's has
@@ -41,9 +41,9 @@ class Tool(NamedTuple):
 
 @dataclass(slots=True)
 class Ahead:
-    """What has been looked up in an answer ahead of what is read, so that it is looked up once; see `TagFormat`.
+    """What `TagFormat` has looked up in an answer ahead of its reading, so that it is looked up once.
 
-    Places are those of `Source.place`.
+    Places count as `Source.place` does.
     """
 
     searched: int = 0  # place up to which values' ends and calls' beginnings are in `ends`
@@ -93,18 +93,18 @@ class Calls:
             raise NoCall
         self.name, self._id, self.bare, self.unknown = name, id, True, False
 
-    def arguments(self, text: str) -> Part:
-        """More of the latest call's arguments. The first begin it, and what is read is no content any more.
+    def arguments(self, text: str) -> AnswerPart:
+        """More of the latest call's arguments. The first begin it, and its text is no content any more.
 
-        NoCall if they are not those of an object.
+        NoCall if they do not begin an object.
         """
         if not self.bare:
-            return Part(call=self.count - 1, arguments=text)
+            return AnswerPart(call=self.count - 1, arguments=text)
         if not text.startswith("{"):
             raise NoCall
         self.bare, self.source.mark = False, None
         self.count += 1
-        return Part(call=self.count - 1, name=self.name, arguments=text, id=self._id)
+        return AnswerPart(call=self.count - 1, name=self.name, arguments=text, id=self._id)
 
 
 @dataclass(frozen=True)
@@ -312,7 +312,7 @@ class HeaderFormat(ToolParser):
 
 @dataclass(frozen=True)
 class PythonFormat(ToolParser):
-    """Calls like those of Python, with named arguments."""
+    """Calls in Python's syntax, with named arguments."""
 
     listed: bool = True  # the calls stand in brackets, with commas between them
     prefix: str = ""  # before the function's name

@@ -11,7 +11,7 @@ from itertools import groupby
 from typing import Any
 
 from text.lark_rules import Lark, repeated, then
-from text.scanning import Make, NoCall, Part, Source, Steps, Waiting, content, markers, reasoning
+from text.scanning import AnswerPart, Make, NoCall, Source, Steps, Waiting, content, markers, reasoning
 from text.schemas import plain
 from text.tag_format import NestedFormat, TagFormat
 from text.tool_formats import Calls, HarmonyFormat, HeaderFormat, JsonFormat, PythonFormat, Tool, ToolParser, filled
@@ -46,8 +46,8 @@ def closes(source: Source, closers: Collection[str], begins: Collection[str]) ->
     """
     source.mark = source.at
     char, left = (yield from source.space()), {*closers}
-    while found := (yield from source.follows(*left)):
-        left.remove(found)
+    while closer := (yield from source.follows(*left)):
+        left.remove(closer)
         char = yield from source.space()
     behind = source.at - source.mark
     is_last = not char or (yield from source.follows(*begins)) != ""
@@ -349,7 +349,7 @@ def tool_parser_of(chat_template: str) -> str | None:
     return next((name for texts, name in SIGNS if all(text in chat_template for text in texts)), None)
 
 
-class Reader:
+class AnswerReader:
     """Reads one answer; see `new_reader`."""
 
     def __init__(self, source: Source, steps: Steps[None], dropped: frozenset[str]):
@@ -357,7 +357,7 @@ class Reader:
         self._dropped, self._held = markers(dropped), ""
         self._said = self._called = False  # whether there has been content, and whether a call since
 
-    def feed(self, text: str) -> list[Part]:
+    def feed(self, text: str) -> list[AnswerPart]:
         """Take more of the answer's text, cut anywhere; returns the parts that are certain now."""
         text, kept, start, end = self._held + text, [], 0, -1
         while start != end:
@@ -368,15 +368,15 @@ class Reader:
         self.source.feed("".join(kept))
         return self._read()
 
-    def end(self) -> list[Part]:
+    def end(self) -> list[AnswerPart]:
         """The answer is complete; returns the parts that were held back."""
         self.source.feed(self._held)
         self.source.ended = True
         return self._read()
 
-    def _read(self) -> list[Part]:
-        """The parts up to where more text is needed, with those of one kind joined."""
-        parts: list[Part] = []
+    def _read(self) -> list[AnswerPart]:
+        """The parts up to where more text is needed; neighbours of one kind are joined."""
+        parts: list[AnswerPart] = []
         for part in self._steps:
             if part is None:
                 break
@@ -384,7 +384,7 @@ class Reader:
                 part.content = "\n" * (self._said and self._called) + part.content
                 self._said, self._called = True, False
             self._called = self._called or part.call is not None
-            if part != Part():
+            if part != AnswerPart():
                 parts.append(part)
         joined = []
         for (kind, _), (first, *more) in groupby(parts, kind_of):
@@ -394,7 +394,7 @@ class Reader:
         return joined
 
 
-def kind_of(part: Part) -> tuple[str, int | None]:
+def kind_of(part: AnswerPart) -> tuple[str, int | None]:
     """What a part has more of: parts of one kind that follow one another can be one."""
     return next((kind for kind in ("content", "reasoning", "arguments") if getattr(part, kind)), ""), part.call
 
@@ -421,33 +421,33 @@ def read_answer(calls: Calls, format: ToolParser, thinking: ReasoningParser, mar
         if not source.in_reasoning:
             quoted = {quote + stray for quote in "`'\"" for stray in strays}
             make, stops = content, begins | starts | strays | quoted | closers | {*openers}
-        if not (found := (yield from source.until(markers(stops), make))):
+        if not (mark := (yield from source.until(markers(stops), make))):
             return
         is_first = source.place == begun
-        if found in begins:
-            if not (yield from read_calls(calls, format, found, make)):
+        if mark in begins:
+            if not (yield from read_calls(calls, format, mark, make)):
                 if make is content:  # the answer tells of calls
                     strays -= call_ends
                 continue
             strays |= ends if make is reasoning else set()
             closers = frozenset(thinking.closers)
-        elif source.in_reasoning or found in strays or (found in (*starts, *openers) and (is_first or thinking.again)):
+        elif source.in_reasoning or mark in strays or (mark in (*starts, *openers) and (is_first or thinking.again)):
             if source.in_reasoning or is_first:
                 yield from source.space()
             else:
-                yield content(source.take(source.text.index(found, source.at)))
-            source.ended_late |= found in ends and make is content and not has_ended
-            has_ended |= found in ends
-            yield from source.follows(found)
+                yield content(source.take(source.text.index(mark, source.at)))
+            source.ended_late |= mark in ends and make is content and not has_ended
+            has_ended |= mark in ends
+            yield from source.follows(mark)
             calls.unknown = False
-            if found in openers:
-                openers, closers = openers[openers.index(found) + 1 :], frozenset(thinking.closers)
-        elif found not in closers or not (yield from closes(source, closers, begins)):
-            yield content(source.take(source.text.index(found, source.at) + len(found)))
-            if found in starts:  # the answer tells of reasoning
+            if mark in openers:
+                openers, closers = openers[openers.index(mark) + 1 :], frozenset(thinking.closers)
+        elif mark not in closers or not (yield from closes(source, closers, begins)):
+            yield content(source.take(source.text.index(mark, source.at) + len(mark)))
+            if mark in starts:  # the answer tells of reasoning
                 strays -= ends
             continue
-        source.in_reasoning = found in starts
+        source.in_reasoning = mark in starts
         yield from source.space()
         begun = source.place
 
@@ -483,8 +483,8 @@ def read_calls(calls: Calls, format: ToolParser, begin: str, make: Make) -> Step
 
 def functions(tools: Sequence[Mapping[str, Any]]) -> list[Tool]:
     """The functions of a request's tools, which have been checked; one without a schema takes any object."""
-    given = [tool["function"] for tool in tools]
-    return [Tool(f["name"], f.get("parameters") or {"type": "object"}, bool(f.get("strict"))) for f in given]
+    rows = [tool["function"] for tool in tools]
+    return [Tool(f["name"], f.get("parameters") or {"type": "object"}, bool(f.get("strict"))) for f in rows]
 
 
 @lru_cache(maxsize=64)
@@ -502,7 +502,7 @@ def new_reader(
     is_kept: bool = False,
     refused: Collection[int] = (),
     reasoned: bool = False,
-) -> Reader:
+) -> AnswerReader:
     """A reader of one answer.
 
     Args:
@@ -537,14 +537,16 @@ def new_reader(
             turn = "".join(calling.response[:-2])
             calling = replace(calling, begins=(*calling.begins, *named, *map(turn.__add__, named)))
         steps = read_answer(calls, calling, thinking or ReasoningParser((), ()), reasoned)
-    return Reader(source, steps, other_tokens(frozenset(special_tokens), frozenset(syntax)))
+    return AnswerReader(source, steps, other_tokens(frozenset(special_tokens), frozenset(syntax)))
 
 
 MOST_AGAIN = 2**15  # characters of an answer that are read again, because a call turned out to be none
 MOST_READINGS = 16  # of one answer, for each call that turns out to be none; then all that follow are left out
 
 
-def read_whole(make_reader: Callable[..., Reader], reasoning_parser: str | None, text: str) -> tuple[list[Part], bool]:
+def read_whole(
+    make_reader: Callable[..., AnswerReader], reasoning_parser: str | None, text: str
+) -> tuple[list[AnswerPart], bool]:
     """Read an answer that is all there; returns its parts, and whether what seemed to be its last call is none.
 
     A call whose arguments are no JSON object, as those of one that is cut, is left in its content. What stands before
@@ -614,17 +616,20 @@ def call_grammar(
         parallel: there may be several calls. Models of `openai` write one at a time.
         token_ids: the id of a text that is one special token of the model; None if it is none.
     """
-    lark, format, known = Lark(token_ids), TOOL_PARSERS[tool_parser], [*map(held, functions(tools))]
+    lark, format, functions_of_tools = Lark(token_ids), TOOL_PARSERS[tool_parser], [*map(held, functions(tools))]
     if isinstance(format, HarmonyFormat):
-        return lark.grammar(format.write_answer(lark, known, required))
-    written, begin = format.write(lark, known, parallel), format.begins[0]
+        return lark.grammar(format.write_answer(lark, functions_of_tools, required))
+    written, begin = format.write(lark, functions_of_tools, parallel), format.begins[0]
     bracket = begin in ("[", "{")
     if format.response:
         *turn, opening, closing = (f"({lark.syntax(text)})?" for text in format.response)
         called = then(*turn, lark.syntax(begin), written)
         if format.named:
-            begins = (filled(lark, format.named, lark.text(tool.name)) for tool in known)
-            each = [then(begin, format.write(lark, [tool], False)) for begin, tool in zip(begins, known, strict=True)]
+            begins = (filled(lark, format.named, lark.text(tool.name)) for tool in functions_of_tools)
+            each = [
+                then(begin, format.write(lark, [tool], False))
+                for begin, tool in zip(begins, functions_of_tools, strict=True)
+            ]
             called = repeated(then(*turn, lark.one_of(each), closing), "", parallel)
         text = "" if required else "TEXT?"
         return lark.grammar(then(*turn, opening, text, closing, called if required else f"({called})?"))

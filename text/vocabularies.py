@@ -58,7 +58,7 @@ SPLITS = {"GPT2Tokenizer": None, "CodeGenTokenizer": None, "Qwen2Tokenizer": QWE
 WITHOUT_PREFIX = ("", "PreTrainedTokenizer", "TokenizersBackend", "GemmaTokenizer")  # classes without add_prefix_space
 
 
-class Piece(NamedTuple):
+class VocabularyPiece(NamedTuple):
     """A token of a SentencePiece model."""
 
     text: str
@@ -174,7 +174,7 @@ def read_sentencepiece(path: Path, settings: Settings) -> tuple[Tokenizer, dict[
     check_sentencepiece(pieces, trainer, rule, bool(last.get(5)))
     for id, token in settings.added.items():  # a fine-tuned model may have given a spare piece a name
         if id < len(pieces) and pieces[id].text != token.content:
-            pieces[id] = Piece(token.content, 0.0, CONTROL if token.special else USER_DEFINED)
+            pieces[id] = VocabularyPiece(token.content, 0.0, CONTROL if token.special else USER_DEFINED)
     vocab = {piece.text: id for id, piece in enumerate(pieces)}
     if len(vocab) < len(pieces):
         raise ValueError("two of its pieces are spelled alike")
@@ -223,7 +223,7 @@ def read_sentencepiece(path: Path, settings: Settings) -> tuple[Tokenizer, dict[
     return finish(tokenizer, settings, added, names, adds_bos=True)
 
 
-def check_sentencepiece(pieces: list[Piece], trainer: dict, rule: dict, rewrites: bool) -> None:
+def check_sentencepiece(pieces: list[VocabularyPiece], trainer: dict, rule: dict, rewrites: bool) -> None:
     """Check that the model can be converted; a ValueError says why it cannot."""
     kind, kinds = trainer.get(3, 1), [piece.kind for piece in pieces]
     for refused, why in (
@@ -252,12 +252,12 @@ def normalizer(charsmap: bytes, squeeze: bool, prefix: bool) -> normalizers.Norm
     return normalizers.Sequence(steps)
 
 
-def read_piece(message: Any) -> Piece:
+def read_piece(message: Any) -> VocabularyPiece:
     values = dict(fields(message))
-    return Piece(values[1].decode(), struct.unpack("<f", values.get(2, bytes(4)))[0], values.get(3, NORMAL))
+    return VocabularyPiece(values[1].decode(), struct.unpack("<f", values.get(2, bytes(4)))[0], values.get(3, NORMAL))
 
 
-def log_probability(piece: Piece) -> float:
+def log_probability(piece: VocabularyPiece) -> float:
     """The score of a piece in a unigram model. Pieces that users defined have none, and win over all others."""
     return {NORMAL: piece.score, USER_DEFINED: 0.1 * (len(piece.text.encode()) - 1)}.get(piece.kind, NEVER)
 

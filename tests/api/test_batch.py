@@ -20,7 +20,7 @@ import gevent
 import pytest
 from tqdm import tqdm
 
-from api.batch_file import ATTEMPTS, LAST, Batch, read_lines
+from api.batch_file import ATTEMPTS, LAST, BatchRun, read_lines
 from api.options import ServerConfig
 from api.routes import Api
 from commands.batch import main, new_parser, open_files, read_flags
@@ -47,10 +47,10 @@ class Files:
         texts = [each if isinstance(each, bytes) else json.dumps(each).encode() for each in lines]
         self.source.write_bytes(b"".join(text + b"\n" for text in texts))
 
-    def run(self, engine: ScriptedClient, width: int = 8, **config: Any) -> Batch:
+    def run(self, engine: ScriptedClient, width: int = 8, **config: Any) -> BatchRun:
         file, answers = open_files(str(self.source), str(self.target))
         api = Api(engine, TOKENIZER, FACTS, ServerConfig(max_queue=2**40, **config), ["manta"], Board())
-        batch = Batch(api, answers, width, tqdm(disable=True))
+        batch = BatchRun(api, answers, width, tqdm(disable=True))
         with file:
             batch.run(file)
         os.close(answers.fd)

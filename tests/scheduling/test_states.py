@@ -9,8 +9,8 @@ from fake_worker import Engine, expected, expected_beams, prompt, sample_seed
 from integrity import check_integrity, check_pool
 from plan import StateRoom, StepPlan
 from sampling_params import SamplingParams
+from scheduling.reports import Timeline, WaitClock
 from scheduling.states import StateManager
-from scheduling.timeline import Timeline, WaitClock
 from sequence import Sequence, SequenceGroup, Status, chain
 
 
