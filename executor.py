@@ -51,7 +51,7 @@ class WorkerError(RuntimeError):
 
 
 class BlamelessError(WorkerError):
-    """No request is to blame: a signal stopped a worker, it ended in a given-up call, or another engine is gone."""
+    """The workers were lost for a reason that no request caused."""
 
 
 class BrokenOffError(BlamelessError):
@@ -229,7 +229,7 @@ class MpExecutor:
         Raises:
             WorkerError: see `result`; or a worker has not taken the plan within `step_timeout` seconds.
         """
-        self._heed_peers()
+        self._check_peers()
         self.unanswered.append(plan.step)
         self.catch_up()
         self._send(plan)
@@ -342,7 +342,7 @@ class MpExecutor:
         Raises:
             WorkerError: one has stood still for `step_timeout` seconds.
         """
-        self._heed_peers()
+        self._check_peers()
         if time.monotonic() < self.next_look:
             return
         self.next_look = time.monotonic() + BEAT
@@ -364,7 +364,7 @@ class MpExecutor:
             self.trouble = trouble
             self.on_trouble(trouble or None)
 
-    def _heed_peers(self) -> None:
+    def _check_peers(self) -> None:
         """Raises BrokenOffError: an engine that shares the experts is gone, is added, or starts its workers anew."""
         if self.peers and self.peers.broken:
             raise BrokenOffError("the engines that share the experts have broken off")
