@@ -310,7 +310,7 @@ class AsyncLLM:
             return await self._utility("update_weights", *source, timeout=None)
 
     async def get_weights_version(self) -> int:
-        """How often weights were updated; 0: they are those of the start."""
+        """How often weights were updated since the start."""
         return await self._utility("get_weights_version")
 
     async def start_profile(self) -> None:
@@ -337,7 +337,7 @@ class AsyncLLM:
         return EngineDeadError(self.client.trouble or GONE)
 
     async def check_health(self) -> None:
-        """Raises EngineDeadError: no request goes on now, be it that dead workers are replaced."""
+        """Raises EngineDeadError: the engine cannot run requests, even if only for a moment."""
         if self.errored or self.client.trouble:
             raise self.dead_error
 

@@ -171,10 +171,7 @@ class EngineConfig:
         "and keep a second copy of the weights, compressed without loss, for one sequence at a time",
     )
     threads: int | None = option(
-        None,
-        "threads of each rank on a CPU (default: one for each core, but a small model leaves a core free)",
-        1,
-        4096,
+        None, "threads of each rank on a CPU (default: one a core, but a small model leaves one core free)", 1, 4096
     )
     batch_invariant: bool = option(
         False, "logits bit-equal whatever runs beside a request, however it is chunked or cached; slower"

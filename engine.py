@@ -251,7 +251,7 @@ class LLM(PoolingFaces):
 
     @property
     def client(self) -> InprocClient | FleetClient:
-        """See `LLMEngine.client`. `utility` calls one of `core.UTILITIES`, `utility_on_all` one that all must run."""
+        """The engine's client: `utility` calls one of `core.UTILITIES`, and `utility_on_all` one that all must run."""
         return self.llm_engine.client
 
     @property
@@ -268,11 +268,11 @@ class LLM(PoolingFaces):
         self.close()
 
     def close(self) -> None:
-        """See `LLMEngine.close`."""
+        """End the engine, with all that runs, and free its memory (`LLMEngine.close`)."""
         self.llm_engine.close()
 
     def get_tokenizer(self) -> Tokenizer:
-        """See `LLMEngine.get_tokenizer`."""
+        """The model's tokenizer; raises a ValueError if there is none, or this is closed."""
         return self.llm_engine.get_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -309,7 +309,7 @@ class LLM(PoolingFaces):
         return self.client.collective_rpc(method, timeout, args, kwargs)
 
     def sleep(self, level: int = 1) -> None:
-        """See `Workers.sleep`. `generate` raises a ValueError until `wake_up`."""
+        """Give memory back to the system (`Workers.sleep`); `generate` raises a ValueError until `wake_up`."""
         self.client.utility_on_all("sleep", level)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
@@ -338,11 +338,11 @@ class LLM(PoolingFaces):
 
     @property
     def weights_version(self) -> int:
-        """How often weights were updated; 0: they are those of the start."""
+        """How often weights were updated since the start."""
         return max(self.client.utility("get_weights_version").values())
 
     def start_profile(self) -> None:
-        """See `Profiles.start_profile`."""
+        """Record what the workers do (`Profiles.start_profile`)."""
         self.client.utility_on_all("start_profile")
 
     def stop_profile(self) -> list[str]:

@@ -51,7 +51,7 @@ class WorkerError(RuntimeError):
 
 
 class BlamelessError(WorkerError):
-    """No request is to blame: a signal stopped a worker, it ended in a given-up call, or another engine is gone."""
+    """The workers were lost for a reason that no request caused."""
 
 
 class BrokenOffError(BlamelessError):
@@ -189,7 +189,7 @@ class MpExecutor:
         self.early: list[deque[StepResult]] = [deque() for _ in range(size)]  # results that have come, by rank
         self.call_id = 0  # of the latest call,
         self.replies: dict[int, Reply] = {}  # and the answers to it, by rank
-        self.owing: set[int] = set()  # ranks that still run a call that was given up: its caller has timed out
+        self.abandoned: set[int] = set()  # ranks that still run a call that was given up: its caller has timed out
         self.watchdogs = [Watchdog() for _ in range(size)]
         self.held_up = Watchdog()  # tells for how long such a call has held up the engine
         self.next_look = 0.0
@@ -229,7 +229,7 @@ class MpExecutor:
         Raises:
             WorkerError: see `result`; or a worker has not taken the plan within `step_timeout` seconds.
         """
-        self._heed_peers()
+        self._check_peers()
         self.unanswered.append(plan.step)
         self.catch_up()
         self._send(plan)
@@ -273,15 +273,15 @@ class MpExecutor:
         deadline = time.monotonic() + timeout
         if not self.whole:
             raise BlamelessError("a start of the workers, or a message to them, was broken off")
-        naps = {rank: self.plans.nap(rank) for rank in self.owing}
-        while self.owing:
-            rank = min(self.owing)
+        counts = {rank: self.plans.sleep_count(rank) for rank in self.abandoned}
+        while self.abandoned:
+            rank = min(self.abandoned)
             if time.monotonic() > deadline:
                 raise TimeoutError(f"rank {rank} still runs an earlier call, so this one was not sent")
             self._take(rank, TURN)
             self._attend()
             # A rank that waits for its next message has finished the call, even if Ctrl-C lost its reply.
-            self.owing -= {rank for rank in self.owing if self.plans.nap(rank) not in (0, naps[rank])}
+            self.abandoned -= {rank for rank in self.abandoned if self.plans.sleep_count(rank) not in (0, counts[rank])}
 
     def check(self) -> None:
         """Raise what `result` does if a worker, idle or not, has ended."""
@@ -321,7 +321,7 @@ class MpExecutor:
             assert not result or result.step <= step
             if result and result.step == step:
                 return result
-            if result or self.owing:  # the clock starts after an earlier step, or a call, that was given up
+            if result or self.abandoned:  # the clock starts after an earlier step, or a call, that was given up
                 deadline = time.monotonic() + self.step_timeout
             elif time.monotonic() > deadline:
                 raise self._stuck(rank, self.step_timeout)
@@ -336,35 +336,35 @@ class MpExecutor:
     def _look(self, idle: bool = False) -> None:
         """Look at the workers' heartbeats, if the last look is long enough ago.
 
-        An idle worker's main thread wakes up now and then, and counts these naps. While a step or a call runs, another
+        An idle worker's main thread wakes up now and then, and counts how often. While a step or a call runs, another
         thread counts heartbeats. During a start all threads may be held up: only the system tells if it is stopped.
 
         Raises:
             WorkerError: one has stood still for `step_timeout` seconds.
         """
-        self._heed_peers()
+        self._check_peers()
         if time.monotonic() < self.next_look:
             return
         self.next_look = time.monotonic() + BEAT
         trouble = ""
         for rank, (watchdog, process) in enumerate(zip(self.watchdogs, self.processes, strict=True)):
             if self.ready:
-                waits = idle and rank not in self.owing
-                still = watchdog.look(self.plans.nap(rank) if waits else self.results[rank].beats)
+                waits = idle and rank not in self.abandoned
+                still = watchdog.look(self.plans.sleep_count(rank) if waits else self.results[rank].beats)
             else:
                 still = watchdog.still_if(self._is_stopped(process))
             if still >= self.step_timeout:
                 raise self._stuck(rank, self.step_timeout)
             if still >= STALL and not trouble:
                 trouble = str(self._stuck(rank, STALL))
-        held_up = self.held_up.still_if(bool(self.owing) and not idle)
+        held_up = self.held_up.still_if(bool(self.abandoned) and not idle)
         if held_up >= STALL and not trouble:
-            trouble = f"all requests wait until rank {min(self.owing)} has done a call that was given up"
+            trouble = f"all requests wait until rank {min(self.abandoned)} has done a call that was given up"
         if self.ready and bool(trouble) != bool(self.trouble):  # nobody expects steps during a start
             self.trouble = trouble
             self.on_trouble(trouble or None)
 
-    def _heed_peers(self) -> None:
+    def _check_peers(self) -> None:
         """Raises BrokenOffError: an engine that shares the experts is gone, is added, or starts its workers anew."""
         if self.peers and self.peers.broken:
             raise BrokenOffError("the engines that share the experts have broken off")
@@ -385,7 +385,7 @@ class MpExecutor:
                     self._take(rank, TURN)
                 self._attend()
         finally:
-            self.owing = {*ranks} - self.replies.keys()
+            self.abandoned = {*ranks} - self.replies.keys()
 
     def _take(self, rank: int, timeout: float) -> bool:
         """Keep the next message of a rank for whoever asks for it; False if none has come in time."""
@@ -402,13 +402,13 @@ class MpExecutor:
         if isinstance(message, StepResult):
             self.early[rank].append(message)
         # Nobody waits for this error. (call_id 0: the worker itself failed.)
-        elif self.ready and (not message.call_id or (message.raised == "CallError" and rank in self.owing)):
+        elif self.ready and (not message.call_id or (message.raised == "CallError" and rank in self.abandoned)):
             if message.raised == "HookError":  # new workers would fail again
                 raise FatalHookError(message.error)
             kind = BlamelessError if message.raised in ("PeersGone", "CallError") else WorkerError
             raise self._error(rank, "has failed", message.error, kind)
-        elif rank in self.owing:
-            self.owing.remove(rank)  # nobody waits for it any more
+        elif rank in self.abandoned:
+            self.abandoned.remove(rank)  # nobody waits for it any more
         elif message.call_id == self.call_id:
             self.replies[rank] = message
         return True
@@ -438,7 +438,7 @@ class MpExecutor:
         where = f" in step {self.unanswered[0]}" if self.unanswered else " while idle"
         if not self.ready:
             where = " while it starts"
-        elif rank in self.owing:
+        elif rank in self.abandoned:
             where, kind = " in a call that was given up", BlamelessError
         return kind(f"rank {rank} {what}{where}" + (f": {why}" if why else ""))
 

@@ -15,7 +15,7 @@ A reader spins for a moment, since a message mostly comes soon, and then sleeps 
 Nothing here has a name in the file system, so nothing is left there, whichever process is killed.
 
 Two more words tell that the other end lives, for a `Watchdog` to look at. The writer's process counts its heartbeats in
-one of them. Each reader counts its naps in another: it wakes up now and then while it waits.
+one of them. Each reader counts its sleeps in another: while it waits, it falls asleep every second or so.
 
 Ranks on other machines have a TCP connection each instead of a ring: `executors/links.py`.
 """
@@ -155,10 +155,10 @@ class RingBuffer:
         self.memory = mmap.mmap(self.fd, 0)
         self.words = memoryview(self.memory)[: self._words() * WORD].cast("Q")
         self.payloads = memoryview(self.memory)[self._words() * WORD :]
-        self.asleep = self.num_chunks * (2 + self.num_readers)  # index of each reader's word: its nap's number, or 0
+        self.asleep = self.num_chunks * (2 + self.num_readers)  # index of each reader's word: its sleep's number, or 0
         self.pulse = self.asleep + self.num_readers  # index of the word in which the writer counts its heartbeats
         self.count = 0  # pieces written, or read, at this end
-        self.naps = 0  # of this reader
+        self.sleeps = 0  # of this reader so far
         self.pieces: list[bytes] = []  # of a message, so far; they stay if Ctrl-C breaks off reading it
         self.fence = threading.Lock()
         for bell, _ in self.bells:
@@ -225,7 +225,7 @@ class RingBuffer:
         """Count a heartbeat. A thread of the writer's process does that, so that a long step does not stop them."""
         self.words[self.pulse] += 1
 
-    def nap(self, reader: int) -> int:
+    def sleep_count(self, reader: int) -> int:
         """A number that changes every second or so while a reader waits for a message; 0: it does not wait."""
         return self.words[self.asleep + reader]
 
@@ -282,8 +282,8 @@ class RingBuffer:
                 os.sched_yield()  # without this two readers on two cores keep the writer from running
                 continue
             asleep, bell = self.asleep + self.reader, self.bells[self.reader][1]
-            self.naps += 1
-            words[asleep] = self.naps
+            self.sleeps += 1
+            words[asleep] = self.sleeps
             self._order()  # the writer sees that we sleep, or we see its message
             rung = self.poll.poll(min(timeout - waited, BACKSTOP) * 1e3) if words[at] != wanted else []
             words[asleep] = 0

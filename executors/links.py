@@ -81,7 +81,7 @@ class RankLink:
         return self.counts[HEARTBEAT]
 
     @property
-    def naps(self) -> int:
+    def sleeps(self) -> int:
         """A number that changes every second or so while the other end waits for a message."""
         self._take(0)
         return self.counts[WAITS]
@@ -171,5 +171,5 @@ class RankLinks:
         for link in self.links:
             link.write(message, timeout, look)
 
-    def nap(self, rank: int) -> int:
-        return self.links[rank].naps
+    def sleep_count(self, rank: int) -> int:
+        return self.links[rank].sleeps

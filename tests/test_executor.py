@@ -231,12 +231,12 @@ def test_how_long_a_step_may_take_is_learned_or_given(slow_llm, mp_llm):
 def test_a_worker_whose_main_thread_is_stuck_while_idle_is_noticed(monkeypatch):
     """Its process runs, but nothing would read a plan."""
     executor = object.__new__(MpExecutor)
-    now, ring = 0.0, SimpleNamespace(beats=0, nap=lambda rank: 0)
+    now, ring = 0.0, SimpleNamespace(beats=0, sleep_count=lambda rank: 0)
     tell_time(monkeypatch, lambda: now)
     executor.plans, executor.results, executor.processes = ring, [ring], [SimpleNamespace(pid=os.getpid())]
     executor.watchdogs, executor.next_look, executor.trouble, executor.ready = [Watchdog()], 0.0, "", True
     executor.step_timeout, executor.unanswered, said = 30.0, deque(), []
-    executor.on_trouble, executor.peers, executor.owing, executor.held_up = said.append, None, set(), Watchdog()
+    executor.on_trouble, executor.peers, executor.abandoned, executor.held_up = said.append, None, set(), Watchdog()
     for ring.beats in range(12):
         executor._look(idle=True)
         now += 0.5
@@ -489,7 +489,7 @@ def test_a_method_waits_for_a_call_that_was_given_up(mp_llm, answers, monkeypatc
     with pytest.raises(TimeoutError, match=r"rank 0 has not replied within 0\.1 s"):
         mp_llm.collective_rpc(slow, 0.1, (2.5,))
     with monkeypatch.context() as patch:
-        patch.setattr(core.executor, "collective_rpc", lambda *args: busy.append({*core.executor.owing}) or [])
+        patch.setattr(core.executor, "collective_rpc", lambda *args: busy.append({*core.executor.abandoned}) or [])
         mp_llm.sleep()
         mp_llm.wake_up()
     assert busy == [set(), set()]  # so their own clocks have not begun before

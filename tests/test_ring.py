@@ -217,21 +217,21 @@ def test_a_sleeping_reader_takes_no_time(pair):
 def test_heartbeats_and_naps_reach_the_other_end(pair, monkeypatch):
     monkeypatch.setattr(ring_module, "BACKSTOP", 0.1)
     writer, reader = pair()
-    assert (reader.beats, writer.nap(0)) == (0, 0)
+    assert (reader.beats, writer.sleep_count(0)) == (0, 0)
     writer.beat()
     writer.beat()
     assert reader.beats == 2
     waiting = threading.Thread(target=reader.read, args=(10,))
     waiting.start()
-    naps = set()
+    sleeps = set()
     deadline = time.monotonic() + 10
-    while len(naps) < 3:  # it wakes up now and then, and says so
-        naps |= {writer.nap(0)} - {0}
+    while len(sleeps) < 3:  # it wakes up now and then, and says so
+        sleeps |= {writer.sleep_count(0)} - {0}
         assert time.monotonic() < deadline
         time.sleep(0.01)
     writer.write(b"x", 1)
     waiting.join()
-    assert writer.nap(0) == 0
+    assert writer.sleep_count(0) == 0
 
 
 def test_each_reader_naps_and_is_woken_whatever_the_others_do(monkeypatch):
@@ -243,7 +243,7 @@ def test_each_reader_naps_and_is_woken_whatever_the_others_do(monkeypatch):
     writer.be_writer()
     waiting = threading.Thread(target=idle.read, args=(20,))
     waiting.start()
-    eventually(lambda: writer.nap(1) and not writer.nap(0), 5)
+    eventually(lambda: writer.sleep_count(1) and not writer.sleep_count(0), 5)
     begun = time.monotonic()
     writer.write(b"x", 1)
     waiting.join()

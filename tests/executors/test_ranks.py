@@ -286,7 +286,7 @@ def test_what_was_shared_with_ranks_that_have_ended_is_given_back(ranks):
 def test_a_reply_that_ctrl_c_has_lost_is_not_waited_for(ranks):
     """Its rank waits for the next message, and so has replied."""
     executor, begun = ranks(meeting(1, {0})), time.monotonic()
-    executor.owing = {0}
+    executor.abandoned = {0}
     executor.submit(plan(1))
     assert executor.result().step == 1 and time.monotonic() - begun < 10
 
@@ -333,9 +333,9 @@ def test_a_rank_may_take_its_time_over_a_call_that_was_given_up(busy):
     executor, slow = busy
     look_for(executor, 1.3 * STEP)
     slow.go.set()
-    eventually(lambda: executor.check() or not executor.owing)
+    eventually(lambda: executor.check() or not executor.abandoned)
     look_for(executor, 1.3 * STEP)
-    assert not executor.owing and not executor.said and not executor.replies  # what came late is dropped
+    assert not executor.abandoned and not executor.said and not executor.replies  # what came late is dropped
     assert executor.collective_rpc("next") == ["next" + LARGE * "!"]
 
 
@@ -380,7 +380,7 @@ def test_calls_wait_for_a_call_that_was_given_up(busy):
     assert executor.collective_rpc("without") == ["without" + LARGE * "!"]
     with pytest.raises(ValueError, match="it fails"):
         executor.collective_rpc("fails", 5.0)
-    assert slow.calls == [(0, "slow"), (0, "without"), (0, "fails")] and not executor.owing
+    assert slow.calls == [(0, "slow"), (0, "without"), (0, "fails")] and not executor.abandoned
 
 
 @pytest.mark.full
@@ -389,7 +389,7 @@ def test_a_call_that_fails_on_one_rank_may_run_on_on_the_others(ranks):
     executor = ranks(slow, 2, step_timeout=STEP)
     with pytest.raises(ValueError, match="it fails"):
         executor.collective_rpc("slow")
-    assert executor.owing == {1}
+    assert executor.abandoned == {1}
     look_for(executor, 2 * STEP)
     slow.later(1.4 * STEP)
     executor.submit(plan(1))
