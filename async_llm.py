@@ -28,7 +28,6 @@ from config import PACKAGES, EngineConfig, lacking
 if lack := lacking(PACKAGES):
     raise ModuleNotFoundError(lack)
 
-from lora.adapter import LoRARequest
 from model_config import ModelConfig
 from observe.logs import logger, set_up
 from outputs import RequestOutput
@@ -47,7 +46,7 @@ from processes.client import (
 )
 from processes.engine_process import EngineProcess
 from ring import STALL
-from sampling_params import SamplingParams
+from sampling_params import LoRARequest, SamplingParams
 from text.prompts import InputProcessor, Prompt
 from tokenizer import NoTokenizer, Tokenizer, open_tokenizer
 

@@ -23,14 +23,13 @@ if lack := lacking(PACKAGES):
 from tqdm import tqdm
 
 from core import EngineCore
-from lora.adapter import LoRARequest
 from observe.logs import logger, set_up, warn_once
 from outputs import BeamSearchOutput, Choices, CompletionOutput, Logprob, PoolingRequestOutput, RequestOutput, beams_of
 from plan import EngineOutput, Kwargs, Method
 from processes.client import EngineDeadError, InprocClient, Stream, check_accepted
 from processes.pooling import PoolingFaces, drop
 from ring import undisturbed
-from sampling_params import BeamSearchParams, PoolingParams, SamplingParams, StructuredOutputsParams
+from sampling_params import BeamSearchParams, LoRARequest, PoolingParams, SamplingParams, StructuredOutputsParams
 from text.messages import chat_messages, template_variables
 from text.prompts import InputProcessor, Prompt, listed
 from tokenizer import NoTokenizer, Tokenizer, open_tokenizer

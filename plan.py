@@ -15,8 +15,7 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from config import HookError
-from lora.adapter import LoRARequest
-from sampling_params import PoolingParams, SamplingParams
+from sampling_params import LoRARequest, PoolingParams, SamplingParams
 
 Method = str | Callable[..., Any]  # one of CALLABLE, or a function whose first argument is a worker
 CALLABLE = "block_bytes", "facts"  # methods of `Worker` that callers may name, because these change nothing

@@ -28,7 +28,6 @@ from hypothesis import strategies as st
 from config import EngineConfig
 from engine import LLM
 from executor import visible_gpus
-from lora.adapter import LoRARequest
 from plan import EngineCoreRequest, Health, Met
 from processes.child import READY, Board
 from processes.client import EngineDeadError, MPClient, Stream
@@ -39,7 +38,7 @@ from processes.fleet import check_engines
 from processes.lockstep import WAVE_STEPS, Lockstep, Waves
 from processes.messages import Load, Loads, Routed, Subscribe, Wave, WaveReport
 from processes.routing import CLOSE, WAITING, DPClient, Router
-from sampling_params import SamplingParams
+from sampling_params import LoRARequest, SamplingParams
 from served import Reader, alive, command, counts, eventually, serving
 
 

@@ -11,10 +11,9 @@ import pytest
 from config import DEMO, EngineConfig
 from counting import lines_run
 from fake_worker import VOCAB, Engine, prompt
-from lora.adapter import LoRARequest
 from lora.registry import HostAdapters
 from plan import EngineCoreRequest, StepResult
-from sampling_params import SamplingParams
+from sampling_params import LoRARequest, SamplingParams
 from sequence import Adapter, SequenceGroup
 from text.grammar import Grammars
 
