@@ -14,14 +14,14 @@ import numpy as np
 import torch
 
 from plan import BAD_WORDS, BIAS, MASK, PENALTIES, NewRow, StepPlan, Verified, bit_words
-from sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS
+from sampling_params import COLUMNS, MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS
 
 if TYPE_CHECKING:
     from models.logprobs import Scoring
 
 NO_ID = 2**31 - 1
 ALIGNMENT = 4  # words: every tensor begins at a multiple of 16 bytes, because kernels are compiled for that
-FLOATS = ("temperature", "top_p", "min_p", "penalties", "biases")  # the tensors that hold no integers
+FLOATS = ("params", "penalties", "biases")  # the tensors that hold no integers
 
 
 class StepShape(NamedTuple):
@@ -102,11 +102,8 @@ class BatchState:
     num_known: torch.Tensor  # [S] int32
     num_computed: torch.Tensor  # [S] int32, of the known tokens
     block_tables: torch.Tensor  # [K, S, max_blocks or a little more] int32
-    temperature: torch.Tensor  # [S] float32, like top_p and min_p
-    top_p: torch.Tensor
-    min_p: torch.Tensor
-    top_k: torch.Tensor  # [S] int32
-    seeds: torch.Tensor  # [S] int64
+    params: torch.Tensor  # [S, P] float32, `COLUMNS` of the sampling parameters; each is an attribute, too
+    seeds: torch.Tensor  # [S] int64, no column because float32 would round it
     adjustments: torch.Tensor  # for this and the next four see `reference.Adjust`
     penalties: torch.Tensor
     bias_ids: torch.Tensor
@@ -138,8 +135,9 @@ class BatchState:
         if kinds > 1:  # each kind's tables begin at a multiple of 16 bytes, too
             max_blocks = -(-max_blocks // ALIGNMENT) * ALIGNMENT
         shapes: dict[str, tuple[int, ...]] = {
-            "token_ids": (slots, max_model_len + 1), "block_tables": (kinds, slots, max_blocks), "seeds": (slots, 2),
-            "penalties": (slots, 3), "bias_ids": (slots, MAX_LOGIT_BIAS), "biases": (slots, MAX_LOGIT_BIAS),
+            "token_ids": (slots, max_model_len + 1), "block_tables": (kinds, slots, max_blocks),
+            "params": (slots, len(COLUMNS)), "seeds": (slots, 2), "penalties": (slots, 3),
+            "bias_ids": (slots, MAX_LOGIT_BIAS), "biases": (slots, MAX_LOGIT_BIAS),
             "bitmask": (slots, 1 + drafts, -(-vocab_size // 32)), "stop_bits": (slots, -(-vocab_size // 32)),
             "query_starts": (slots + 1,), "bad_words": (slots, 2 * MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS),
             "sample_starts": (slots + 1,), "sampling": (most,), "last": (most,), "ahead": (most,),
@@ -155,6 +153,8 @@ class BatchState:
             self.places[name] = begin, math.prod(shape[2:] if name == "block_tables" else shape[1:])
             part = self.words[begin : begin + math.prod(shape)].view(shape)
             setattr(self, name, part.view(torch.float32) if name in FLOATS else part)
+        for name, column in zip(COLUMNS, self.params.unbind(1), strict=True):
+            setattr(self, name, column)
         self.seeds = self.words[self.places["seeds"][0] :][: 2 * slots].view(torch.int64)
         self.token_counts = torch.zeros(slots, vocab_size, dtype=torch.int32, device=device)
         self.to_compute, self.num_logprobs, self.adjusted, self.stops_barred = np.zeros((4, slots), dtype=np.int32)
@@ -184,11 +184,9 @@ class BatchState:
             self.masked_logprobs[slot] = row.masked_logprobs
             self.num_blocks[slot] = [0] * len(row.blocks)
             self._write("token_ids", slot, array("i", row.token_ids))
-            numbers = ("num_known", length), ("num_computed", row.num_computed), ("top_k", row.top_k), ("num_drafts", 0)
-            for name, number in numbers:
+            for name, number in (("num_known", length), ("num_computed", row.num_computed), ("num_drafts", 0)):
                 self._write(name, slot, array("i", (number,)))
-            for name, value in (("temperature", row.temperature), ("top_p", row.top_p), ("min_p", row.min_p)):
-                self._write(name, slot, array("f", (value,)))
+            self._write("params", slot, array("f", row.sampling))
             self._write("seeds", slot, array("q", (row.seed,)))
             self._grow(slot, row.blocks)
             if row.stops != self.stops[slot]:  # mostly they equal the last row's in this slot
@@ -383,10 +381,7 @@ class BatchState:
             logits = processor(logits, slots, self)
         if adjust is not None:
             ops.mask_words(slots, self.token_ids, self.num_known, self.num_prompt, self.bad_words, adjust, drafts)
-        return ops.sample(
-            logits, slots, self.temperature, self.top_k, self.top_p, self.min_p, self.seeds, self.num_known, adjust,
-            drafts,
-        )  # fmt: skip
+        return ops.sample(logits, slots, self.params, self.seeds, self.num_known, adjust, drafts)
 
     def update(
         self, ops: ModuleType, slots: torch.Tensor, query_starts: torch.Tensor, sample_starts: torch.Tensor,

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from model_config import ModelConfig
-from models.shares import Part, Parts, Shares
+from models.shares import Parts, Shares, TensorPart
 from parallel import Group
 
 Weight = torch.Tensor | Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
@@ -228,7 +228,7 @@ class Attention(Owner):
         count = c.num_heads if word == "col" else c.num_kv_heads
         first = group.rank * count // group.size
         ours = {first + i: shares.part((head,), ("all",)) for i, head in enumerate(norm)}
-        return {f"{name.format(i)}.weight": ours.get(i, Part(norm.shape[1:], ())) for i in range(count)}
+        return {f"{name.format(i)}.weight": ours.get(i, TensorPart(norm.shape[1:], ())) for i in range(count)}
 
     def finish(self) -> None:
         if self.row.unit_offset and self.q_norm is not None and self.k_norm is not None:

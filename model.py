@@ -25,7 +25,7 @@ from models.latent_attention import LatentAttention
 from models.layer_inputs import LayerGate, LayerInputs
 from models.pooled import LabelHead
 from models.rope import rope_tables
-from models.shares import Part, Parts, Shares, check_division, is_absent
+from models.shares import Parts, Shares, TensorPart, check_division, is_absent
 from parallel import Group
 
 NORMS = ("attn_in", "attn_out", "mlp_in", "mlp_out")  # of a layer
@@ -53,7 +53,7 @@ class Transformer(Owner):
     unread: tuple[str, ...] = ()  # tensors of its checkpoint that it has no use for
     counted = 0  # elements of all weights, once `parameters` no longer works
     reads: tuple[int, ...] = ()  # layers whose input it sees, if it is a draft: of the model that it is for
-    # What `Adapters` sets: the embeddings of a step's virtual tokens, and what changes x by its ids, in place.
+    # What `AdapterPool` sets: the embeddings of a step's virtual tokens, and what changes x by its ids, in place.
     prompts: torch.Tensor | None = None
     adapt_embeddings: Callable[[torch.Tensor, torch.Tensor], None] | None = None
     serve = serve_experts  # a method
@@ -158,7 +158,7 @@ class Transformer(Owner):
         if incoming is None:
             residual = self.embed(batch.input_ids, batch.positions)
             if own := self.layer_inputs:
-                inputs = own(residual, self.look_up(own.known(batch.input_ids), own.table))
+                inputs = own(residual, self.look_up(own.table_ids(batch.input_ids), own.table))
         else:
             residual = incoming[:, : self.width].contiguous()
             if size:
@@ -308,7 +308,7 @@ class Transformer(Owner):
         for i in self.span:
             yield from self.layers[i].owners()
 
-    def parameters(self) -> dict[str, Part]:
+    def parameters(self) -> dict[str, TensorPart]:
         """What this rank takes of each tensor of a checkpoint, by names without the prefix of the model's body. If
         experts may come one by one or stacked, both are listed, and the stacked tensor names those that it stands for.
         """

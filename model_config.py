@@ -152,7 +152,7 @@ class ModelConfig:
     poolings: tuple[str, ...] = ()  # of its hidden states; see `reference.pool`
 
     def page(self, ranks: int, layer: int) -> tuple[int, int, int]:
-        """What a place of the pool holds in a layer, on each of `ranks`: parts, heads, and numbers of each of them.
+        """The shape of a layer's entry in a place of the pool, on each of `ranks`: parts, heads, and numbers of each.
 
         These are keys and values, or one latent, which all heads share and every rank has.
         """
@@ -174,17 +174,17 @@ class ModelConfig:
         return -(-count * sum(self.delta.share(ranks).state) // 4) * 4
 
     def layout(self, ranks: int, layers: range | None = None) -> KVLayout:
-        """How the layers lie in the pages of each rank's pool, or in those of a stage with these `layers`.
+        """How the layers lie in the pages of each rank's pool, or of the pool of a stage with these `layers`.
 
         Layers without keys of their own have the place of the layer whose keys they read. Other stages' have none.
         """
         owners = [i for i, source in enumerate(self.kv_sources) if source == i]
         shapes = [self.page(ranks, i) for i in owners]
-        found = layout_of([self.windows[i] for i in owners], shapes)
+        layout = layout_of([self.windows[i] for i in owners], shapes)
         if layers is not None:
-            found = part_of(found, shapes, [n for n, i in enumerate(owners) if i in layers])
-        places = dict(zip(owners, found.places, strict=True))
-        return found._replace(places=tuple(places.get(source, (-1, -1)) for source in self.kv_sources))
+            layout = part_of(layout, shapes, [n for n, i in enumerate(owners) if i in layers])
+        places = dict(zip(owners, layout.places, strict=True))
+        return layout._replace(places=tuple(places.get(source, (-1, -1)) for source in self.kv_sources))
 
     @classmethod
     def from_folder(cls, folder: str, overrides: str | None = None) -> ModelConfig:

@@ -6,6 +6,7 @@ A plan has its rows in full, and only the differences of all else: the workers k
 from __future__ import annotations
 
 import inspect
+import operator
 import pickle
 import pkgutil
 import time
@@ -37,10 +38,7 @@ class NewRow:
     token_ids: list[int]
     blocks: list[list[int]]  # a table for each kind of layers
     num_computed: int = 0  # how many of the tokens are in the cache already
-    temperature: float = 0.0  # 0: the likeliest token
-    top_k: int = 0  # 0: all tokens
-    top_p: float = 1.0
-    min_p: float = 0.0
+    sampling: tuple[float, ...] = SamplingParams(temperature=0.0).columns
     seed: int = 0
     num_logprobs: int = -1  # -1: none wanted; 0: of the sampled token; k: of the k likeliest as well
     # (k, first, end): log-probabilities of the known tokens from `first` on and below `end`, and of the k likeliest
@@ -276,7 +274,7 @@ class Call:
             function, args, kwargs = pickle.loads(self.function)
             call = partial(function, worker, *args, **kwargs)
         else:
-            method = getattr(worker, self.method)
+            method = operator.attrgetter(self.method)(worker)
             try:
                 inspect.signature(method).bind(*self.args, **self.kwargs)
             except TypeError as error:

@@ -829,13 +829,19 @@ def mask_words(
                 word.copy_(word & ~bit if match else word | bit)
 
 
+class SamplingColumns(NamedTuple):
+    """The columns of the sampling parameters, in float32, which has every whole number that a top_k may be exactly."""
+
+    temperature: torch.Tensor  # 0 takes the largest x, the lowest id among equals
+    top_k: torch.Tensor  # off where it is <= 0, or no less than the vocabulary
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+
+
 def sample(
     logits: torch.Tensor,
     slots: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    min_p: torch.Tensor,
+    params: torch.Tensor,
     seeds: torch.Tensor,
     num_known: torch.Tensor,
     adjust: Adjust | None = None,
@@ -851,8 +857,7 @@ def sample(
 
     Args:
         logits: [R, V] float; not modified. slots: [R] int32.
-        temperature, top_p, min_p: [S] float32; temperature 0 takes the largest x, the lowest id among equals.
-        top_k: [S] int32, off where <= 0. seeds: [S] int64. num_known: [S] int32.
+        params: [S, P] float32, the `SamplingColumns`. seeds: [S] int64. num_known: [S] int32.
         adjust: how the logits are adjusted; None where no row needs it.
         drafts: [R, K] int32, K < M of the bitmask; the a drafts that a row's token comes after, in order, and then -1.
             num_known counts a more for this row, token_counts 2 more for each, and its mask is bitmask[slot, a]. None
@@ -868,18 +873,19 @@ def sample(
         assert drafts.shape[1] < adjust.bitmask.shape[1]
         for row in (adjust.adjustments[slot] * (slots >= 0)).nonzero()[:, 0].tolist():
             adjust.apply(x[row], int(slot[row]), drafts[row, : after[row]])
-    greedy, heat = x.argmax(-1), temperature[slot][:, None]
+    c = SamplingColumns(*params[slot].T[:, :, None])
+    greedy, heat = x.argmax(-1), c.temperature
     x = x.clamp(max=FLOAT_MAX)  # keeps x - peak a number where a logit is infinite
     peak, warm = x.amax(-1, keepdim=True), torch.where(heat > 0, heat, 1.0)
     mass = ((x - peak) / warm).exp()
     ordered, order = x.sort(-1, descending=True)
-    k, p = top_k[slot].long()[:, None], top_p[slot][:, None]
+    k, p = c.top_k.long(), c.top_p
     k = torch.where((k > 0) & (k < vocab), k, vocab)
     t_k = ordered.gather(1, k - 1)
     reached = mass.masked_fill(x < t_k, 0).gather(1, order).cumsum(-1, dtype=torch.float64)
     nucleus = torch.searchsorted(reached, p * reached[:, -1:]).clamp(max=vocab - 1)
     t_p = torch.where(p < 1, ordered.gather(1, nucleus), -math.inf)
-    t_m = peak + warm * min_p[slot].log()[:, None]
+    t_m = peak + warm * c.min_p.log()
     reached = mass.masked_fill(x < t_k.maximum(t_p).maximum(t_m), 0).cumsum(-1, dtype=torch.float64)
     u = uniform(seeds[slot], num_known[slot] + after).double()[:, None]
     drawn = torch.searchsorted(reached, u * reached[:, -1:], right=True)[:, 0]

@@ -20,10 +20,17 @@ MAX_LOGIT_BIAS = 1024  # tokens of a request; OpenAI has 300
 MAX_BIAS = 100  # of one token, upwards and downwards
 MAX_BAD_WORDS = 64  # texts of a request,
 MAX_BAD_WORD_TOKENS = 16  # and tokens of one of them
-RANGES: dict[str, tuple[float, float]] = {  # of whole numbers where these are whole
-    "temperature": (0.0, 100.0), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0), "repetition_penalty": (0.0, 100.0),
-    "presence_penalty": (-2.0, 2.0), "frequency_penalty": (-2.0, 2.0), "length_penalty": (-10.0, 10.0),
-    "top_k": (-1, 2**31 - 1), "max_tokens": (0, 2**31 - 1), "seed": (-(2**63), 2**63 - 1), "n": (1, 65536),
+# What the op `sample` reads: a column of a tensor of the batch state for each, as in `reference.SamplingColumns`. And
+# the range of each, of whole numbers where it is whole.
+COLUMNS: dict[str, tuple[float, float]] = {
+    "temperature": (0.0, 100.0),
+    "top_k": (-1, 2**31 - 1),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+}
+RANGES: dict[str, tuple[float, float]] = COLUMNS | {
+    "repetition_penalty": (0.0, 100.0), "presence_penalty": (-2.0, 2.0), "frequency_penalty": (-2.0, 2.0),
+    "length_penalty": (-10.0, 10.0), "max_tokens": (0, 2**31 - 1), "seed": (-(2**63), 2**63 - 1), "n": (1, 65536),
     "best_of": (1, 65536), "beam_width": (1, 1024), "logprobs": (0, 1024), "prompt_logprobs": (0, 1024),
     "min_tokens": (0, 2**31 - 1), "truncate_prompt_tokens": (-1, 2**31 - 1),
     "thinking_token_budget": (0, 2**31 - 1),
@@ -34,8 +41,8 @@ FLAGS = (
     "spaces_between_special_tokens", "masked_logprobs",
 )  # fmt: skip
 NOT_FOR_BEAMS = (  # fields that keep their defaults in a beam search
-    "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias",
-    "allowed_token_ids", "stop", "best_of", "logprobs", "min_tokens", "bad_words", "bad_word_ids",
+    *[name for name in COLUMNS if name != "temperature"], "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "logit_bias", "allowed_token_ids", "stop", "best_of", "logprobs", "min_tokens", "bad_words", "bad_word_ids",
 )  # fmt: skip
 
 
@@ -362,6 +369,11 @@ class SamplingParams:
             if (value := getattr(self, name)) != off and (name, value) != ("top_k", -1):
                 said = {None: "left out", (): "empty"}.get(off) or f"{off:g}"
                 raise ValueError(f"{name} is {value!r}; with use_beam_search it must be {said}")
+
+    @property
+    def columns(self) -> tuple[float, ...]:
+        """The values of `COLUMNS`."""
+        return tuple(float(getattr(self, name)) for name in COLUMNS)
 
     @property
     def num_samples(self) -> int:

@@ -36,7 +36,7 @@ from flask import Flask, Response, g, request
 from werkzeug.exceptions import MethodNotAllowed, NotFound
 
 from api import batches
-from api.adapters import Adapters
+from api.adapters import AdapterNames
 from api.checks import ApiError, Face
 from api.faces import FACES
 from api.generation import Caller, ClientGone, Events, Remote, log_request
@@ -211,7 +211,7 @@ def serve(argv: list[str]) -> None:
             return follow_server(engine_config, secret)
         tokenizer = Tokenizer(engine_config.folder, config.max_template_chars)
         names = config.served_model_name or (engine_config.model_name,)
-        adapters = Adapters(config, names)
+        adapters = AdapterNames(config, names)
         adapters.check_folders(engine_config)
         listener = listen(config.host, config.port, "--host and --port")
         address = listener.getsockname()[0]

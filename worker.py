@@ -43,7 +43,7 @@ from plan import StepPlan, StepResult
 if TYPE_CHECKING:
     from cpu.weights import GreedyHead
     from device.piecewise import PiecewiseGraphs
-    from lora.stacks import Adapters
+    from lora.stacks import AdapterPool
     from models.logprobs import LogprobGatherer, Scoring
     from models.pooled import Pooler
     from speculation.proposer import Proposer
@@ -97,7 +97,7 @@ class Worker(Profiled):
     """
 
     # What options bring; None without them.
-    adapters: Adapters | None = None
+    adapters: AdapterPool | None = None
     proposer: Proposer | None = None  # makes drafts for later steps
     pooler: Pooler | None = None  # makes one vector of each prompt; nothing is sampled
     greedy_head: GreedyHead | None = None  # finds greedy tokens on a CPU without all logits
@@ -227,6 +227,7 @@ class Worker(Profiled):
 
         Apart from the shape, everything is read from the device. So one CUDA graph serves every step of that shape.
         """
+        self.group.exchanged.clear()
         for phase in self.forward_phases:
             phase(run)
         return run.result
@@ -284,6 +285,7 @@ class Worker(Profiled):
             rows = self.rows = self.new_rows(plan)
         self.state.apply(self.ops)
         run.rows, run.shape, run.scoring = rows, rows.shape, rows.scoring
+        run.launched = Launched(StepResult(plan.step, []), rows)
         # What is replayed keeps no logits.
         run.graph = None if len(rows.asked) else self.graphs.get(rows.shape)
 
@@ -347,8 +349,7 @@ class Worker(Profiled):
 
     def report(self, run: StepRun) -> None:
         """Send what was sampled to the host, with the log-probabilities that rows ask for."""
-        rows = run.rows
-        run.launched = Launched(StepResult(run.plan.step, []), rows, to_host(run.result))
+        rows, run.launched.brought = run.rows, to_host(run.result)
         if len(rows.asked):
             asked = to_device(rows.asked, self.device)
             ahead = rows.asked - np.searchsorted(rows.sampling, rows.sampling[rows.asked])  # drafts before each
@@ -380,7 +381,11 @@ class Worker(Profiled):
     def run_model(self, run: StepRun) -> None:
         """Make the hidden states of all tokens; their keys and values go into the pool."""
         self.mark("model")
-        run.hidden = self.model.forward(run.batch, self.pool, self.states, run.incoming)
+        if self.pieces and run.shape.tokens <= self.pieces.sizes[-1]:
+            run.hidden = self.pieces.run(run.batch)
+        else:
+            run.hidden = self.model.forward(run.batch, self.pool, self.states, run.incoming)
+        self.exchanges = self.exchanges or [*self.group.exchanged]
 
     def score(self, run: StepRun) -> None:
         """Find log-probabilities of prompt tokens, where requests ask for them."""

@@ -59,7 +59,7 @@ def read_module(given: str) -> Module:
     return msgspec.structs.replace(module, path=os.path.abspath(module.path))
 
 
-class Adapters:
+class AdapterNames:
     """What the names stand for, the same in all API processes.
 
     The parent makes it before the fork. It is a log of changes, a line of JSON each, in a file without a name, of which
@@ -219,7 +219,7 @@ def virtual_tokens(module: Module) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def _virtual_tokens(state: str) -> int:
-    return read_adapter(state.partition("\0")[0]).num_virtual_tokens
+    return read_adapter(state.partition("\0")[0])[0]
 
 
 def request_of(module: Module) -> LoRARequest:

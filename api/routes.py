@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from api.adapters import Adapters, Module, request_of, virtual_tokens
+from api.adapters import AdapterNames, Module, request_of, virtual_tokens
 from api.checks import ApiError, CheckContext, Face, read_fields, without_folders
 from api.files import Files
 from api.generation import Caller, EngineClient, Events
@@ -36,12 +36,12 @@ class Api:
 
     def __init__(
         self, client: EngineClient, tokenizer: Tokenizer, facts: dict[str, Any], config: ServerConfig,
-        names: Sequence[str], board: Board, adapters: Adapters | None = None,
+        names: Sequence[str], board: Board, adapters: AdapterNames | None = None,
     ):  # fmt: skip
         self.client, self.tokenizer = client, tokenizer
         self.facts, self.config = facts, config
         self.names, self.board = names, board
-        self.adapters = adapters or Adapters(config, names)
+        self.adapters = adapters or AdapterNames(config, names)
         self.started = int(time.time())
         self.prompts = Prompts(tokenizer, facts)
         self.parsers = Parsers(config, tokenizer)

@@ -49,6 +49,7 @@ from kernel_cases import (
     new_pool,
     paged,
 )
+from sampling_params import SamplingParams
 
 Figures = list[dict[str, Any]]
 
@@ -333,21 +334,19 @@ def sample_cases(s: Shape, rows: int = 256) -> Iterator[Case]:
         ) -> Inputs:
             logits = draw(device, rows, s.vocab, scale=3.0)
 
-            def every(value: float, dtype: torch.dtype) -> torch.Tensor:
-                return torch.full((rows,), value, dtype=dtype, device=device)
-
-            options = every(heat, torch.float32), every(top_k, torch.int32), every(top_p, torch.float32)
-            state = every(0.0, torch.float32), torch.arange(rows, device=device), every(7, torch.int32)
+            params = torch.tensor(SamplingParams(temperature=heat, top_k=top_k, top_p=top_p).columns, device=device)
+            known = torch.full((rows,), 7, dtype=torch.int32, device=device)
+            state = params.repeat(rows, 1), torch.arange(rows, device=device), known
             slots = ints(range(rows), device)
 
             if penalized:
                 adjust = penalties(rows, s.vocab, device)
-                return Inputs(lambda ops: ops.sample(logits, slots, *options, *state, ops.Adjust(*adjust)))
+                return Inputs(lambda ops: ops.sample(logits, slots, *state, ops.Adjust(*adjust)))
 
             def library() -> torch.Tensor:
                 return logits.argmax(-1) if heat == 0 else sort_and_draw(logits, heat, top_k, top_p)
 
-            return Inputs(lambda ops: ops.sample(logits, slots, *options, *state), (), {"torch": library})
+            return Inputs(lambda ops: ops.sample(logits, slots, *state), (), {"torch": library})
 
         yield Case("sample", f"{rows} rows, {name}", (6 if penalized else 2) * rows * s.vocab, 0, make)
 

@@ -126,14 +126,12 @@ def profile() -> Iterator[Row]:
         pieces = worker.pieces
         for graphs in (True, False) * (2 if has_gpu() else 1):
             worker.pieces = pieces if graphs else None
-            worker.arrange()
             taken = []
             for _ in range(6 if has_gpu() else 1):
                 add()
                 taken.append(step_time(core, 1, 0))
             yield {"steps": "with a prompt", "graphs between attentions": graphs, "us each": taken}
         worker.pieces = pieces
-        worker.arrange()
         yield from profiled(core, "with a prompt", max(1, steps // 4), add)
 
 

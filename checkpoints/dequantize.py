@@ -159,20 +159,20 @@ def take(
         wanted.append((at - first * each, each, alike))
         axes += varying
         sizes += [1 if alike else place.shape[axis] for axis in varying]
-    found = read(table).contiguous()
+    rows = read(table).contiguous()
     for dim, (at, each, alike) in reversed([*enumerate(wanted)]):
         if len(at) and not alike:
-            found = spread(found, dim, at, each, split)
-    found = found.reshape(sizes).permute(sorted(range(len(axes)), key=axes.__getitem__))
+            rows = spread(rows, dim, at, each, split)
+    rows = rows.reshape(sizes).permute(sorted(range(len(axes)), key=axes.__getitem__))
     shape = dict(zip(axes, sizes, strict=True))
-    return found.reshape([shape.get(axis, 1) for axis in range(places[0].ndim if places else 0)])
+    return rows.reshape([shape.get(axis, 1) for axis in range(places[0].ndim if places else 0)])
 
 
 def spread(
     entries: torch.Tensor, dim: int, at: torch.Tensor, each: int,
     split: Callable[[torch.Tensor, int], torch.Tensor] | None,
 ) -> torch.Tensor:  # fmt: skip
-    """What elements at some places along a dimension have of the entries that `each` neighbours share, see `take`.
+    """Give elements at some places along a dimension the entries that `each` neighbours share, see `take`.
 
     Places without gaps have all of the entries, which is far faster.
     """
@@ -222,8 +222,8 @@ def unpaired(codes: torch.Tensor) -> torch.Tensor:
 def minifloat(bits: torch.Tensor, exponent: int, mantissa: int) -> torch.Tensor:
     """The values of small floats, whose sign has been extended over the bits above. NaN and infinities are not known.
 
-    As a float32 with its bits in their places, such a number lacks only a power of two: that of the difference of the
-    biases. It is also true of those without a leading one. This is many times as fast as torch's conversion.
+    As a float32 with its bits in their places, such a number lacks only a power of two, for the biases differ. That
+    holds for subnormal numbers, too. This is many times as fast as torch's conversion.
     """
     mask = (1 << exponent + mantissa) - 1 << 23 - mantissa
     wide = bits.int().bitwise_left_shift_(23 - mantissa).bitwise_and_(mask - 2**31)

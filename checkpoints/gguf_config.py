@@ -83,7 +83,7 @@ ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_s
 NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+?)(_exps|_shexp)?\.(weight|bias)")
 
 
-class Saved(NamedTuple):
+class SavedTensor(NamedTuple):
     """Where a tensor of a checkpoint is in a file."""
 
     name: str  # llama.cpp's
@@ -100,12 +100,12 @@ def architecture_of(first: Header) -> Architecture:
     """
     name = first.architecture
     if name not in ARCHITECTURES:
-        told = f"of the architecture {name!r:.80}" if name else "without an architecture"
-        raise ValueError(f"{first.path} is {told}; of GGUF files Manta has {', '.join(ARCHITECTURES)}")
+        problem = f"of the architecture {name!r:.80}" if name else "without an architecture"
+        raise ValueError(f"{first.path} is {problem}; of GGUF files Manta has {', '.join(ARCHITECTURES)}")
     return MIXTRAL if name == "llama" and first.get("expert_count") else ARCHITECTURES[name]
 
 
-def saved_names(first: Header, header: Header) -> dict[str, Saved]:
+def saved_names(first: Header, header: Header) -> dict[str, SavedTensor]:
     """Hugging Face's names of a file's tensors, without a prefix, and where they are in it.
 
     Raises:
@@ -115,7 +115,7 @@ def saved_names(first: Header, header: Header) -> dict[str, Saved]:
     row = FAMILIES[architecture.family]
     query_heads = alike(first, "attention.head_count")
     heads = {"q": query_heads, "k": alike(first, "attention.head_count_kv", query_heads)}
-    found: dict[str, Saved] = {}
+    tensors: dict[str, SavedTensor] = {}
     for name in header.tensors.keys() - set(ROPE_TENSORS):
         match = NAME.fullmatch(name)
         layer, base, kind, end = match.groups() if match else ("", "", "", "")
@@ -124,25 +124,25 @@ def saved_names(first: Header, header: Header) -> dict[str, Saved]:
             part = "gate_up"
         if part == "attn_out" and not row.name(part):  # what Seed-OSS calls the norm before the MLP
             part = "mlp_in"
-        prefix, theirs = f"{row.name('layer')}.{layer}." if layer else "", row.name(part) if part else ""
+        prefix, saved_as = f"{row.name('layer')}.{layer}." if layer else "", row.name(part) if part else ""
         if kind and part != "shared_gate":  # part of an expert
-            theirs = row.name(f"expert_{part}") if part in ("gate", "up", "down") else ""
+            saved_as = row.name(f"expert_{part}") if part in ("gate", "up", "down") else ""
             prefix += f"{row.name('shared' if kind == '_shexp' else 'experts')}."
-        if not theirs:
+        if not saved_as:
             raise ValueError(f"{header.path}: tensor {name!r:.80} is not one of {architecture.family}")
         rows = heads.get(part, 0) if architecture.permuted else 0
-        if "{}" in theirs:
+        if "{}" in saved_as:
             raise ValueError(f"{header.path}: tensor {name!r:.80} has the norms of all heads; Manta does not read that")
         if kind == "_exps":
-            experts, told = header.tensors[name].shape[0], first.get("expert_count")
-            if experts != told or len(found) + experts > MOST_MATRICES:
-                at_most = f"{told!r:.80} in expert_count; Manta reads up to {MOST_MATRICES} matrices"
+            experts, count = header.tensors[name].shape[0], first.get("expert_count")
+            if experts != count or len(tensors) + experts > MOST_MATRICES:
+                at_most = f"{count!r:.80} in expert_count; Manta reads up to {MOST_MATRICES} matrices"
                 raise ValueError(f"{header.path}: tensor {name!r:.80} has {experts} experts, of {at_most}")
             for i in range(experts):
-                found[f"{prefix}{i}.{theirs}.{end}"] = Saved(name, i, part=part)
+                tensors[f"{prefix}{i}.{saved_as}.{end}"] = SavedTensor(name, i, part=part)
         else:
-            found[f"{prefix}{theirs}.{end}"] = Saved(name, None, rows, part)
-    return found
+            tensors[f"{prefix}{saved_as}.{end}"] = SavedTensor(name, None, rows, part)
+    return tensors
 
 
 def config_of(headers: Sequence[Header], ends: Sequence[int]) -> dict[str, Any]:
@@ -158,14 +158,14 @@ def config_of(headers: Sequence[Header], ends: Sequence[int]) -> dict[str, Any]:
         raise ValueError(f"{first.path} has no tensor 'token_embd.weight'")
     for header in headers:
         saved_names(first, header)
-    known = FIELDS | experts_fields(row) | dict(architecture.fields)
+    names_of = FIELDS | experts_fields(row) | dict(architecture.fields)
     ours = {"rope_theta": 10000.0, **architecture.fixed}
-    ours |= {field: alike(first, name) for name, field in known.items() if first.get(name) is not None}
+    ours |= {field: alike(first, name) for name, field in names_of.items() if first.get(name) is not None}
     prefix = f"{first.architecture}."
-    own = (name.removeprefix(prefix) for name in first.metadata if name.startswith(prefix))
-    if unknown := [name for name in own if name not in known and not OTHERS.fullmatch(name)]:
-        told = ", ".join(f"{prefix}{name}, {first.get(name)!r:.80}" for name in unknown)
-        raise ValueError(f"{first.path} has {told}, and Manta does not know that")
+    own_names = (name.removeprefix(prefix) for name in first.metadata if name.startswith(prefix))
+    if unknown := [name for name in own_names if name not in names_of and not OTHERS.fullmatch(name)]:
+        unread = ", ".join(f"{prefix}{name}, {first.get(name)!r:.80}" for name in unknown)
+        raise ValueError(f"{first.path} has {unread}, and Manta does not know that")
     if ours.get("sliding_window") and "sliding_window" not in row.defaults:
         raise ValueError(f"{first.path} has a sliding window, which {architecture.family} has not")
     ours |= {
@@ -184,8 +184,8 @@ def config_of(headers: Sequence[Header], ends: Sequence[int]) -> dict[str, Any]:
 
 def generation_config_of(first: Header) -> dict[str, Any]:
     """The generation_config.json of a model whose first file has this header."""
-    said = {ours: first.metadata.get(f"general.sampling.{name}") for name, ours in SAMPLING.items()}
-    return {name: value for name, value in said.items() if value is not None}
+    sampling = {ours: first.metadata.get(f"general.sampling.{name}") for name, ours in SAMPLING.items()}
+    return {name: value for name, value in sampling.items() if value is not None}
 
 
 def alike(header: Header, name: str, default: Any = None) -> Any:
@@ -207,38 +207,38 @@ def experts_fields(row: Family) -> dict[str, str]:
 
 def attention_fields(first: Header, row: Family, ours: dict[str, Any]) -> dict[str, Any]:
     """Fields of attention that follow from several values."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     hidden, heads = ours.get("hidden_size", 0), ours.get("num_attention_heads") or 1
     head_dim = ours.get("head_dim") or hidden // heads
     if (size := alike(first, "attention.value_length", head_dim)) != head_dim:
         raise ValueError(f"{first.path}: heads of values have {size} numbers, of keys {head_dim}; Manta has one size")
     rotated = alike(first, "rope.dimension_count", head_dim)
     if "partial_rotary_factor" in row.defaults:
-        found["partial_rotary_factor"] = rotated / head_dim
+        result["partial_rotary_factor"] = rotated / head_dim
     elif rotated != head_dim:
         raise ValueError(f"{first.path}: rope.dimension_count is {rotated}; here it must be {head_dim}")
     if row.attention_scale == "query_pre_attn_scalar":
         # As llama.cpp has it: the largest Gemma 2 and 3, known by their layers, are scaled by the mean size of a head.
         wide = (first.architecture, ours.get("num_hidden_layers")) in (("gemma2", 46), ("gemma3", 62))
         scale = first.get("attention.scale")
-        found["query_pre_attn_scalar"] = scale**-2 if scale else hidden // heads if wide else head_dim
+        result["query_pre_attn_scalar"] = scale**-2 if scale else hidden // heads if wide else head_dim
     elif not row.attention_scale and abs(first.get("attention.scale", 0) or head_dim**-0.5) != head_dim**-0.5:
         raise ValueError(f"{first.path}: attention.scale is {first.get('attention.scale')}; here it must be left out")
     pattern = first.get("attention.sliding_window_pattern")
     if isinstance(pattern, list):
-        found["layer_types"] = ["sliding_attention" if local else "full_attention" for local in pattern]
+        result["layer_types"] = ["sliding_attention" if local else "full_attention" for local in pattern]
     elif pattern:
-        found["sliding_window_pattern"] = pattern
-    return found
+        result["sliding_window_pattern"] = pattern
+    return result
 
 
 def bias_fields(row: Family, names: dict[str, Any]) -> dict[str, bool]:
     """Fields that say whether there are biases and norms of q and k."""
-    told = {
+    tensors = {
         row.mlp_bias: "ffn_up.bias", row.o_bias: "attn_output.bias", row.qkv_bias: "attn_q.bias",
         row.has_qk_norm: "attn_q_norm.weight",
     }  # fmt: skip
-    return {field: f"blk.0.{name}" in names for field, name in told.items() if isinstance(field, str)}
+    return {field: f"blk.0.{name}" in names for field, name in tensors.items() if isinstance(field, str)}
 
 
 def rope_scaling(headers: Sequence[Header], names: dict[str, Any]) -> dict[str, Any] | None:
@@ -263,18 +263,18 @@ def rope_scaling(headers: Sequence[Header], names: dict[str, Any]) -> dict[str, 
             "long_factor": alike_factors, "original_max_position_embeddings": context,
         }  # fmt: skip
     if factors:
-        found = {
+        scaling = {
             "rope_type": "longrope", "factor": context / trained, "short_factor": factors["rope_factors_short"],
             "long_factor": factors["rope_factors_long"], "original_max_position_embeddings": trained,
         }  # fmt: skip
-        return found | ({"attention_factor": scale} if scale else {})
+        return scaling | ({"attention_factor": scale} if scale else {})
     linear = first.get("rope.scale_linear", factor)
     if kind in ("none", "linear"):
         return {"rope_type": kind, "factor": linear} if kind == "linear" and linear not in (None, 0, 1) else None
     if kind != "yarn" or scale not in (None, 1.0):
         raise ValueError(f"{first.path} asks for RoPE of type {kind!r:.80}, attn_factor {scale}; Manta has yarn with 1")
     betas = {f"beta_{name}": first.get(f"rope.scaling.yarn_beta_{name}") for name in ("fast", "slow")}
-    found = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": trained}
-    if (own := first.get("rope.scaling.yarn_attn_factor")) is not None:
-        found["attention_factor"] = own
-    return found | {name: value for name, value in betas.items() if value is not None}
+    scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": trained}
+    if (attention_factor := first.get("rope.scaling.yarn_attn_factor")) is not None:
+        scaling["attention_factor"] = attention_factor
+    return scaling | {name: value for name, value in betas.items() if value is not None}

@@ -36,7 +36,7 @@ OURS = (*FLOATS, "Q8_0", "Q4_0", "Q5_0", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL
 SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 
-class Tensor(NamedTuple):
+class TensorPlace(NamedTuple):
     """Where a tensor lies in a file."""
 
     kind: str  # a name of `TYPES`
@@ -47,11 +47,11 @@ class Tensor(NamedTuple):
 
 @dataclass(frozen=True)
 class Header:
-    """What a file says of itself."""
+    """The header of a file."""
 
     path: str
     metadata: dict[str, Any]
-    tensors: dict[str, Tensor]  # by llama.cpp's names
+    tensors: dict[str, TensorPlace]  # by llama.cpp's names
 
     @property
     def architecture(self) -> str:
@@ -64,7 +64,7 @@ class Header:
 
 
 def parts_of(path: str) -> list[str]:
-    """Paths of all files of a model that may be split, of which `path` is one; the first one has the metadata."""
+    """Paths of all files of the model that `path` is a file of; the first one has the metadata."""
     split = SPLIT.fullmatch(path)
     if not split or not 1 <= int(split[2]) <= int(split[3]):
         return [path]
@@ -72,7 +72,7 @@ def parts_of(path: str) -> list[str]:
 
 
 def read_headers(path: str) -> list[Header]:
-    """The headers of all files of a model, of which `path` is one. The first one has the metadata.
+    """The headers of all files of the model that `path` is a file of. The first one has the metadata.
 
     Raises:
         ValueError: see `read_header`, or a part is missing.
@@ -95,12 +95,12 @@ def read_header(path: str) -> Header:
             if not os.fstat(file.fileno()).st_size:
                 raise ValueError(f"{path} is no GGUF file: it is empty")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                return Reader(path, data).header()
+                return HeaderReader(path, data).header()
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
 
 
-class Reader:
+class HeaderReader:
     """Reads a header, value by value."""
 
     def __init__(self, path: str, data: mmap.mmap):
@@ -113,8 +113,8 @@ class Reader:
             raise ValueError(f"{self.path} is no GGUF file: it begins with {magic!r}, not {MAGIC!r}")
         if version not in VERSIONS:
             big = int.from_bytes(self.data[4:8], "big") in VERSIONS
-            told = "of a machine that is big-endian" if big else f"of version {version}"
-            raise ValueError(f"{self.path} is a GGUF file {told}; Manta reads versions 2 and 3 of little-endian ones")
+            kind = "of a machine that is big-endian" if big else f"of version {version}"
+            raise ValueError(f"{self.path} is a GGUF file {kind}; Manta reads versions 2 and 3 of little-endian ones")
         self.at = 8
         try:
             tensors, values = self.scalar("Q"), self.scalar("Q")
@@ -131,30 +131,30 @@ class Reader:
         if not fits or any(offset % align for _, _, offset in infos.values()):
             raise ValueError(f"{self.path} is damaged: its tensors are not aligned to {align!r:.80} bytes")
         start = -(-self.at // align) * align
-        found = {name: self.placed(start, name, *info) for name, info in infos.items()}
-        for name, tensor in found.items():  # one lies behind the other, and where not, a type or a size is wrong
+        places = {name: self.placed(start, name, *info) for name, info in infos.items()}
+        for name, tensor in places.items():  # one lies behind the other, and where not, a type or a size is wrong
             if tensor.begin != start:
                 raise ValueError(
                     f"{self.path} is damaged: tensor {name!r:.80} begins at byte {tensor.begin}; behind the one "
                     f"before it would begin at {start}"
                 )
             start += -(-tensor.size // align) * align
-        return Header(self.path, metadata, found)
+        return Header(self.path, metadata, places)
 
-    def placed(self, start: int, name: str, dims: tuple[int, ...], kind: int, offset: int) -> Tensor:
+    def placed(self, start: int, name: str, dims: tuple[int, ...], kind: int, offset: int) -> TensorPlace:
         """A tensor's place, where all of them begin at byte `start`."""
         if kind not in TYPES:
             known = ", ".join(known for known, _, _ in TYPES.values())
             raise ValueError(f"{self.path}: tensor {name!r:.80} is of type {kind}; Manta reads {known}")
-        told, numbers, size = TYPES[kind]
+        form, numbers, size = TYPES[kind]
         if not dims or not all(dims) or dims[0] % numbers:
-            raise ValueError(f"{self.path}: tensor {name!r:.80} has rows of {dims[:1]}; {told} has blocks of {numbers}")
-        if len(dims) == 1 and told not in FLOATS:
-            raise ValueError(f"{self.path}: tensor {name!r:.80} has one dimension and is {told}; it must be floats")
-        found = Tensor(told, dims[::-1], start + offset, math.prod(dims) // numbers * size)
-        if (end := found.begin + found.size) > len(self.data):
+            raise ValueError(f"{self.path}: tensor {name!r:.80} has rows of {dims[:1]}; {form} has blocks of {numbers}")
+        if len(dims) == 1 and form not in FLOATS:
+            raise ValueError(f"{self.path}: tensor {name!r:.80} has one dimension and is {form}; it must be floats")
+        place = TensorPlace(form, dims[::-1], start + offset, math.prod(dims) // numbers * size)
+        if (end := place.begin + place.size) > len(self.data):
             raise ValueError(f"{self.path} is cut off: {name!r:.80} ends at byte {end}, the file at {len(self.data)}")
-        return found
+        return place
 
     def scalar(self, code: str) -> Any:
         """A number."""
@@ -163,16 +163,16 @@ class Reader:
         return value
 
     def texts(self, count: int) -> list[str]:
-        """Strings, of which a vocabulary has several hundred thousand."""
-        data, at, length, found = self.data, self.at, struct.Struct("<Q"), []
+        """Strings; a vocabulary has several hundred thousand."""
+        data, at, length, texts = self.data, self.at, struct.Struct("<Q"), []
         for _ in range(count):
             (size,) = length.unpack_from(data, at)
             at += length.size + size
             if at > len(data):
                 raise ValueError(f"a string of {size} bytes")
-            found.append(data[at - size : at].decode())
+            texts.append(data[at - size : at].decode())
         self.at = at
-        return found
+        return texts
 
     def text(self) -> str:
         """A string."""

@@ -33,11 +33,11 @@ def made_folder(path: str) -> str:
     headers = read_headers(path)
     try:
         vocabulary = Vocabulary(headers[0])
-        told = {
+        contents = {
             "config.json": config_of(headers, vocabulary.ends),
             "generation_config.json": generation_config_of(headers[0]),
         }
-        files = {name: json.dumps(content).encode() for name, content in told.items()} | vocabulary.files()
+        files = {name: json.dumps(content).encode() for name, content in contents.items()} | vocabulary.files()
     except (TypeError, AttributeError, LookupError, ArithmeticError) as error:  # of values that are no such thing
         raise ValueError(f"{path} is damaged: its metadata has a value of another kind ({error!r:.200})") from None
     packed = {each.kind for header in headers for each in header.tensors.values()} - set(OURS)
@@ -64,7 +64,7 @@ def made_folder(path: str) -> str:
 
 
 def is_gguf(path: str) -> bool:
-    """Whether a path is that of a GGUF file, by its name."""
+    """Whether a path names a GGUF file."""
     return path.endswith(".gguf")
 
 
@@ -79,15 +79,15 @@ def choose(model: str, files: Collection[str], quantization: str = "") -> str:
     """
     wanted = re.escape(quantization.removesuffix(".gguf"))
     ending = rf"(.*[-._/])?{wanted}(-00001-of-\d{{5}})?\.gguf" if quantization else r".*"
-    known = sorted(file for file in files if is_gguf(file) and parts_of(file)[0] == file and "mmproj" not in file)
-    found = [file for file in known if re.fullmatch(ending, file, re.IGNORECASE)]
-    if not found and quantization:
-        others = f"its GGUF files are {', '.join(known)}" if known else "it has no GGUF file at all"
+    candidates = sorted(file for file in files if is_gguf(file) and parts_of(file)[0] == file and "mmproj" not in file)
+    matching = [file for file in candidates if re.fullmatch(ending, file, re.IGNORECASE)]
+    if not matching and quantization:
+        others = f"its GGUF files are {', '.join(candidates)}" if candidates else "it has no GGUF file at all"
         raise ValueError(f"{model} has no GGUF file of {quantization!r:.80}; {others}")
-    if len(found) != 1:
-        told = f"{len(found)} of them are of {quantization!r:.80}" if quantization else f"they are {len(found)}"
-        raise ValueError(f"{model} has the GGUF files {', '.join(known) or 'of no kind'}: {told}; name one")
-    return found[0]
+    if len(matching) != 1:
+        count = f"{len(matching)} of them are of {quantization!r:.80}" if quantization else f"they are {len(matching)}"
+        raise ValueError(f"{model} has the GGUF files {', '.join(candidates) or 'of no kind'}: {count}; name one")
+    return matching[0]
 
 
 def links_in(folder: str) -> list[str]:

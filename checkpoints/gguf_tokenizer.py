@@ -51,7 +51,7 @@ ENDS = {
 
 
 class Vocabulary:
-    """What the metadata says of tokens.
+    """The vocabulary in a file's metadata.
 
     Raises:
         ValueError: there is no tokenizer, or one that Manta cannot make.
@@ -81,8 +81,8 @@ class Vocabulary:
 
     def listed(self, name: str) -> list[Any]:
         """A list of values; maybe none."""
-        found = self.get(name)
-        return list(found) if isinstance(found, list) else []
+        values = self.get(name)
+        return list(values) if isinstance(values, list) else []
 
     def named(self, name: str) -> int | None:
         """The token that the file names so, if it is one."""
@@ -113,10 +113,10 @@ class Vocabulary:
     def config(self) -> dict[str, Any]:
         """The content of tokenizer_config.json."""
         names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-        found: dict[str, Any] = {
+        content: dict[str, Any] = {
             ours: self.tokens[id] for ours, theirs in names.items() if (id := self.named(theirs)) is not None
         }
-        found |= {"add_bos_token": self.adds("bos"), "add_eos_token": self.adds("eos")}
+        content |= {"add_bos_token": self.adds("bos"), "add_eos_token": self.adds("eos")}
         metadata = self.header.metadata
         prefix = "tokenizer.chat_template"
         templates = {"default": metadata[prefix]} if prefix in metadata else {}
@@ -125,13 +125,13 @@ class Vocabulary:
                 templates[name.removeprefix(f"{prefix}.")] = text
         if templates:
             listed = [{"name": name, "template": text} for name, text in templates.items()]
-            found["chat_template"] = listed if len(listed) > 1 else listed[0]["template"]
+            content["chat_template"] = listed if len(listed) > 1 else listed[0]["template"]
         if self.kind == "llama" and self.header.architecture == "phi3":  # as llama.cpp does it; the file does not say
-            found["added_tokens_decoder"] = {
+            content["added_tokens_decoder"] = {
                 str(id): {"content": text, "rstrip": text not in ("<unk>", "<s>", "<|endoftext|>"), "special": True}
                 for id, text in enumerate(self.tokens) if self.types[id] == CONTROL
             }  # fmt: skip
-        return found
+        return content
 
     def byte_level(self) -> bytes:
         """The content of tokenizer.json."""
@@ -201,8 +201,8 @@ def field(number: int, value: int | float | bytes) -> bytes:
 
 def varint(value: int) -> bytes:
     """A number, seven bits to a byte, the lowest first."""
-    found = bytearray()
+    result = bytearray()
     while value > 127:
-        found.append(value & 127 | 128)
+        result.append(value & 127 | 128)
         value >>= 7
-    return bytes([*found, value])
+    return bytes([*result, value])

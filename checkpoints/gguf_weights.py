@@ -18,7 +18,7 @@ import torch
 
 from checkpoints.dequantize import CodedRows, Packed, apart, coordinates, distinct
 from checkpoints.gguf_blocks import BLOCK_TYPES, BLOCKS, DTYPES, split, unpack
-from checkpoints.gguf_config import Saved, architecture_of, saved_names
+from checkpoints.gguf_config import SavedTensor, architecture_of, saved_names
 from checkpoints.gguf_file import FLOATS, parts_of, read_header
 from models.families import FAMILIES
 
@@ -45,7 +45,7 @@ class GGUFFile:
         return list(self.names)
 
     def get_slice(self, name: str) -> Any:
-        """Something that has the tensor's dtype, as safetensors names it: that of the numbers, once unpacked."""
+        """An object with the dtype of the tensor's numbers, once unpacked, by safetensors' name."""
         kind = self.header.tensors[self.names[name].name].kind
         return SimpleNamespace(get_dtype=lambda: kind if kind in FLOATS else "F32")
 
@@ -62,7 +62,7 @@ class GGUFFile:
             return self.plain(table.view(DTYPES[tensor.kind]).flatten(-2), saved)
         return packed(table, tensor.kind, saved.heads)
 
-    def plain(self, tensor: torch.Tensor, saved: Saved) -> torch.Tensor:
+    def plain(self, tensor: torch.Tensor, saved: SavedTensor) -> torch.Tensor:
         """A tensor that needs no unpacking, as Hugging Face's checkpoints have it."""
         if saved.part == "shared_gate":
             return tensor.view(1, -1)
@@ -138,7 +138,7 @@ def at_rows(table: torch.Tensor, places: list[torch.Tensor]) -> torch.Tensor:
 
 @contextlib.contextmanager
 def opened_gguf(path: str) -> Iterator[GGUFFile]:
-    """A GGUF file, of which only the header has been read.
+    """Open a GGUF file and read its header.
 
     Raises:
         ValueError: see `checkpoints.gguf_file.read_header`.

@@ -53,8 +53,8 @@ GB = 1e9
 
 
 def find_model(config: EngineConfig, weights: bool = True) -> EngineConfig:
-    """The options with the model's `folder`, and that of what makes drafts for it; a model that is no folder here is
-    downloaded, unless it has been before.
+    """Fill in the folders of the model and of its draft model. A model that is no folder here is downloaded, unless it
+    has been before.
 
     Without `weights`, or with `load_format` dummy, only the small files are needed.
 
@@ -63,17 +63,17 @@ def find_model(config: EngineConfig, weights: bool = True) -> EngineConfig:
         KeyboardInterrupt: it came during the download, which has been given up.
     """
     if (options := config.speculation) and options.model:
-        own = EngineConfig(options.model, download_dir=config.download_dir, load_format=config.load_format)
-        found = json.dumps(dataclasses.asdict(options) | {"model": find_model(own, weights).folder})
-        config = dataclasses.replace(config, speculative_config=found)
+        draft_config = EngineConfig(options.model, download_dir=config.download_dir, load_format=config.load_format)
+        path = json.dumps(dataclasses.asdict(options) | {"model": find_model(draft_config, weights).folder})
+        config = dataclasses.replace(config, speculative_config=path)
     if config.snapshot:  # found before
         return config
     name, weights = config.model, weights and config.load_format != "dummy"
     place, _, tag = (name, "", "") if os.path.exists(name) else name.partition(":")
     if not os.path.isdir(place) and not is_gguf(place):
         check_id(name)
-        found = download_beside(config, weights)
-        snapshot = made_folder(found) if is_gguf(found) else found
+        path = download_beside(config, weights)
+        snapshot = made_folder(path) if is_gguf(path) else path
         return dataclasses.replace(config, model=name.removesuffix(".gguf"), snapshot=snapshot)
     if config.revision is not None:
         raise ValueError(f"revision is {config.revision!r}; {name} is on this machine, so it must be left out")
@@ -108,10 +108,10 @@ def weight_names(folder: str, files: Collection[str] = ()) -> list[str]:
     names = index.get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
         raise ValueError(f"{os.path.join(folder, INDEX)} is not a safetensors index: it has no weight_map of names")
-    for name in (found := sorted(set(names.values()))):
+    for name in (listed := sorted(set(names.values()))):
         if os.path.basename(name) != name or not name.isprintable():
             raise ValueError(f"{os.path.join(folder, INDEX)} is not a safetensors index: it names {name!r:.200}")
-    return [whole] if whole in files else found
+    return [whole] if whole in files else listed
 
 
 def checkpoint_files(folder: str) -> list[str]:
@@ -152,12 +152,12 @@ def check_files(name: str, folder: str, files: Collection[str], weights: bool) -
     lacks = f"{name} has no {'model.safetensors' if 'config.json' in files else 'config.json'}"
     if not has_weights:
         for suffix, advice in FOREIGN.items():
-            if found := min((file for file in files if file.endswith(suffix)), default=None):
-                raise ValueError(f"{lacks}, but {found:.200}; {advice}")
+            if example := min((file for file in files if file.endswith(suffix)), default=None):
+                raise ValueError(f"{lacks}, but {example:.200}; {advice}")
     if "snapshots" in files and (id := cached_id(folder)):
         raise ValueError(f"{name} is the cache of {id}: give that id, or one of the folders in {name}/snapshots")
-    if found := next((id for file in sorted(files) if (id := cached_id(file))), None):
-        raise ValueError(f"{name} is a cache of models: give the id of one, like {found}, and --download-dir {name}")
+    if example := next((id for file in sorted(files) if (id := cached_id(file))), None):
+        raise ValueError(f"{name} is a cache of models: give the id of one, like {example}, and --download-dir {name}")
     if below := [file for file in files if os.path.isfile(os.path.join(folder, file, "config.json"))]:
         raise ValueError(f"{lacks}, but folders that have: give one of them, like {os.path.join(name, min(below))}")
     raise ValueError(f"{lacks}; {MODEL_TAKES}")
@@ -183,8 +183,8 @@ def check_id(name: str) -> None:
         raise ValueError(f"{name} is a file; {advice}")
     if address := ADDRESS.fullmatch(name):
         id, revision = address.groups()
-        more = f" --revision {revision}" if revision not in (None, "main") else ""
-        raise ValueError(f"{name} is an address; give the id in it: --model {id}{more}")
+        flag = f" --revision {revision}" if revision not in (None, "main") else ""
+        raise ValueError(f"{name} is an address; give the id in it: --model {id}{flag}")
     if re.match(r"[./~]|.*(\\|/.*/)", name):
         raise ValueError(f"there is no folder {name}; {MODEL_TAKES}")
 
@@ -229,8 +229,8 @@ def main() -> None:
     set_up(config.log_level, config.log_format)
     try:
         answer = download(config, config.download_dir or HF_HUB_CACHE, message["weights"]), ""
-    except ValueError as wrong:
-        answer = "", str(wrong)
+    except ValueError as error:
+        answer = "", str(error)
     print(json.dumps(answer), flush=True)
 
 
@@ -289,8 +289,8 @@ def download(config: EngineConfig, cache: str, weights: bool) -> str:
                 fetch(config, cache, missing, bars=True)
             return os.path.join(folder, path)
         with contextlib.suppress(ValueError):  # modules that Manta does not have are refused if it shall embed
-            if more := module_files(folder):
-                fetch(config, cache, more, bool(trouble))
+            if beside := module_files(folder):
+                fetch(config, cache, beside, bool(trouble))
         check_files(name, folder, sizes or os.listdir(folder), weights and not trouble)
         ModelConfig.from_folder(folder, config.hf_overrides)
         missing = [file for file in weight_names(folder, sizes) if not os.path.isfile(os.path.join(folder, file))]
@@ -308,7 +308,7 @@ def download(config: EngineConfig, cache: str, weights: bool) -> str:
 
 
 def fetch(config: EngineConfig, cache: str, files: Sequence[str], cached: bool = False, bars: bool = False) -> str:
-    """The folder in the cache with those of these files that the model has.
+    """Download the files that the model has; returns their folder in the cache.
 
     With `cached` they must be there, because the hub cannot be asked. With `bars` a terminal shows the progress.
 
@@ -362,7 +362,7 @@ def explain(error: Exception, config: EngineConfig, cache: str) -> str:
 
 
 def in_a_line(error: Exception) -> str:
-    """What an error of the library says in its first line and its last; the error's name if it says nothing."""
+    """The first and the last line of an error of the library, or the error's name if it has no text."""
     lines = [line.strip(" .") for line in str(error).splitlines() if line.strip()]
     return "; ".join(dict.fromkeys(lines[:1] + lines[-1:])) or type(error).__name__
 
@@ -372,7 +372,7 @@ def in_a_line(error: Exception) -> str:
 
 @contextlib.contextmanager
 def source_of(folder: str | None, tensors: Mapping[str, Any] | None) -> Iterator[tuple[str, bool]]:
-    """What `EngineCore.update_weights` is called with for a folder, or else for tensors.
+    """The arguments of `EngineCore.update_weights` for a folder, or else for tensors.
 
     Tensors go through a safetensors file in memory, which this user's processes can open by its path, and which no kill
     leaves behind. Where the system has no such files, it is a temporary one.

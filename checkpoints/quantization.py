@@ -91,18 +91,18 @@ def read_quantization(raw: Any) -> tuple[Format, ...]:
 
 def alike(formats: list[Format]) -> list[Format]:
     """The formats, without rounded inputs where a scheme has them for some modules alone: files do not say which."""
-    said: dict[str, set[tuple[str, bool]]] = {}
+    inputs: dict[str, set[tuple[str, bool]]] = {}
     for form in formats:
-        said.setdefault(form.scheme, set()).add((form.input_kind, form.static))
-    return [form if len(said[form.scheme]) == 1 else form._replace(input_kind="", static=False) for form in formats]
+        inputs.setdefault(form.scheme, set()).add((form.input_kind, form.static))
+    return [form if len(inputs[form.scheme]) == 1 else form._replace(input_kind="", static=False) for form in formats]
 
 
 def check_fields(where: str, raw: dict[str, Any], known: tuple[str, ...]) -> None:
     """Refuse fields that are not known; a null says nothing."""
     unknown = {name: value for name, value in raw.items() if name not in known and value is not None}
-    if told := ", ".join(f"{name!r:.80}, {value!r:.80}" for name, value in unknown.items()):
+    if listed := ", ".join(f"{name!r:.80}, {value!r:.80}" for name, value in unknown.items()):
         raise ValueError(
-            f"{where} has {told}, and Manta does not know that; remove what changes nothing in what the weights are"
+            f"{where} has {listed}, and Manta does not know that; remove what changes nothing in what the weights are"
         )
 
 
@@ -150,14 +150,14 @@ def read_gptq(raw: dict[str, Any]) -> list[Format]:
     others = raw.get("dynamic") or {}
     if not isinstance(others, dict) or not all(isinstance(changes, dict) for changes in others.values()):
         raise ValueError(f"{WHERE} has the dynamic {others!r:.80}; it must be an object of objects")
-    found = []
+    formats = []
     for changes in ({}, *(changes for pattern, changes in others.items() if not pattern.startswith("-:"))):
         check_fields(f"{WHERE}.dynamic", changes, tuple(METHODS["gptq"].fields.split()))
-        each = raw | changes
-        bits, symmetric = one_of(each, "bits", (2, 3, 4, 8)), one_of(each, "sym", (True, False), True)
-        ordered = one_of(each, "desc_act", (True, False), False)
-        found.append(Format("gptq", bits, group_of(each), symmetric, int(version == "gptq"), ordered))
-    return found
+        fields = raw | changes
+        bits, symmetric = one_of(fields, "bits", (2, 3, 4, 8)), one_of(fields, "sym", (True, False), True)
+        ordered = one_of(fields, "desc_act", (True, False), False)
+        formats.append(Format("gptq", bits, group_of(fields), symmetric, int(version == "gptq"), ordered))
+    return formats
 
 
 def read_awq(raw: dict[str, Any]) -> list[Format]:
@@ -171,7 +171,7 @@ def read_awq(raw: dict[str, Any]) -> list[Format]:
 
 def read_compressed(raw: dict[str, Any]) -> list[Format]:
     """compressed-tensors, in every group of modules that has its weights packed."""
-    groups, found = raw.get("config_groups"), []
+    groups, formats = raw.get("config_groups"), []
     for name, group in groups.items() if isinstance(groups, dict) else ():
         group = group if isinstance(group, dict) else {"weights": group}
         weights, form = group.get("weights"), group.get("format") or raw.get("format")
@@ -180,26 +180,26 @@ def read_compressed(raw: dict[str, Any]) -> list[Format]:
         symmetric = weights.get("symmetric", True)
         if form not in tuple(PACKINGS):
             raise ValueError(f"{WHERE} has the format {form!r:.80}; Manta reads {', '.join(PACKINGS)}")
-        known = PACKINGS[form]
-        scheme, widths, strategies = known.get(kind, next(iter(known.values())))
+        schemes = PACKINGS[form]
+        scheme, widths, strategies = schemes.get(kind, next(iter(schemes.values())))
         halves = (True,) if kind == "float" else (True, False)
-        if kind not in known or bits not in widths or strategy not in strategies or symmetric not in halves:
+        if kind not in schemes or bits not in widths or strategy not in strategies or symmetric not in halves:
             raise ValueError(
                 f"{WHERE} stores the weights of {name!r:.80} as type, num_bits, strategy and symmetric "
-                f"{(kind, bits, strategy, symmetric)!r:.120}; in {form} Manta reads {', '.join(known)}, "
+                f"{(kind, bits, strategy, symmetric)!r:.120}; in {form} Manta reads {', '.join(schemes)}, "
                 f"{', '.join(map(str, widths))}, one of {', '.join(strategies)}, and {', '.join(map(str, halves))}"
             )
         block = block_size("block_structure", weights.get("block_structure")) if scheme == "fp8-scale" else (1, 0)
         block = group_of(weights) if strategy in ("group", "tensor_group") else block
         ordered = scheme == "pack" and weights.get("actorder") in ORDERS
         columns = 0 if strategy in ("channel", "tensor") else block[1]
-        found.append(Format(scheme, int(bits), block, symmetric, 0, ordered, *activations_of(scheme, group, columns)))
-    if not found:
+        formats.append(Format(scheme, int(bits), block, symmetric, 0, ordered, *activations_of(scheme, group, columns)))
+    if not formats:
         raise ValueError(f"{WHERE} has the format {raw.get('format')!r:.80} and no config_groups of modules")
     for name in ("sparsity_config", "transform_config"):
         if (value := raw.get(name)) and not (isinstance(value, dict) and value.get("format", "") == "dense"):
             raise ValueError(f"{WHERE} has a {name}, which Manta has not")
-    return found
+    return formats
 
 
 def activations_of(scheme: str, group: dict[str, Any], columns: int) -> tuple[str, bool]:
@@ -208,20 +208,23 @@ def activations_of(scheme: str, group: dict[str, Any], columns: int) -> tuple[st
     Activations stay as they are where they are not of the weights' kind, not symmetric, or where their scales are not
     of tokens, or of those `columns` that share a scale of the weights.
     """
-    said, (own, kind) = group.get("input_activations"), ACTIVATIONS.get(scheme, (None, ""))
-    if not isinstance(said, dict) or (said.get("type", "int"), said.get("num_bits", 8)) != (own, 8):
+    activations, (type_here, kind) = group.get("input_activations"), ACTIVATIONS.get(scheme, (None, ""))
+    if not isinstance(activations, dict) or (activations.get("type", "int"), activations.get("num_bits", 8)) != (
+        type_here,
+        8,
+    ):
         return "", False
-    size = said.get("group_size") if said.get("strategy") == "group" else 0
+    size = activations.get("group_size") if activations.get("strategy") == "group" else 0
     strategies = ("group",) if columns else ("token", "tensor", None)
-    fits = said.get("symmetric", True) and size == columns and said.get("strategy") in strategies
-    return kind if fits else "", not said.get("dynamic", False)
+    fits = activations.get("symmetric", True) and size == columns and activations.get("strategy") in strategies
+    return kind if fits else "", not activations.get("dynamic", False)
 
 
 def read_modelopt(raw: dict[str, Any]) -> list[Format]:
     """NVFP4 and FP8 of NVIDIA's modelopt, also one for some modules and the other for others."""
     algorithm, layers = raw.get("quant_algo"), raw.get("quantized_layers")
     mixed = algorithm == "MIXED_PRECISION" and isinstance(layers, dict) and bool(layers)
-    found = []
+    formats = []
     for layer in layers.values() if mixed and layers else (raw,):
         name = layer.get("quant_algo") if isinstance(layer, dict) else layer
         if name not in tuple(ALGORITHMS):
@@ -229,8 +232,8 @@ def read_modelopt(raw: dict[str, Any]) -> list[Format]:
                 f"{WHERE} has the quant_algo {name!r:.80} of modelopt; Manta reads {', '.join(ALGORITHMS)}"
             )
         form, has_size = ALGORITHMS[name], name == "NVFP4" and isinstance(layer, dict)
-        found.append(form._replace(block=group_of(layer, 16)) if has_size else form)
-    return found
+        formats.append(form._replace(block=group_of(layer, 16)) if has_size else form)
+    return formats
 
 
 def read_bitsandbytes(raw: dict[str, Any]) -> list[Format]:
@@ -246,15 +249,15 @@ def read_bitsandbytes(raw: dict[str, Any]) -> list[Format]:
 
 def read_torchao(raw: dict[str, Any]) -> list[Format]:
     """Int4, int8 and FP8 of torchao, the same for all modules."""
-    said = raw.get("quant_type")
-    if isinstance(said, dict):
-        check_fields(f"{WHERE}.quant_type", said, ("default",))
-        said = said.get("default")
-    said = said if isinstance(said, dict) else {"_type": said}
-    name, data = said.get("_type"), said.get("_data", {})
+    config = raw.get("quant_type")
+    if isinstance(config, dict):
+        check_fields(f"{WHERE}.quant_type", config, ("default",))
+        config = config.get("default")
+    config = config if isinstance(config, dict) else {"_type": config}
+    name, data = config.get("_type"), config.get("_data", {})
     if name not in tuple(TORCHAO) or not isinstance(data, dict):
         raise ValueError(f"{WHERE} has the quant_type {name!r:.80} of torchao; Manta reads {', '.join(TORCHAO)}")
-    one_of(said, "_version", (2,))
+    one_of(config, "_version", (2,))
     scheme, kind, fields = TORCHAO[name]
     check_fields(f"{WHERE}.quant_type: {name}", data, ("set_inductor_config", *fields.split()))
     # {"_type": the class, "_data": what it has} stands for objects; of the members of an enumeration that is a name.

@@ -11,7 +11,7 @@ RANGES = {"int8": (-127, 127), "int4": (-8, 7), "fp8": (-448, 448)}
 
 
 def rounded(numbers: torch.Tensor, kind: str) -> Packed:
-    """Matrices [.., n, inputs], of which codes may be asked for. Where numbers are, they are as they were.
+    """Matrices [.., n, inputs] that can be read as codes, or as the numbers that they were.
 
     The scales are of whole rows, so a part has the codes that it has in the whole.
     """

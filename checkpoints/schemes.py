@@ -65,8 +65,10 @@ def groups_of(
     if groups is None:
         return None
     check("groups of inputs", groups, [inputs])
-    own = (torch.arange(inputs) // size).to(groups.dtype)
-    if bool((groups == -1).all()) or torch.equal(groups, own):  # compressed-tensors leaves -1 where none has moved
+    neighbours = (torch.arange(inputs) // size).to(groups.dtype)
+    if bool((groups == -1).all()) or torch.equal(
+        groups, neighbours
+    ):  # compressed-tensors leaves -1 where none has moved
         return None
     if not bool(((groups >= 0) & (groups < count)).all()):
         raise ValueError(
@@ -100,6 +102,8 @@ def unpack_int8(codes: torch.Tensor, form: Format, scales: torch.Tensor, zeros: 
         group, count = grouping(form, k)
         check("scales", scales, [n, count])
         shared = 1, group
+    if zeros is not None and form.symmetric and not zeros.any():  # torchao may write zeros beside symmetric codes
+        zeros = None
     check_zeros(form, zeros)
     if zeros is not None:
         check("zero points", zeros, scales.shape, [1] if scales.numel() == 1 else scales.shape)
@@ -195,7 +199,7 @@ def unpack_nvfp4(codes: torch.Tensor, form: Format, scales: torch.Tensor, factor
 
 
 def unpack_nvfp4_pack(codes: torch.Tensor, form: Format, scales: torch.Tensor, divisor: torch.Tensor) -> Packed:
-    """As `unpack_nvfp4`, with what the scales are divided by."""
+    """The numbers of `unpack_nvfp4`, whose factor is 1 / divisor."""
     return unpack_nvfp4(codes, form, scales, divisor.float().reciprocal())
 
 
@@ -217,8 +221,8 @@ def unpack_bnb_4bit(
 ) -> Packed:  # fmt: skip
     """table[codes] * scales: codes of the flattened matrix in pairs, the upper one first, and a scale for each block of
     it. Nested scales are themselves codes: nested_table[codes] * nested, for each block of them, and an offset."""
-    said = read_state(state)
-    (n, k), block = said["shape"], said["blocksize"]
+    fields_of = read_state(state)
+    (n, k), block = fields_of["shape"], fields_of["blocksize"]
     count = -(-n * k // block)
     check("codes", codes, [-(-n * k // 2), 1])
     check("scales", scales, [count])
@@ -229,28 +233,28 @@ def unpack_bnb_4bit(
         )
     absmax: Stored = scales.view(n if k % block == 0 else 1, -1)  # else a block may be in two rows
     if nested is not None and nested_table is not None:
-        check("nested scales", nested, [-(-count // said["nested_blocksize"])])
+        check("nested scales", nested, [-(-count // fields_of["nested_blocksize"])])
         check("a nested table", nested_table, [256])
-        absmax = unnest(scales.view(absmax.shape), nested, nested_table, said)
+        absmax = unnest(scales.view(absmax.shape), nested, nested_table, fields_of)
     pairs = codes.view(n if k % 2 == 0 else 1, -1)
-    found, number = fields(pairs, 1, 4, 2 * pairs.shape[1], order=UPPER_FIRST), partial(entries, table)
+    numbers, number = fields(pairs, 1, 4, 2 * pairs.shape[1], order=UPPER_FIRST), partial(entries, table)
     if absmax.shape[0] == n and torch.allclose(table, torch.tensor(NF4), atol=1e-6):  # a block is of one row
-        return scaled(found, absmax, (1, block), coded_as=CodedAs("nf4"), number=number)
-    return scaled(flat(found, n, k, 1), flat(absmax, n, k, block), (1, 1), number=number)
+        return scaled(numbers, absmax, (1, block), coded_as=CodedAs("nf4"), number=number)
+    return scaled(flat(numbers, n, k, 1), flat(absmax, n, k, block), (1, 1), number=number)
 
 
 def read_state(state: torch.Tensor) -> dict[str, Any]:
-    """What the JSON in a `quant_state` says of a matrix."""
+    """Read the JSON in a `quant_state`, which describes a matrix."""
     try:
-        said = {"nested_blocksize": 256, "nested_offset": 0.0} | json.loads(bytes(state.tolist()))
+        fields_of = {"nested_blocksize": 256, "nested_offset": 0.0} | json.loads(bytes(state.tolist()))
     except (ValueError, TypeError):
         raise ValueError("has a quant_state that is no JSON object") from None
-    shape = said.get("shape")
-    sizes = [*(shape if isinstance(shape, list) else [None]), said.get("blocksize"), said["nested_blocksize"]]
+    shape = fields_of.get("shape")
+    sizes = [*(shape if isinstance(shape, list) else [None]), fields_of.get("blocksize"), fields_of["nested_blocksize"]]
     fine = len(sizes) == 4 and all(type(size) is int and size > 0 for size in sizes)
-    if not fine or not isinstance(said["nested_offset"], int | float):
-        raise ValueError(f"has the quant_state {said!r:.200}; it must be of a matrix, with a blocksize")
-    return said
+    if not fine or not isinstance(fields_of["nested_offset"], int | float):
+        raise ValueError(f"has the quant_state {fields_of!r:.200}; it must be of a matrix, with a blocksize")
+    return fields_of
 
 
 def flat(table: Stored, n: int, k: int, each: int) -> Packed:
@@ -266,13 +270,13 @@ def entries(table: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
     return table.index_select(0, codes.flatten().int()).view(codes.shape)
 
 
-def unnest(codes: torch.Tensor, nested: torch.Tensor, table: torch.Tensor, said: dict[str, Any]) -> Packed:
+def unnest(codes: torch.Tensor, nested: torch.Tensor, table: torch.Tensor, fields_of: dict[str, Any]) -> Packed:
     """The scales that are packed themselves [rows, columns], see `unpack_bnb_4bit`."""
 
     def values(row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
-        found = entries(table, take(codes, (row, column), (1, 1), torch.Tensor.int))
-        found = found.mul_(take(nested, (row * codes.shape[1] + column,), (said["nested_blocksize"],)))
-        return found.add_(said["nested_offset"])
+        scales = entries(table, take(codes, (row, column), (1, 1), torch.Tensor.int))
+        scales = scales.mul_(take(nested, (row * codes.shape[1] + column,), (fields_of["nested_blocksize"],)))
+        return scales.add_(fields_of["nested_offset"])
 
     return lookup(codes.shape, values)
 
@@ -286,15 +290,6 @@ def unpack_bnb_int8(
     if layout is not None and bool((layout != 0).any()):
         raise ValueError(f"has the weight_format {layout.tolist()}; Manta reads 0, row after row")
     return scaled(codes, scales[:, None].float() / 127, (1, max(1, k)), coded_as=CodedAs("int8"))
-
-
-def unpack_torchao_int8(
-    codes: torch.Tensor, form: Format, scales: torch.Tensor, zeros: torch.Tensor | None = None
-) -> Packed:
-    """codes * scales, as `unpack_int8`. Zero points may be beside symmetric codes, too, and then all of them are 0."""
-    if zeros is not None and bool(zeros.any()):
-        raise ValueError("has zero points other than 0, and config.json names a config of symmetric weights")
-    return unpack_int8(codes, form, scales)
 
 
 def unpack_torchao_int4(codes: torch.Tensor, form: Format, scales: torch.Tensor, zeros: torch.Tensor) -> Packed:
@@ -324,7 +319,7 @@ class Scheme(NamedTuple):
     """How tensors stand for one. Their names differ in their endings alone."""
 
     codes: str  # the ending of the one with the codes
-    plain: str  # that of the tensor where it is not packed
+    plain: str  # the ending of a plain tensor's name
     dtype: str  # of the codes
     unpack: Callable[..., Packed]  # takes the codes, the format, and what is beside by name; raises ValueError
     beside: dict[str, Beside]
@@ -364,7 +359,7 @@ SCHEMES = {
     "torchao-int4": Scheme("._weight_qdata", ".weight", "I8", unpack_torchao_int4, TORCHAO | {
         "zeros": Beside("._weight_zero_point", FLOATS),
     }),
-    "torchao-int8": Scheme("._weight_qdata", ".weight", "I8", unpack_torchao_int8, TORCHAO | {
+    "torchao-int8": Scheme("._weight_qdata", ".weight", "I8", unpack_int8, TORCHAO | {
         "zeros": Beside("._weight_zero_point", ("I8",), False),
     }),
     "torchao-fp8": Scheme("._weight_qdata", ".weight", "F8_E4M3", unpack_fp8, TORCHAO),

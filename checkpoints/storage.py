@@ -6,7 +6,7 @@ import contextlib
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ KV_SCALE = re.compile(r"((?<=\.self_attn)\.attn|\.(qkv|[kv])_proj)?\.(kv|k|v)_sc
 
 @contextlib.contextmanager
 def opened(path: str) -> Iterator[Any]:
-    """A safetensors file, of which only the header has been read; or a GGUF file, which has the same methods.
+    """Open a safetensors file and read its header; or a GGUF file, which has the same methods.
 
     Raises:
         ValueError: the file is damaged, or cannot be read.
@@ -44,6 +44,14 @@ def opened(path: str) -> Iterator[Any]:
         raise ValueError(f"{path} is damaged or no safetensors file: {error}") from None
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror or error}") from None
+
+
+def tensors_in(paths: Iterable[str]) -> Iterator[tuple[Any, str]]:
+    """Each tensor of some files, by the open file and its name there; raises what `opened` does."""
+    for path in paths:
+        with opened(path) as file:
+            for name in file.keys():  # noqa: SIM118 (a safetensors file is not a dict)
+                yield file, name
 
 
 def read_ahead(path: str) -> None:
@@ -64,12 +72,10 @@ class Storage:
         self.dtypes: dict[str, str] = {}  # of all tensors, as safetensors names them
         self.tensors: dict[str, torch.Tensor] = {}  # views of the mapped files, of those that may be beside codes
         endings = tuple(of.ending for scheme in self.schemes.values() for of in scheme.beside.values())
-        for path in paths if self.schemes else ():
-            with opened(path) as file:
-                for name in file.keys():  # noqa: SIM118 (a safetensors file is not a dict)
-                    self.dtypes[name] = file.get_slice(name).get_dtype()
-                    if name.endswith((*endings, *INPUT_SCALES)):
-                        self.tensors[name] = file.get_tensor(name)
+        for file, name in tensors_in(paths if self.schemes else ()):
+            self.dtypes[name] = file.get_slice(name).get_dtype()
+            if name.endswith((*endings, *INPUT_SCALES)):
+                self.tensors[name] = file.get_tensor(name)
         self.packed: dict[str, str] = {}  # names of tensors that may be codes, and of the tensors that they stand for
         self.beside: set[str] = set()
         for scheme in self.schemes.values():
@@ -121,10 +127,10 @@ class Storage:
             return codes
         if not fitting:
             dtypes = dict.fromkeys(scheme.dtype for scheme in named.values())
-            known = f"with scales beside it Manta reads {', '.join(dtypes)}"
-            known = known if saved in self.packed else f"Manta reads {', '.join(FLOATS)}"
-            raise ValueError(f"tensor {saved} is {dtype}; {known}")
-        wrong = list[str]()
+            allowed = f"with scales beside it Manta reads {', '.join(dtypes)}"
+            allowed = allowed if saved in self.packed else f"Manta reads {', '.join(FLOATS)}"
+            raise ValueError(f"tensor {saved} is {dtype}; {allowed}")
+        errors = list[str]()
         for form in self.formats:
             if scheme := fitting.get(form.scheme):
                 try:
@@ -133,8 +139,8 @@ class Storage:
                     rounds = form.input_kind and (self.packed[saved].endswith(".weight") or not form.static)
                     return self.with_inputs(packed, saved, form) if rounds else packed
                 except ValueError as error:
-                    wrong.append(str(error))
-        raise ValueError(f"tensor {saved} {'; or it '.join(wrong)}")
+                    errors.append(str(error))
+        raise ValueError(f"tensor {saved} {'; or it '.join(errors)}")
 
     def with_inputs(self, packed: Packed, saved: str, form: Format) -> Packed:
         """A tensor in codes that says how its products round their inputs.
@@ -153,12 +159,12 @@ class Storage:
         return packed
 
     def parts(self, saved: str, dtype: str, scheme: Scheme) -> dict[str, torch.Tensor]:
-        """What is beside the codes of a tensor.
+        """The tensors beside the codes of a tensor, by what they are to the scheme.
 
         Raises:
             ValueError: one of them is missing, or of another dtype.
         """
-        found = {}
+        tensors = {}
         for key, (ending, dtypes, needed) in scheme.beside.items():
             name = saved.removesuffix(scheme.codes) + ending
             if name not in self.tensors:
@@ -167,5 +173,5 @@ class Storage:
                 continue
             if self.dtypes[name] not in dtypes:
                 raise ValueError(f"has {name} beside it, which is {self.dtypes[name]}; Manta reads {', '.join(dtypes)}")
-            found[key] = self.tensors[name]
-        return found
+            tensors[key] = self.tensors[name]
+        return tensors

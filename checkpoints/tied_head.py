@@ -1,6 +1,6 @@
-"""Whether a model's files have a head of its own where config.json says that it is the table of embeddings: merged
-adapters and resized tables leave one. As in transformers, it counts if it differs; one that is equal takes no memory,
-and one without a table beside it is the table.
+"""Finds heads in the files of models whose config.json ties them to the table of embeddings: merged adapters and
+resized tables leave one. As in transformers, such a head counts if it differs. An equal one takes no memory, and one
+without a table beside it is the table.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 
 from checkpoints.dequantize import Stored
 from checkpoints.hub import checkpoint_files
-from checkpoints.storage import Storage, opened
+from checkpoints.storage import Storage, tensors_in
 from model_config import ModelConfig
 from models.families import our_name
 
@@ -28,30 +28,28 @@ def settle_head(source: str, config: ModelConfig) -> ModelConfig:
     if not config.tie_word_embeddings or config.head != "logits":
         return config
     paths = checkpoint_files(source)
-    found = find_tables(paths, config, Storage(paths, config.quantization))
-    own = len(found) == 2 and not equal(*(tensor for _, tensor in found.values()))
-    return dataclasses.replace(config, tie_word_embeddings=not own)
+    tables = find_tables(paths, config, Storage(paths, config.quantization))
+    differs = len(tables) == 2 and not equal(*(tensor for _, tensor in tables.values()))
+    return dataclasses.replace(config, tie_word_embeddings=not differs)
 
 
 def find_tables(
     paths: list[str], config: ModelConfig, storage: Storage, kinds: tuple[str, ...] = ("weight",)
 ) -> Tables:
     """The table of embeddings and the head, as far as the files have them: the names that they have there, by ours."""
-    names, found = [f"{config.row.name(part)}.{kind}" for part in ("embed", "head") for kind in kinds], {}
-    for path in paths:
-        with opened(path) as file:
-            for saved in file.keys():  # noqa: SIM118 (a safetensors file is not a dict)
-                plain = storage.name_of(saved)
-                if plain and (name := our_name(plain, names)):
-                    found[name] = plain, storage.open(file, saved)
-    return found
+    names, tables = [f"{config.row.name(part)}.{kind}" for part in ("embed", "head") for kind in kinds], {}
+    for file, saved in tensors_in(paths):
+        plain = storage.name_of(saved)
+        if plain and (name := our_name(plain, names)):
+            tables[name] = plain, storage.open(file, saved)
+    return tables
 
 
 def stand_in(paths: list[str], config: ModelConfig, storage: Storage) -> dict[str, str]:
-    """Our name of the table of embeddings, by that of the head which is it, where a tied model has saved no other."""
-    found = find_tables(paths, config, storage) if config.tie_word_embeddings else {}
+    """Our name of the table of embeddings by the saved name of a tied head, if the files have no table beside it."""
+    tables = find_tables(paths, config, storage) if config.tie_word_embeddings else {}
     table = f"{config.row.name('embed')}.weight"
-    return {saved: table for saved, _ in found.values()} if table not in found else {}
+    return {saved: table for saved, _ in tables.values()} if table not in tables else {}
 
 
 def nearly_equal(one: Stored, other: torch.Tensor) -> bool:

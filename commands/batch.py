@@ -14,7 +14,7 @@ import gevent
 from gevent import monkey
 from tqdm import tqdm
 
-from api.adapters import Adapters
+from api.adapters import AdapterNames
 from api.batch_file import Answers, Batch, count_lines, run_to_end
 from api.options import ServerConfig
 from api.routes import Api
@@ -85,7 +85,7 @@ def main(argv: list[str]) -> None:
         engine_config, secret = prepare(engine_config)
         tokenizer = Tokenizer(engine_config.folder, config.max_template_chars)
         names = config.served_model_name or (engine_config.model_name,)
-        adapters = Adapters(config, names)
+        adapters = AdapterNames(config, names)
         adapters.check_folders(engine_config)
         file, answers = open_files(flags.input_file, flags.output_file)
     board = Board()

@@ -27,7 +27,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -50,7 +50,7 @@ from reference import Quantized
 
 MODULES = sys.modules[__name__], cpu_weights, cpu_quantized, cpu_ops, reference  # they have what is compiled
 INDUCTOR_FOLDER = "TORCHINDUCTOR_CACHE_DIR"  # the variable that says where Inductor keeps what it makes
-WORKPLACE = "tmp"  # the name of a folder in which something is compiled begins so
+WORKPLACE, DAY = "tmp", 86400  # the names of folders to compile in begin so; and seconds after which one is left over
 SETTLED = 600  # seconds after which a server with a small model is one that stays
 MANY = 64  # tokens of a step; with so many or more, compiled code uses several threads
 
@@ -64,7 +64,7 @@ Runner = Callable[[list[torch.Tensor]], list[torch.Tensor]]  # a function of ten
 # --- how C++ is made ---
 
 
-class Job(NamedTuple):
+class CompileJob(NamedTuple):
     """A function to make C++ of, for contiguous tensors `like` these in all but their `dynamic` dimensions."""
 
     name: str  # of the function, which this module has
@@ -102,7 +102,7 @@ class Job(NamedTuple):
 
 
 @dataclass
-class Late:
+class PendingLibrary:
     """C++ that is there or will be."""
 
     run: Runner | None = None  # None until it is there
@@ -121,11 +121,11 @@ def headers() -> Path:
 
 def check_owner(path: Path) -> None:
     """A ValueError if somebody else can have written a file or a folder, an OSError if it cannot be looked at."""
-    found, me = path.stat(), os.geteuid()
-    if found.st_uid != me:
-        raise ValueError(f"{path} belongs to user {found.st_uid}; it must belong to {me}, who runs this")
-    if found.st_mode & 0o022:
-        raise ValueError(f"{path} has mode {found.st_mode & 0o777:o}; nobody but its owner may write to it")
+    status, me = path.stat(), os.geteuid()
+    if status.st_uid != me:
+        raise ValueError(f"{path} belongs to user {status.st_uid}; it must belong to {me}, who runs this")
+    if status.st_mode & 0o022:
+        raise ValueError(f"{path} has mode {status.st_mode & 0o777:o}; nobody but its owner may write to it")
 
 
 def open_folders() -> None:
@@ -135,28 +135,16 @@ def open_folders() -> None:
         check_owner(path)
 
 
-def locked(path: str | Path, timeout: float = -1) -> contextlib.AbstractContextManager[Any]:
-    """A lock among processes; waits `timeout` seconds at most, and below 0 for ever."""
-    from filelock import FileLock  # which torch requires; here, because only compiling needs it
-
-    return FileLock(path, timeout=timeout)
-
-
-@contextlib.contextmanager
-def workplace() -> Iterator[str]:
-    """A folder to compile in, which is removed at the end of the `with` block, or else by the next `sweep`."""
-    with contextlib.ExitStack() as stack:
-        with locked(folder() / "workplaces.lock"):  # else `sweep` could come between
-            path = stack.enter_context(tempfile.TemporaryDirectory(prefix=WORKPLACE, dir=folder()))
-            stack.enter_context(locked(f"{path}/at_work.lock"))
-        yield path
+def workplace() -> tempfile.TemporaryDirectory[str]:
+    """A folder to compile in, which is removed at the end of its `with` block, or else by a later `sweep`."""
+    return tempfile.TemporaryDirectory(prefix=WORKPLACE, dir=folder())
 
 
 def sweep() -> None:
-    """Remove the workplaces of processes that were killed."""
-    with locked(folder() / "workplaces.lock"):
-        for left in folder().glob(f"{WORKPLACE}*/"):
-            with contextlib.suppress(OSError), locked(left / "at_work.lock", timeout=0):  # who is at work has it
+    """Remove the workplaces of processes that were killed: nothing takes a day to compile."""
+    for left in folder().glob(f"{WORKPLACE}*/"):
+        with contextlib.suppress(OSError):  # another process may do the same
+            if time.time() - left.stat().st_mtime > DAY:
                 shutil.rmtree(left)
 
 
@@ -213,29 +201,29 @@ class Builder:
         stays = config.beside_server and config.world_size == 1  # torchrun's other ranks do not know of the server
         return None if small and not stays else cls(jobs=1, idle=True, delay=SETTLED if small else 0)
 
-    def ask(self, job: Job) -> Late:
+    def ask(self, job: CompileJob) -> PendingLibrary:
         """The C++ of a job, which may have to be made first."""
-        late = Late()
+        library = PendingLibrary()
         if not self.usable:
-            return late
+            return library
         try:
-            late.run = job.load()
-            return late
+            library.run = job.load()
+            return library
         except FileNotFoundError:
             pass
         except (OSError, ValueError, RuntimeError) as error:
             logger.info(f"the C++ of {job.name} is made again: {error}")
             if path := job.path():
                 path.unlink(missing_ok=True)
-        self.threads.append(threading.Thread(target=self._make, args=(job, late), daemon=True))
+        self.threads.append(threading.Thread(target=self._make, args=(job, library), daemon=True))
         self.threads[-1].start()
-        return late
+        return library
 
     def _give_up(self, why: str) -> None:
         self.failed = why
         logger.info(f"no more C++ is made, and torch's operators serve: {why}")
 
-    def _make(self, job: Job, late: Late) -> None:
+    def _make(self, job: CompileJob, library: PendingLibrary) -> None:
         """Compile a job, and load what was made. After the first failure no other is tried."""
         time.sleep(max(0.0, self.begins - time.monotonic()))
         with self.room:
@@ -243,24 +231,28 @@ class Builder:
                 return
             try:
                 self._run(job)
-                late.run = job.load()
+                library.run = job.load()
             except (OSError, ValueError, RuntimeError) as error:
                 self._give_up(f"{job.name}: {error}")
 
-    def _run(self, job: Job) -> None:
+    def _run(self, job: CompileJob) -> None:
         """Run the process of a job. If it fails, a RuntimeError has the last line that it has said."""
         with workplace() as path:
-            theirs = {INDUCTOR_FOLDER: f"{path}/inductor", "TMPDIR": str(headers())}  # see `main`
+            environment = {INDUCTOR_FOLDER: f"{path}/inductor", "TMPDIR": str(headers())}  # see `main`
             process = run_file(
-                __file__, environment=theirs, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+                __file__,
+                environment=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
             )
             with process:
                 assert process.stdin and process.stdout
                 pickle.dump((job, self.idle, path), process.stdin)
                 process.stdin.flush()  # it stays open, which tells the process that this one lives
-                said = process.stdout.read().decode(errors="replace").strip()
+                output = process.stdout.read().decode(errors="replace").strip()
             if process.returncode:
-                raise RuntimeError(said.rpartition("\n")[2] or f"status {process.returncode}")
+                raise RuntimeError(output.rpartition("\n")[2] or f"status {process.returncode}")
 
     def wait(self) -> None:
         """Wait for all that was asked for.
@@ -275,12 +267,13 @@ class Builder:
             raise ValueError(f"compile is True; compiling failed: {self.failed}")
 
 
-def compile_job(job: Job) -> None:
+def compile_job(job: CompileJob) -> None:
     """Compile, and keep the result. Where several processes want the same, one compiles.
 
     Raises:
         RuntimeError: Inductor did not get C++ with this CPU's vectors to run. Without them it would be kept, and slow.
     """
+    from filelock import FileLock  # which torch requires; here, because only compiling needs it
     from torch._inductor import aot_compile, cpu_vec_isa
 
     bits = cpu_vec_isa.pick_vec_isa().bit_width()
@@ -293,7 +286,7 @@ def compile_job(job: Job) -> None:
             return function(*tensors)
 
     options = dict(job.options) | {"cpp.threads": job.threads}
-    with locked(folder() / f"{job.key()}.lock"), torch.no_grad(), warnings.catch_warnings(action="ignore"):
+    with FileLock(folder() / f"{job.key()}.lock"), torch.no_grad(), warnings.catch_warnings(action="ignore"):
         if job.path():
             return
         like = tuple(torch.empty(shape, dtype=getattr(torch, dtype)) for dtype, shape in job.like)
@@ -304,8 +297,8 @@ def compile_job(job: Job) -> None:
         keep(job, Path(made).read_bytes())
 
 
-def keep(job: Job, library: bytes) -> None:
-    """Write a library to its place, where it appears whole. `Job.load` would notice that the disk has lost a part."""
+def keep(job: CompileJob, library: bytes) -> None:
+    """Write a library to its place, where it appears whole. `load` would notice that the disk has lost a part."""
     with workplace() as path:
         file = Path(path) / "library"
         file.write_bytes(library)
@@ -321,7 +314,7 @@ def end_with_parent() -> None:
 
 
 def main() -> None:
-    """What the process runs. Its temporary files, and its compilers', lie in the workplace.
+    """Run as the process that compiles. Its temporary files, and its compilers', lie in the workplace.
 
     Inductor's compiled headers alone stay where the temporary folder was before. They take most of the time.
     """
@@ -365,12 +358,12 @@ def activate(activation: str, gated: bool, x: torch.Tensor, *params: torch.Tenso
 
 def rope(
     eps: float, kv_heads: int, interleaved: bool, kind: str, last: bool, x: torch.Tensor, rotation: torch.Tensor,
-    *more: torch.Tensor,
+    *tables: torch.Tensor,
 ) -> list[torch.Tensor]:  # fmt: skip
     """q and k of `qk_norm_rope_store`, for x [T, heads, D]."""
     halves, dim = ((-1, 2), -1) if interleaved else ((2, -1), -2)  # so that a pair's elements lie along `dim`
     size = rotation.shape[2]
-    columns, weights = (more[0][:, :, None, None].unbind(1), more[1:]) if kind == "scales" else ((), more)
+    columns, weights = (tables[0][:, :, None, None].unbind(1), tables[1:]) if kind == "scales" else ((), tables)
 
     def normed(y: torch.Tensor, weight: torch.Tensor | None, column: torch.Tensor | None) -> torch.Tensor:
         if weight is None:
@@ -392,16 +385,18 @@ def rope(
     return [(normed(turned(y), *w) if last else turned(normed(y, *w))).to(x.dtype) for y, *w in parts]
 
 
-def multiply_job() -> Job:
+def multiply_job() -> CompileJob:
     """The job for `multiply`, the product of one row, with compressed weights of any shape."""
     inputs, panels, most, lanes = 128, 64, 2, cpu_weights.LANES  # an example that is large enough for threads
     words, listed = (panels, inputs, 3, lanes), (panels, most, lanes)
     like = ("float32", (inputs, 8)), ("int32", words), ("float32", ()), ("int32", listed), ("bfloat16", listed)
-    return Job(multiply.__name__, (), like, ((0,), (0, 1), (), (0, 1), (0, 1)), torch.get_num_threads(), ONE_LOOP)
+    return CompileJob(
+        multiply.__name__, (), like, ((0,), (0, 1), (), (0, 1), (0, 1)), torch.get_num_threads(), ONE_LOOP
+    )
 
 
 def coded_forms(builder: Builder, dtype: torch.dtype) -> Callable[[Quantized], CodedKernels]:
-    """What finds the C++ for a weight in codes, and has it made, in a model of this dtype."""
+    """Returns a function that finds the C++ for a weight in codes, or has it made, in a model of this dtype."""
     slab = dtype if dtype == torch.bfloat16 and has_bfloat16() else torch.float32
     made: dict[Formula, CodedKernels] = {}
     lock, threads = threading.Lock(), torch.get_num_threads()  # weights are packed by several, of one each
@@ -417,7 +412,7 @@ def coded_forms(builder: Builder, dtype: torch.dtype) -> Callable[[Quantized], C
     return find
 
 
-def coded_jobs(form: Formula, slab: torch.dtype, threads: int) -> list[Job]:
+def coded_jobs(form: Formula, slab: torch.dtype, threads: int) -> list[CompileJob]:
     """The jobs for a `CodedKernels`, with weights of any shape, whose C++ runs on so many threads."""
     panels, lanes, count = 64, cpu_quantized.LANES, 1 + form.has_zeros  # an example that is large enough for threads
     shape: tuple[int, ...] = panels, 8, 16
@@ -433,8 +428,8 @@ def coded_jobs(form: Formula, slab: torch.dtype, threads: int) -> list[Job]:
     for rows in (1, cpu_quantized.ROWS):
         x = "float32", (2, rows, *shape[1:], cpu_quantized.step_of(form.kind))
         dims = 0, *(dim + 1 for dim in loops[1:])
-        jobs.append(Job(multiply_codes.__name__, (form,), (x, *like), (dims, *dynamic), threads, ONE_LOOP))
-    jobs.append(Job(unpack_codes.__name__, (form, slab), like, dynamic, threads, ONE_LOOP))
+        jobs.append(CompileJob(multiply_codes.__name__, (form,), (x, *like), (dims, *dynamic), threads, ONE_LOOP))
+    jobs.append(CompileJob(unpack_codes.__name__, (form, slab), like, dynamic, threads, ONE_LOOP))
     return jobs
 
 
@@ -452,18 +447,18 @@ class Compiled:
 
     def __init__(self, builder: Builder, name: str, batched: int):
         self.builder, self.name, self.batched = builder, name, batched
-        self.made: dict[tuple, Late] = {}
+        self.made: dict[tuple, PendingLibrary] = {}
 
     def __call__(self, settings: tuple, *tensors: torch.Tensor) -> list[torch.Tensor] | None:
-        """What the function returns; None as long as there is no C++ for it."""
+        """The function's result; None as long as there is no C++ for it."""
         assert all(tensor.is_contiguous() for tensor in tensors)
         many = len(tensors[0]) >= MANY
         key = (many, settings, *[(tensor.dtype, tensor.shape[1:]) for tensor in tensors])
-        if (late := self.made.get(key)) is None:
-            late = self.made[key] = self.builder.ask(self.job(many, settings, tensors))
-        return late.run(list(tensors)) if late.run else None
+        if (library := self.made.get(key)) is None:
+            library = self.made[key] = self.builder.ask(self.job(many, settings, tensors))
+        return library.run(list(tensors)) if library.run else None
 
-    def job(self, many: bool, settings: tuple, tensors: tuple[torch.Tensor, ...]) -> Job:
+    def job(self, many: bool, settings: tuple, tensors: tuple[torch.Tensor, ...]) -> CompileJob:
         """The job for these settings and for few rows, or for MANY."""
         rows = MANY if many else MANY // 8  # an example of the size: 0 and 1 would be special cases
         like = []
@@ -473,7 +468,7 @@ class Compiled:
         dynamic = ((0,),) * self.batched + ((),) * (len(tensors) - self.batched)
         threads = torch.get_num_threads() if many else 1
         # Sums are rounded where torch's operators round them, so that both give the same.
-        return Job(self.name, settings, tuple(like), dynamic, threads, (("emulate_precision_casts", True),))
+        return CompileJob(self.name, settings, tuple(like), dynamic, threads, (("emulate_precision_casts", True),))
 
 
 def compile_ops(builder: Builder) -> ModuleType:
@@ -488,8 +483,8 @@ def compile_ops(builder: Builder) -> ModuleType:
         return done[0] if done else cpu_ops.rms_norm(x, weight, eps, residual)
 
     def layer_norm(x, weight, bias, eps: float, residual: torch.Tensor | None = None) -> torch.Tensor:
-        more = () if bias is None else (bias,)
-        done = None if residual is None else norms((eps, True), x, residual, weight, *more)
+        biases = () if bias is None else (bias,)
+        done = None if residual is None else norms((eps, True), x, residual, weight, *biases)
         return done[0] if done else cpu_ops.layer_norm(x, weight, bias, eps, residual)
 
     def act_mul(x: torch.Tensor, activation: str) -> torch.Tensor:

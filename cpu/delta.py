@@ -30,14 +30,14 @@ def conv_silu(
             out.addcmul_(past, tap)
         y.index_copy_(0, tokens, F.silu(out).to(x.dtype))
         state.index_copy_(0, owners, torch.cat((before[:, :, 1:], new[:, :, None]), 2))
-    for slot, begin, end, kept in longer:
+    for slot, begin, end, seen in longer:
         past = state[slot].T
         inputs = torch.cat((past, x[begin:end].float()))
         out = inputs[: end - begin] * taps[0]
         for i in range(1, len(taps)):
             out.addcmul_(inputs[i : i + end - begin], taps[i])
         y[begin:end] = F.silu(out)
-        past.copy_(inputs[kept : kept + len(past)])
+        past.copy_(inputs[seen : seen + len(past)])
     return y
 
 
@@ -66,7 +66,7 @@ def _split(
 
 
 class Inputs(NamedTuple):
-    """What the delta rule takes of n tokens. All is float32."""
+    """Inputs of the delta rule for n tokens, all float32."""
 
     qk: torch.Tensor  # [n, 2, Hk, dk]: q and k divided by their lengths, q by sqrt(dk), too
     v: torch.Tensor  # [n, Hv, dv]
@@ -97,10 +97,10 @@ def delta_rule(
     if len(tokens):
         steps = inputs(*(x.index_select(0, tokens) for x in (qkv, b, a)))
         o.index_copy_(0, tokens, _step([state[slot] for slot in owners.tolist()], steps).to(o.dtype))
-    for slot, begin, end, kept in longer:
+    for slot, begin, end, seen in longer:
         part = inputs(qkv[begin:end], b[begin:end], a[begin:end])
         one_by_one = [state[slot]] * (end - begin)
-        o[begin:end] = _step(one_by_one, part) if batch_invariant else _chunk(state[slot], part, kept)
+        o[begin:end] = _step(one_by_one, part) if batch_invariant else _chunk(state[slot], part, seen)
     return o
 
 
@@ -112,18 +112,18 @@ def _step(states: list[torch.Tensor], x: Inputs) -> torch.Tensor:
     """
     g, beta = x.log_g.exp(), x.beta[..., None]
     lines = x.qk.transpose(1, 2).repeat_interleave(g.shape[1] // x.qk.shape[2], 1)  # [n, Hv, 2, dk]
-    found = torch.empty(*lines.shape[:3], x.v.shape[2])
+    reads = torch.empty(*lines.shape[:3], x.v.shape[2])
     change = torch.empty_like(x.v[:, :, None])
     weight, target = (-beta * g[..., None])[..., None], (beta * x.v)[:, :, None]
-    each = zip(states, lines, lines[:, :, 1, :, None], g[..., None, None], weight, target, found, change, strict=True)
-    for s, line, k, fade, w, v, read, c in each:
+    steps = zip(states, lines, lines[:, :, 1, :, None], g[..., None, None], weight, target, reads, change, strict=True)
+    for s, line, k, fade, w, v, read, c in steps:
         torch.bmm(line, s, out=read)
         torch.addcmul(v, read[:, 1:], w, out=c)
         s.mul_(fade).addcmul_(k, c)
-    return found[:, :, 0] * g[..., None] + change[:, :, 0] * lines.prod(2).sum(-1, keepdim=True)
+    return reads[:, :, 0] * g[..., None] + change[:, :, 0] * lines.prod(2).sum(-1, keepdim=True)
 
 
-def _chunk(state: torch.Tensor, x: Inputs, kept: int) -> torch.Tensor:
+def _chunk(state: torch.Tensor, x: Inputs, seen: int) -> torch.Tensor:
     """o [n, Hv, dv] of the next n tokens of the row with this state [Hv, dk, dv], which the first `kept` change."""
     (n, _, key_heads, dk), (heads, _, dv) = x.qk.shape, state.shape
     lines, beta = x.qk.permute(2, 1, 0, 3).reshape(key_heads, 1, 2 * n, dk), x.beta.T[..., None]
@@ -139,10 +139,10 @@ def _chunk(state: torch.Tensor, x: Inputs, kept: int) -> torch.Tensor:
     # Of (I + A) c = beta (v - g S^T k); only what stands below the diagonal of the matrix is looked at.
     system, wanted = scores[:, 1].mul_(beta), (x.v.transpose(0, 1) - reads[:, 1]).mul_(beta)
     change = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
-    if kept:
-        rest = (log_fade[:, kept - 1 : kept] - log_fade[:, :kept]).exp().float().view(key_heads, -1, kept, 1)
-        changed = (k[:, :, :kept] * rest).view(heads, kept, dk).mT
-        state.mul_(fade[:, kept - 1 : kept]).baddbmm_(changed, change[:, :kept])
+    if seen:
+        rest = (log_fade[:, seen - 1 : seen] - log_fade[:, :seen]).exp().float().view(key_heads, -1, seen, 1)
+        changed = (k[:, :, :seen] * rest).view(heads, seen, dk).mT
+        state.mul_(fade[:, seen - 1 : seen]).baddbmm_(changed, change[:, :seen])
     return torch.baddbmm(reads[:, 0], scores[:, 0], change).transpose(0, 1)
 
 

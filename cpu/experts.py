@@ -1,7 +1,7 @@
 """Mixtures of experts as a CPU runs them: the names and signatures of `reference.py`; cpu/ops.py passes them on.
 
-A step reads the weights of the experts that some token meets: each is one product of its tokens' rows. All else is
-done for all experts together, because in a small step the number of calls takes time.
+A step reads only the experts that some token has chosen: each is one product of its tokens' rows. All else is done for
+all experts together, because in a small step the number of calls takes time.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from cpu.quantized import CodedExperts, rounded
-from cpu.weights import PackedExperts, PackedLinear
+from cpu.quantized import ExpertStack, rounded
+from cpu.weights import PackedLinear
 
 SUMMED = 256  # tokens whose choices are added up at a time; they are in float32 meanwhile
 FEW = 4  # rows; oneDNN reads a packed weight faster for four rows than for fewer
@@ -24,7 +24,7 @@ class ExpertPlan(NamedTuple):
     """The pairs t k + j of token and choice whose experts are this rank's, sorted by expert."""
 
     weights: torch.Tensor  # [T, k] float32
-    hits: list[tuple[int, int]]  # each expert that is met, and by how many pairs
+    hits: list[tuple[int, int]]  # each expert that some pair has, and how many pairs have it
     pairs: torch.Tensor  # [n] int64
     tokens: torch.Tensor  # [n] int64, of these pairs
     places: torch.Tensor  # [T k] int64: where each pair is among the n, or n
@@ -39,7 +39,7 @@ def plan_experts(
     listed = ids.flatten().tolist()  # plain Python is as fast as torch for thousands of pairs, and faster for few
     here = [pair for pair, expert in enumerate(listed) if first <= expert < first + num_experts]
     here.sort(key=listed.__getitem__)
-    hits = [(expert - first, len(list(met))) for expert, met in groupby(here, key=listed.__getitem__)]
+    hits = [(expert - first, len(list(pairs_of))) for expert, pairs_of in groupby(here, key=listed.__getitem__)]
     pairs = torch.tensor(here, dtype=torch.int64)
     places = torch.full((len(listed),), len(here))
     places[pairs] = torch.arange(len(here))
@@ -47,7 +47,7 @@ def plan_experts(
 
 
 def expert_gate_up(
-    x: torch.Tensor, weight: torch.Tensor | PackedExperts | CodedExperts, bias: torch.Tensor | None, plan: ExpertPlan,
+    x: torch.Tensor, weight: torch.Tensor | ExpertStack, bias: torch.Tensor | None, plan: ExpertPlan,
     activation: str,
 ) -> torch.Tensor:  # fmt: skip
     """Multiply each choice by its expert's gate and up, and activate (`reference.expert_gate_up`)."""
@@ -71,7 +71,7 @@ def expert_gate_up(
 
 
 def expert_down(
-    h: torch.Tensor, weight: torch.Tensor | PackedExperts | CodedExperts, bias: torch.Tensor | None, plan: ExpertPlan
+    h: torch.Tensor, weight: torch.Tensor | ExpertStack, bias: torch.Tensor | None, plan: ExpertPlan
 ) -> torch.Tensor:
     """Multiply each choice by its expert's down, and add up each token's (`reference.expert_down`)."""
     tokens, k = plan.weights.shape
@@ -87,25 +87,23 @@ def expert_down(
     return out
 
 
-def _rounded(
-    x: torch.Tensor, weight: torch.Tensor | PackedExperts | CodedExperts
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What the products take for x, and what multiplies their results [T, 1], if the weight rounds its inputs."""
-    rounding = weight.rounding if isinstance(weight, CodedExperts) else None
+def _rounded(x: torch.Tensor, weight: torch.Tensor | ExpertStack) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """x as the products take it, and the scales [T, 1] of their results, if the weight rounds its inputs."""
+    rounding = weight.rounding if isinstance(weight, ExpertStack) else None
     return rounded(x, rounding) if rounding else (x, None)
 
 
 def _products(
-    rows: torch.Tensor, scales: torch.Tensor | None, weight: torch.Tensor | PackedExperts | CodedExperts,
+    rows: torch.Tensor, scales: torch.Tensor | None, weight: torch.Tensor | ExpertStack,
     bias: torch.Tensor | None, plan: ExpertPlan,
 ) -> torch.Tensor:  # fmt: skip
     """[n, out]: each expert's product with its pairs' rows [n, in], times scales [n, 1], plus its bias."""
     counts = [count for _, count in plan.hits]
     parts = rows.split_with_sizes(counts)
     factors: Sequence[Any] = [None] * len(counts) if scales is None else scales.split_with_sizes(counts)
-    done = []
+    done, experts = [], weight.experts if isinstance(weight, ExpertStack) else weight
     for (expert, count), part, factor in zip(plan.hits, parts, factors, strict=True):
-        matrix: Any = weight[expert]
+        matrix = experts[expert]
         shift = None if bias is None else bias[expert]
         if factor is not None:
             y = matrix(part).mul_(factor)

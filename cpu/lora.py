@@ -18,7 +18,7 @@ LONG = 16  # tokens of one adapter that lie together; so many are multiplied whe
 SPARE = 32  # rows of a batch beyond one and a half times its tokens, which cost less than one more call
 
 
-class Run(NamedTuple):
+class AdapterRun(NamedTuple):
     """Tokens that lie together and have one adapter."""
 
     adapter: int
@@ -26,7 +26,7 @@ class Run(NamedTuple):
     end: int
 
 
-class Batch(NamedTuple):
+class AdapterBatch(NamedTuple):
     """Neighbouring adapters with as many rows each, where those with fewer tokens have their last one again."""
 
     first: int
@@ -38,8 +38,8 @@ class Batch(NamedTuple):
 class LoraPlan(NamedTuple):
     """The tokens of a step that have adapters."""
 
-    runs: list[Run]
-    batches: list[Batch]
+    runs: list[AdapterRun]
+    batches: list[AdapterBatch]
     rows: torch.Tensor  # [n] int64, the token of each row of all batches
     span: tuple[int, int]  # from the first of the batches' tokens to the one after the last
     places: torch.Tensor  # [..] int64, the row of each token in the span, or n for tokens that are not in batches
@@ -50,14 +50,14 @@ def plan_lora(adapters: torch.Tensor, slots: torch.Tensor, starts: torch.Tensor,
     """Sort a step's tokens by adapter (`reference.plan_lora`)."""
     begins, of_slot = starts.tolist(), adapters.tolist()
     of_row = [of_slot[slot] if slot >= 0 else 0 for slot in slots.tolist()]  # counted from 1
-    runs: list[Run] = []
+    runs: list[AdapterRun] = []
     owned: dict[int, list[int]] = {}  # the other tokens of each adapter
     end = 0  # of the rows before
     for adapter, rows_alike in groupby(of_row):
         begin, end = end, end + len(list(rows_alike))
         together = range(begins[begin], begins[end])
         if adapter and len(together) >= LONG:
-            runs.append(Run(adapter - 1, together.start, together.stop))
+            runs.append(AdapterRun(adapter - 1, together.start, together.stop))
         elif adapter and together:
             owned.setdefault(adapter - 1, []).extend(together)
     batches, places = [], dict[int, int]()
@@ -68,7 +68,7 @@ def plan_lora(adapters: torch.Tensor, slots: torch.Tensor, starts: torch.Tensor,
             mine = owned[adapter]
             places |= zip(mine, range(len(rows), len(rows) + len(mine)), strict=True)
             rows += mine + mine[-1:] * (most - len(mine))
-        batches.append(Batch(group[0], group[-1] + 1, begin, len(rows)))
+        batches.append(AdapterBatch(group[0], group[-1] + 1, begin, len(rows)))
     span = (min(places), max(places) + 1) if places else (0, 0)
     of_token = [places.get(token, len(rows)) for token in range(*span)]
     give = functools.partial(torch.tensor, dtype=torch.int64)
@@ -112,8 +112,8 @@ def lora_expand(y: torch.Tensor, h: torch.Tensor, b: torch.Tensor, bounds: tuple
     slices = [(g, slice(*bound)) for g, bound in enumerate(pairwise(bounds))]
     for adapter, begin, end in plan.runs:
         rows = h[begin:end].to(b.dtype)
-        for g, own in slices:
-            y[begin:end, own].addmm_(rows[:, g * rank : (g + 1) * rank], b[adapter, own].T)
+        for g, outputs_of in slices:
+            y[begin:end, outputs_of].addmm_(rows[:, g * rank : (g + 1) * rank], b[adapter, outputs_of].T)
     if not plan.batches:
         return
     rows = h.index_select(0, plan.rows).to(b.dtype)
@@ -122,5 +122,5 @@ def lora_expand(y: torch.Tensor, h: torch.Tensor, b: torch.Tensor, bounds: tuple
     for first, last, begin, end in plan.batches:
         part = rows[begin:end].view(last - first, -1, rank)  # the slices of a row are rows here
         torch.bmm(part, b[first:last].mT, out=whole[begin:end].view(last - first, -1, outputs))
-    for g, own in slices:
-        y[slice(*plan.span), own].add_(whole[:, g, own].index_select(0, plan.places))
+    for g, outputs_of in slices:
+        y[slice(*plan.span), outputs_of].add_(whole[:, g, outputs_of].index_select(0, plan.places))

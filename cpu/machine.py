@@ -1,4 +1,4 @@
-"""What this machine has and may use: cores, memory, instructions of its processor."""
+"""Resources of this machine that this process may use: cores, memory, instructions of the processor."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def available_bytes() -> int:
             if not (folder / "memory.max").exists():  # version 1
                 names, prefix = ("memory.limit_in_bytes", "memory.usage_in_bytes"), "total_"
             limit, used = (int((folder / name).read_text()) for name in names)
-            told = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            files = sum(int(told[f"{prefix}{age}_file"]) for age in ("active", "inactive"))
+            statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            files = sum(int(statistics[f"{prefix}{age}_file"]) for age in ("active", "inactive"))
             free = min(free, max(0, limit - used + files))
     return free
 

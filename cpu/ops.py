@@ -109,13 +109,13 @@ def post_update(
     drafts = np.zeros_like(counts)
     guesses = False
     if num_drafts is not None:
-        found = num_drafts.numpy()[slot]
-        drafts, guesses = np.minimum(found, counts - 1), (counts == 1) & (found > 0)
+        guessed = num_drafts.numpy()[slot]
+        drafts, guesses = np.minimum(guessed, counts - 1), (counts == 1) & (guessed > 0)
         num_drafts.numpy()[slot] = 0
         for i in range(1, int(counts.max(initial=0))):  # as if no draft were taken
-            more = counts > i
-            news[0, index[more] + i] = np.where(i <= drafts[more], -1, -2)
-            news[1, index[more] + i] = 0
+            longer = counts > i
+            news[0, index[longer] + i] = np.where(i <= drafts[longer], -1, -2)
+            news[1, index[longer] + i] = 0
         num_computed.numpy()[slot] -= counts - 1
     i = 0
     while len(slot):
@@ -329,18 +329,18 @@ def plan_decode(
         values = (values[:, None] + (kv_heads + kv_head[:, None]) * size).ravel()
         hidden = attended = None
         if not shown.all():
-            kept = np.repeat(shown, num_heads, axis=0).ravel().nonzero()[0]
-            values = values[kept]
-            hidden, attended = torch.from_numpy(~shown[:, None]), torch.from_numpy(kept)
+            places = np.repeat(shown, num_heads, axis=0).ravel().nonzero()[0]
+            values = values[places]
+            hidden, attended = torch.from_numpy(~shown[:, None]), torch.from_numpy(places)
         lengths = shown.sum(1).repeat(num_heads)
-        met = np.repeat(held[:, None], num_heads, axis=1)  # [r, H, blocks]
+        occupied = np.repeat(held[:, None], num_heads, axis=1)  # [r, H, blocks]
         queries = rows[:, None, None] * num_heads + head[:, None]
         keys = (table // size)[:, None] + kv_head[:, None] * dim
-        elements = met.ravel() * dim
+        elements = occupied.ravel() * dim
         spans.append(
             Span(
-                queries=torch.from_numpy(np.broadcast_to(queries, met.shape)[met]),
-                key_rows=torch.from_numpy((keys[met].astype(element.dtype)[:, None] + element).ravel()),
+                queries=torch.from_numpy(np.broadcast_to(queries, occupied.shape)[occupied]),
+                key_rows=torch.from_numpy((keys[occupied].astype(element.dtype)[:, None] + element).ravel()),
                 key_offsets=torch.from_numpy((elements.cumsum() - elements).astype(element.dtype)),
                 begin=begin,
                 end=end,
@@ -506,7 +506,7 @@ def _attend(
     """
     n, keys = hidden.shape
     rows, columns = _padding(n, 16), _padding(keys, 64)
-    q, k, v = (F.pad(x, (0, 0, 0, more)) for x, more in ((q, rows), (k, columns), (v, columns)))
+    q, k, v = (F.pad(x, (0, 0, 0, padding)) for x, padding in ((q, rows), (k, columns), (v, columns)))
     hidden = F.pad(hidden, (0, columns, 0, rows), value=True)
     grouped = q.unflatten(0, (k.shape[0], -1))  # [KV, H / KV, n, D]
     scores = (grouped.flatten(1, 2) @ k.mT).view(*grouped.shape[:3], -1).float()
@@ -537,8 +537,8 @@ def _store(
     places = slot_mapping.numpy()
     stored = places >= 0
     if not stored.all():
-        places, kept = places[stored], torch.from_numpy(stored)
-        k, v = k[kept], v[kept]
+        places, rows = places[stored], torch.from_numpy(stored)
+        k, v = k[rows], v[rows]
     block, place = (torch.from_numpy(part) for part in np.divmod(places, size))
     keys_of(kv)[block, :, place] = k
     kv[block, 1, :, place] = v

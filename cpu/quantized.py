@@ -32,7 +32,7 @@ WARNINGS = threading.Lock()  # held while warnings are caught, which is for all 
 
 
 class Formula(NamedTuple):
-    """What makes one formula of weights."""
+    """The kind of a weight, as far as its formula depends on it."""
 
     kind: str
     has_zeros: bool
@@ -40,7 +40,7 @@ class Formula(NamedTuple):
 
     @classmethod
     def of(cls, weight: Quantized) -> Formula:
-        """The one of a weight."""
+        """The formula of a weight."""
         small = "" if weight.factors is None else str(weight.scales.dtype).removeprefix("torch.")
         return cls(weight.kind, weight.zeros is not None, small)
 
@@ -66,11 +66,11 @@ def words_of(kind: str) -> int:
 
 def choose(codes: torch.Tensor, table: tuple[float, ...]) -> torch.Tensor:
     """table[codes & 15] by comparing bits, because vectors have no fast lookup."""
-    found: list[Any] = [*table]
+    candidates: list[Any] = [*table]
     for bit in range(4):
         odd = (codes & 1 << bit) != 0
-        found = [torch.where(odd, *pair) for pair in zip(found[1::2], found[::2], strict=True)]
-    return found[0]
+        candidates = [torch.where(odd, *pair) for pair in zip(candidates[1::2], candidates[::2], strict=True)]
+    return candidates[0]
 
 
 def vector() -> int:
@@ -96,18 +96,18 @@ def numbers(kind: str, words: torch.Tensor) -> list[torch.Tensor]:
 
     Words come as float32 because Inductor loads vectors of these fastest: with AVX2 it copies integers to the stack.
     """
-    bits, found, each = BITS[kind], list[torch.Tensor](), words.view(torch.int32).unbind(-2)
-    for word in each:
+    bits, result, parts = BITS[kind], list[torch.Tensor](), words.view(torch.int32).unbind(-2)
+    for word in parts:
         for at in range(0, 33 - bits, bits):
             if kind == "fp8":
-                found.append(e4m3(word << 24 - at))
+                result.append(e4m3(word << 24 - at))
             elif kind in LOOKUPS:
-                found.append(choose(word >> at, tuple(TABLES[kind])))
+                result.append(choose(word >> at, tuple(TABLES[kind])))
             else:
-                found.append((word << 32 - bits - at >> 32 - bits).float())
+                result.append((word << 32 - bits - at >> 32 - bits).float())
     if kind == "int6":  # five codes in each word, and the sixteenth in what is left of three
-        found.append((each[2] >> 30 << 4 | (each[1] >> 30 & 3) << 2 | each[0] >> 30 & 3).float())
-    return found
+        result.append((parts[2] >> 30 << 4 | (parts[1] >> 30 & 3) << 2 | parts[0] >> 30 & 3).float())
+    return result
 
 
 def decoded(
@@ -115,19 +115,19 @@ def decoded(
 ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
     """The numbers of the codes in words, less zeros, and the scale of their products; None: they are multiplied by it.
 
-    tables: those of a `CodedLinear`; see there, and `reference.Quantized` for the formulas.
+    tables: of a `CodedLinear`; `reference.Quantized` has the formulas.
     """
-    found, count = numbers(form.kind, words), 1 + form.has_zeros
+    result, count = numbers(form.kind, words), 1 + form.has_zeros
     if not form.small:
         for zero in tables[1:]:
-            found = [number - zero for number in found]
-        return found, tables[0]
+            result = [number - zero for number in result]
+        return result, tables[0]
     pairs = zip(tables[:count], tables[count:], strict=True)
     scale, *mins = (small_numbers(form.small, table) * factor for table, factor in pairs)
     if not mins:
-        return found, scale
+        return result, scale
     shift = mins[0] + LOWEST.get(form.kind, 0) * scale
-    return [number * scale - shift for number in found], None
+    return [number * scale - shift for number in result], None
 
 
 def multiply_codes(form: Formula, x: torch.Tensor, words: torch.Tensor, *tables: torch.Tensor) -> torch.Tensor:
@@ -144,8 +144,8 @@ def multiply_codes(form: Formula, x: torch.Tensor, words: torch.Tensor, *tables:
         parts.append(decoded(form, words[..., lanes], [table[..., lanes] for table in tables]))
     sums, inner = [], tuple(range(2, x.ndim - 1))
     for row in x.unbind(1):
-        for found, scale in parts:
-            first, *rest = (number.unsqueeze(1) * row[..., i, None] for i, number in enumerate(found))
+        for codes, scale in parts:
+            first, *rest = (number.unsqueeze(1) * row[..., i, None] for i, number in enumerate(codes))
             total = sum(rest, first)
             sums.append((total if scale is None else total * scale.unsqueeze(1)).sum(inner))
     return torch.stack(sums, 2).flatten(2).unflatten(2, (-1, LANES))
@@ -153,8 +153,8 @@ def multiply_codes(form: Formula, x: torch.Tensor, words: torch.Tensor, *tables:
 
 def unpack_codes(form: Formula, dtype: torch.dtype, words: torch.Tensor, *tables: torch.Tensor) -> torch.Tensor:
     """The numbers [.., n, step, P, LANES] of panels of a `CodedLinear`; to be compiled, or to serve as it is."""
-    found, scale = decoded(form, words, tables)
-    scaled = found if scale is None else [number * scale for number in found]
+    codes, scale = decoded(form, words, tables)
+    scaled = codes if scale is None else [number * scale for number in codes]
     return torch.stack([number.to(dtype).movedim(0, -2) for number in scaled], -3)
 
 
@@ -270,28 +270,22 @@ class CodedLinear:
         return y
 
 
-class CodedExperts:
-    """The weights [E, out, in] of a layer's experts, each as `pack` makes a product of it.
+class ExpertStack(NamedTuple):
+    """The weights [E, out, in] of a layer's experts as a CPU multiplies them."""
 
-    If the weight rounds its inputs, `rounded` does so with a token's, once for all experts that the token meets.
-    """
-
-    def __init__(self, weight: Quantized, pack: Callable[[Quantized], Product]):
-        self.experts = [pack(weight.at(expert)) for expert in range(len(weight.codes))]
-        self.rounding = without_codes(weight) if weight.input_kind else None
-        self.shape = *weight.codes.shape[:2], weight.codes.shape[2] * 8 // BITS[weight.kind]
-
-    def __getitem__(self, expert: int) -> Product:
-        return self.experts[expert]
+    shape: tuple[int, ...]
+    experts: list[Any]  # E products, or plain weights
+    # If the products round their inputs: `rounded` does so with a token's, once for all of the token's experts.
+    rounding: Quantized | None = None
 
 
 def without_codes(weight: Quantized) -> Quantized:
-    """What `round_inputs` reads of a weight, without the memory of its codes."""
+    """The fields of a weight that `round_inputs` reads, without the memory of its codes."""
     return weight._replace(codes=weight.codes.new_empty(0), scales=weight.scales.new_empty(0))
 
 
 def rounded(x: torch.Tensor, weight: Quantized) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a product takes for x, see `round_inputs`: numbers [T, in] float32, and what multiplies its results [T, 1].
+    """x as a product takes it, see `round_inputs`: numbers [T, in] float32, and the scales [T, 1] of its results.
 
     The numbers are the codes of x. Where inputs are in groups, they are what the codes stand for, and it is 1.
     """
@@ -351,7 +345,7 @@ class IntegerLinear:
 
 
 class SplitLinear:
-    """A weight as that of `IntegerLinear`, for inputs that are not rounded.
+    """An `IntegerLinear` for inputs that are not rounded.
 
     An input is s (c + d / 254 + e / 254^2), with s = max |x| / 127 of its row and integers from -127 to 127: c and d
     are as fine as the numbers of 16 bits beside the largest of a row, and with e as those of 32. Each is a row of its
@@ -366,15 +360,15 @@ class SplitLinear:
         rows = x.float()
         scales = rows.abs().amax(1, keepdim=True).div_(127).clamp_(min=2**-64)
         rows = (rows / scales).clamp_(-127, 127)
-        found = [rows.round()]
+        integers = [rows.round()]
         for _ in range(x.itemsize // 2):
-            rows = (rows - found[-1]).mul_(254)
-            found.append(rows.round())
+            rows = (rows - integers[-1]).mul_(254)
+            integers.append(rows.round())
         finer: Iterable[torch.Tensor]
         if len(x) > TOGETHER:
-            y, finer = self.product(found[0]), map(self.product, found[1:])
+            y, finer = self.product(integers[0]), map(self.product, integers[1:])
         else:
-            y, *finer = self.product(torch.cat(found)).split(len(x))
+            y, *finer = self.product(torch.cat(integers)).split(len(x))
         for i, part in enumerate(finer, 1):
             y += part.div_(254.0**i)
         y.mul_(scales)
@@ -413,7 +407,7 @@ def middle_of_bytes() -> int | None:
 
 def pack_quantized(
     weight: Quantized, is_head: bool = False, find: Callable[[Quantized], CodedKernels] | None = None
-) -> Product | CodedExperts:
+) -> Product | ExpertStack:
     """A weight, or a layer's stack of experts, in a layout that serves any number of rows.
 
     Args:
@@ -432,7 +426,9 @@ def pack_quantized(
         return IntegerLinear(part, middle) if weight.input_kind else SplitLinear(IntegerLinear(part, middle))
 
     if weight.codes.dim() > 2:
-        return CodedExperts(weight, pack)
+        shape = *weight.codes.shape[:2], weight.codes.shape[2] * 8 // BITS[weight.kind]
+        experts = [pack(weight.at(expert)) for expert in range(shape[0])]
+        return ExpertStack(shape, experts, without_codes(weight) if weight.input_kind else None)
     return RoundedLinear(weight, pack(weight)) if weight.input_kind else pack(weight)
 
 

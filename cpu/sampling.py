@@ -7,7 +7,7 @@ import math
 import numpy as np
 import torch
 
-from reference import FLOAT_MAX, uniform
+from reference import FLOAT_MAX, SamplingColumns, uniform
 from reference import Adjust as SpecifiedAdjust
 
 LOGPROB_LOGITS = 1 << 21  # logits that `logprobs` looks at at a time; each takes up to 25 bytes meanwhile
@@ -31,10 +31,7 @@ class Adjust(SpecifiedAdjust):
 def sample(
     logits: torch.Tensor,
     slots: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    min_p: torch.Tensor,
+    params: torch.Tensor,
     seeds: torch.Tensor,
     num_known: torch.Tensor,
     adjust: Adjust | None = None,
@@ -49,7 +46,8 @@ def sample(
         logits = logits.to(torch.float32, copy=True)
         for row in (adjust.adjustments[slot] * (slots >= 0)).nonzero()[:, 0].tolist():
             adjust.apply(logits[row], int(slot[row]), drafts[row][drafts[row] >= 0])
-    heat, ids = temperature[slot], _argmax(logits)
+    c = SamplingColumns(*params[slot].T)
+    heat, ids = c.temperature, _argmax(logits)
     peak = logits.gather(1, ids[:, None]).float().clamp(max=FLOAT_MAX)  # so that x - peak is a number
     lost = ~(peak[:, 0] > -math.inf)
     if not heat.any():
@@ -57,11 +55,11 @@ def sample(
     x = logits.float().clamp(max=FLOAT_MAX) if adjust is None else logits.clamp_(max=FLOAT_MAX)
     warm = torch.where(heat > 0, heat, 1.0)
     mass = (x - peak).div_(warm[:, None]).exp_()
-    floor = peak[:, 0] + warm * min_p[slot].log()
-    filtered = (heat > 0) & (((top_k[slot] > 0) & (top_k[slot] < x.shape[1])) | (top_p[slot] < 1))
+    floor = peak[:, 0] + warm * c.min_p.log()
+    filtered = (heat > 0) & (((c.top_k > 0) & (c.top_k < x.shape[1])) | (c.top_p < 1))
     rows = filtered.nonzero()[:, 0]
     if len(rows):
-        pivots = _top_thresholds(x[rows], mass[rows], top_k[slot[rows]].long(), top_p[slot[rows]])
+        pivots = _top_thresholds(x[rows], mass[rows], c.top_k[rows].long(), c.top_p[rows])
         floor[rows] = torch.maximum(floor[rows], pivots)
     reached = mass.masked_fill_(x < floor[:, None], 0).cumsum(dim=-1, dtype=torch.float64)
     goal = uniform(seeds[slot], num_known[slot] + after).double()[:, None] * reached[:, -1:]

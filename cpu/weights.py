@@ -20,9 +20,10 @@ from batch_state import Writes
 from checkpoints.dequantize import DTYPES, Packed, rows_of
 from checkpoints.hub import checkpoint_files
 from checkpoints.rounding import nearest_of
-from checkpoints.storage import opened
+from checkpoints.storage import tensors_in
 from config import EngineConfig
 from cpu.machine import has_bfloat16, supports
+from cpu.quantized import ExpertStack
 from models import packing
 from models.families import our_name
 
@@ -354,7 +355,7 @@ def prepare(
         if not isinstance(weight, torch.Tensor):
             assert pack_codes
             return weight.packed(functools.partial(pack_codes, is_head=id(weight) == head))
-        return pack(weight, rows, multiplied) if weight.ndim == 2 else PackedExperts(weight, rows)
+        return pack(weight, rows, multiplied) if weight.ndim == 2 else pack_experts(weight, rows)
 
     packing.pack(model, layout, threads)
     torch.set_num_threads(threads)
@@ -395,18 +396,16 @@ def map_embedding(model: Any, files: list[str]) -> None:
     """
     if model.head is model.embedding or model.group.size > 1:
         return
-    for path in files:
-        with opened(path) as file:
-            for saved in file.keys():  # noqa: SIM118 (a safetensors file is not a dict)
-                if our_name(saved, (f"{model.row.name('embed')}.weight",)):  # and not the table of another part
-                    table = file.get_tensor(saved)
-                    coded = None if isinstance(model.embedding, torch.Tensor) else model.embedding.coded
-                    if isinstance(table, Packed) or coded:
-                        model.embedding = MappedTable(table, model.dtype, coded.kind if coded else "")
-                        continue
-                    plain = table.dtype in DTYPES and model.dtype in (table.dtype, torch.float32)
-                    if plain and table.shape == model.embedding.shape:
-                        model.embedding = table
+    for file, saved in tensors_in(files):
+        if our_name(saved, (f"{model.row.name('embed')}.weight",)):  # and not the table of another part
+            table = file.get_tensor(saved)
+            coded = None if isinstance(model.embedding, torch.Tensor) else model.embedding.coded
+            if isinstance(table, Packed) or coded:
+                model.embedding = MappedTable(table, model.dtype, coded.kind if coded else "")
+                continue
+            plain = table.dtype in DTYPES and model.dtype in (table.dtype, torch.float32)
+            if plain and table.shape == model.embedding.shape:
+                model.embedding = table
 
 
 def pack(
@@ -431,17 +430,10 @@ def pack(
     return several
 
 
-class PackedExperts:
-    """The weights [E, out, in] of a layer's experts, each in the layout that `pack` gives it.
+def pack_experts(weight: torch.Tensor, rows: str) -> ExpertStack:
+    """Give each of a layer's experts the layout that `pack` chooses; "both" counts as "several", because experts are
+    most of a model's bytes, and a second layout would double them.
 
-    The layout for one row pays while a step brings an expert up to two rows, as some sequences that decode do. For
-    `rows` see `pack`; "both" counts as "several", because experts are most of a model's bytes, and a second layout
-    would double them.
+    The layout for one row pays while a step brings an expert up to two rows, as some sequences that decode do.
     """
-
-    def __init__(self, weight: torch.Tensor, rows: str):
-        self.shape = weight.shape
-        self.experts = [pack(part, "one" if rows == "one" else "several") for part in weight]
-
-    def __getitem__(self, expert: int) -> torch.Tensor | Callable[..., torch.Tensor]:
-        return self.experts[expert]
+    return ExpertStack(weight.shape, [pack(part, "one" if rows == "one" else "several") for part in weight])

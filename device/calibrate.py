@@ -18,7 +18,7 @@ from config import EngineConfig
 from core import EngineCore
 from device.coded import PLAIN, key
 from device.startup import pick_device
-from models.shares import Part
+from models.shares import TensorPart
 from plan import EngineCoreRequest
 from sampling_params import SamplingParams
 
@@ -96,7 +96,7 @@ def calibrate(
     return {name: codes for name, part in parts.items() if (codes := gathered(part, learners))}
 
 
-def gathered(part: Part, learners: dict[int, Learner]) -> CodedRows | None:
+def gathered(part: TensorPart, learners: dict[int, Learner]) -> CodedRows | None:
     """The codes of a tensor of the checkpoint, whose rows may lie in several of the model's matrices; None if one of
     them has not learned.
     """

@@ -25,7 +25,7 @@ from lora.stacks import AdaptedLinear
 from model import Transformer
 from model_config import ModelConfig
 from models.quantized import QuantizedWeight
-from models.shares import Part, is_absent
+from models.shares import Parts, is_absent
 
 PIECE_ELEMENTS = 2**22  # become codes at a time: so many that the calls' own time does not count
 LEAST_GROUP = 16
@@ -96,7 +96,7 @@ def stored(numbers: torch.Tensor, kind: str, inputs: int) -> torch.Tensor:
 
 
 def settle(
-    model: Transformer, wanted: dict[str, Part], sources: dict[str, list[Stored]], fp8: bool | None = None
+    model: Transformer, wanted: Parts, sources: dict[str, list[Stored]], fp8: bool | None = None
 ) -> dict[str, list[Any]]:
     """Give the weights of a model their memory, where they have none yet.
 
@@ -164,21 +164,21 @@ def coded_as(config: EngineConfig, model_config: ModelConfig) -> str:
         ValueError: the options ask for a kind, and the checkpoint has few bits already; or they ask for
             `batch_invariant`.
     """
-    asked, paths = config.quantization, files_of(config)
+    kind, paths = config.quantization, files_of(config)
     in_codes = bool(paths and model_config.quantization) or any(path.endswith(".gguf") for path in paths)
-    if in_codes and asked != "auto":
+    if in_codes and kind != "auto":
         raise ValueError(
-            f"quantization is {asked!r}; {config.model} has its weights in few bits already, so it must be auto"
+            f"quantization is {kind!r}; {config.model} has its weights in few bits already, so it must be auto"
         )
-    if config.batch_invariant and (in_codes or asked != "auto"):
+    if config.batch_invariant and (in_codes or kind != "auto"):
         raise ValueError("batch_invariant is True; with weights in few bits it must be False")
-    return "checkpoint" if in_codes else asked.replace("auto", "")
+    return "checkpoint" if in_codes else kind.replace("auto", "")
 
 
 def coded_tensors(model: Transformer) -> list[torch.Tensor]:
     """The tensors of all matrices in codes."""
-    found = [unwrapped(value) for owner in model.owners() for value in vars(owner).values()]
-    return [tensor for weight in found if isinstance(weight, QuantizedWeight) for tensor in weight.tensors()]
+    weights = [unwrapped(value) for owner in model.owners() for value in vars(owner).values()]
+    return [tensor for weight in weights if isinstance(weight, QuantizedWeight) for tensor in weight.tensors()]
 
 
 def unwrapped(weight: Any) -> Any:
@@ -188,16 +188,16 @@ def unwrapped(weight: Any) -> Any:
 
 def kinds_of(model: Transformer) -> dict[str, int]:
     """Counts the matrices of a stage by kind, or by dtype if they are plain. Tables and the head do not count."""
-    found = Counter[str]()
+    counts = Counter[str]()
     for owner in model.owners():
         for name in (*owner.matrices, *owner.stacks):
             weight = getattr(owner, name)
             if isinstance(weight, QuantizedWeight):
                 kind, input_kind = weight.coded.kind, weight.coded.input_kind
-                found[f"{kind} with inputs in {input_kind}" if input_kind else kind] += 1
+                counts[f"{kind} with inputs in {input_kind}" if input_kind else kind] += 1
             elif torch.is_tensor(weight):
-                found[str(weight.dtype).removeprefix("torch.")] += 1
-    return dict(found)
+                counts[str(weight.dtype).removeprefix("torch.")] += 1
+    return dict(counts)
 
 
 def key(tensor: torch.Tensor) -> int:
@@ -205,7 +205,7 @@ def key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def kinds_to_round(model: Transformer, wanted: dict[str, Part], head: bool = True) -> dict[str, str]:
+def kinds_to_round(model: Transformer, wanted: Parts, head: bool = True) -> dict[str, str]:
     """The kind, see `rounded`, to which `--quantization` rounds tensors, by our names. Others are not rounded."""
     if model.coded not in GROUPS:
         return {}

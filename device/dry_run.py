@@ -18,9 +18,8 @@ from batch_state import BatchState
 from config import MOST_DRAFTING, EngineConfig, load_named, wrong_tensor
 from device.coded import unwrapped
 from device.compile_guard import kernels_of, unlaunched
-from device.phases import incoming_of
 from layers import Owner
-from lora.stacks import Adapters
+from lora.stacks import AdapterPool
 from model import Transformer
 from model_config import ModelConfig
 from models.expert_ranks import ExpertGroup
@@ -28,7 +27,7 @@ from models.logprobs import LogprobGatherer
 from models.packing import be_batch_invariant
 from models.pooled import Pooler
 from models.quantized import QuantizedWeight
-from parallel import Group, Pipeline
+from parallel import Group, Pipeline, incoming_of
 from plan import StepPlan
 from speculation.proposer import add_draft, new_proposer
 from worker import StepRun, Worker
@@ -68,7 +67,7 @@ def table_columns(config: EngineConfig, max_model_len: int) -> int:
 def dry_worker(config: EngineConfig, model: Transformer, ops: ModuleType) -> Worker:
     """A worker on the meta device for a model of the same shape as `model`; `ops` is the module `kernels`."""
     dry = dry_model(config, model.config, ops, model.dtype, model.max_model_len, model.group.pipeline)
-    adapters = Adapters.of(config, dry, dry.parameters())
+    adapters = AdapterPool.of(config, dry, dry.parameters())
     for own, other in zip(dry.owners(), model.owners(), strict=True) if model.coded else ():
         for name, value in vars(other).items():
             if isinstance(weight := unwrapped(value), QuantizedWeight):

@@ -40,19 +40,6 @@ def add_lockstep(w: Worker) -> None:
     w.row_phases.insert(w.row_phases.index(w.enter_rows) + 1, check_graph)
 
 
-def add_exchanges(w: Worker) -> None:
-    """Several ranks note the messages of a step, for `make_up`."""
-
-    def begin(run: StepRun) -> None:
-        w.group.exchanged.clear()
-
-    def note(run: StepRun) -> None:
-        w.exchanges = w.exchanges or [*w.group.exchanged]
-
-    w.forward_phases.insert(0, begin)
-    w.forward_phases.insert(w.forward_phases.index(w.score), note)
-
-
 def may_refuse(worker: Worker) -> bool:
     """Whether a step that has failed on this rank may be refused, and the worker goes on.
 

@@ -29,7 +29,7 @@ from device.coded import fill, kinds_to_round, settle
 from model import Transformer
 from models.families import HALF_PREFIXES, PREFIXES, our_name
 from models.quantized import QuantizedWeight
-from models.shares import Part
+from models.shares import Parts, TensorPart
 
 # Constants that old checkpoints have: RoPE's frequencies, masks, and two of xIELU's numbers. And scales of keys and
 # values, which only a cache in FP8 wants.
@@ -47,9 +47,7 @@ Target = torch.Tensor | QuantizedWeight
 Pair = tuple[Target, Stored]  # target and source, of equal shapes
 
 
-def load_weights(
-    model: Transformer, folder: str, staged: bool | None = None, wanted: dict[str, Part] | None = None
-) -> None:
+def load_weights(model: Transformer, folder: str, staged: bool | None = None, wanted: Parts | None = None) -> None:
     """Fill `model` from the safetensors of `folder`: one file, or the files named in an index.
 
     Only this rank's share of each tensor is read, and only after the headers of all files have been checked.
@@ -68,7 +66,7 @@ def load_weights(
 
     wanted, device = wanted or model.parameters(), torch.device(model.device)
     paths = checkpoint_files(folder)
-    found, files = find_weights(model, folder, paths, wanted)
+    saved_names, files = find_weights(model, folder, paths, wanted)
     scales = [(name, piece.target) for name, part in wanted.items() if part.optional for piece in part.pieces]
     for _, target in scales:
         target.fill_(1)
@@ -93,14 +91,14 @@ def load_weights(
     if stage:
         stage.wait()
     for name, target in scales:
-        if name in found and not target > 0:
-            raise ValueError(f"{source}: tensor {found[name]} is {float(target)}; a scale must be above 0")
+        if name in saved_names and not target > 0:
+            raise ValueError(f"{source}: tensor {saved_names[name]} is {float(target)}; a scale must be above 0")
     for name, parts in sums.items():  # a sum of finite numbers may overflow, too, so it is only a hint
         total = sum(parts, torch.zeros((), device=device))
         plain = [target for target in targets[name] if isinstance(target, torch.Tensor)]
         if not (total.isfinite() or (plain and all(target.isfinite().all() for target in plain))):
             read_as = f", read as {str(plain[0].dtype).removeprefix('torch.')}" if plain else ""
-            raise ValueError(f"{source}: tensor {found[name]} has NaN or infinite elements{read_as}")
+            raise ValueError(f"{source}: tensor {saved_names[name]} has NaN or infinite elements{read_as}")
     model.finish()
 
 
@@ -124,29 +122,29 @@ def readers(model: Transformer, stage: Stage | None) -> Iterator[int]:
 
 
 def find_weights(
-    model: Transformer, folder: str, paths: list[str], wanted: dict[str, Part]
+    model: Transformer, folder: str, paths: list[str], wanted: Parts
 ) -> tuple[dict[str, str], list[dict[str, list[Stored]]]]:
     """Our names of the checkpoint's tensors and its own, and what is to be copied out of each file, by piece. Only
     headers are read. Raises what `find_slices` and `check_complete` do."""
-    found: dict[str, str] = {}
+    saved_names: dict[str, str] = {}
     storage = Storage(paths, model.config.quantization)
     index = None if folder in paths else read_json(folder, INDEX, {}).get("weight_map")
     if index and os.path.basename(paths[0]) not in index.values():  # it is of older files
         index = None
     instead = stand_in(paths, model.config, storage)
-    files = [find_slices(path, wanted, model, found, storage, index, instead) for path in paths]
-    check_complete(folder, wanted, found)
-    return found, files
+    files = [find_slices(path, wanted, model, saved_names, storage, index, instead) for path in paths]
+    check_complete(folder, wanted, saved_names)
+    return saved_names, files
 
 
-def settle_headers(model: Transformer, folder: str, wanted: dict[str, Part], fp8: bool) -> None:
+def settle_headers(model: Transformer, folder: str, wanted: Parts, fp8: bool) -> None:
     """Find out from the headers of a checkpoint's files what of a model on the meta device stays in codes; of `fp8` see
     `settle`."""
     _, files = find_weights(model, folder, checkpoint_files(folder), wanted)
     settle(model, wanted, {name: sources for file in files for name, sources in file.items()}, fp8)
 
 
-def check_complete(folder: str, wanted: dict[str, Part], found: dict[str, str]) -> None:
+def check_complete(folder: str, wanted: Parts, saved_names: dict[str, str]) -> None:
     """Check that the files have all that is wanted: each tensor, or one that stands for it.
 
     Args:
@@ -157,23 +155,25 @@ def check_complete(folder: str, wanted: dict[str, Part], found: dict[str, str]) 
     """
     needed = {name for name, part in wanted.items() if part.needed}
     for name, part in wanted.items():
-        if part.instead_of and name in found:
-            if twice := found.keys() & set(part.instead_of):
-                raise ValueError(f"{folder} has tensor {found[min(twice)]} twice: {found[name]} has it, too")
+        if part.instead_of and name in saved_names:
+            if twice := saved_names.keys() & set(part.instead_of):
+                raise ValueError(
+                    f"{folder} has tensor {saved_names[min(twice)]} twice: {saved_names[name]} has it, too"
+                )
             needed -= set(part.instead_of)
-    if missing := needed - found.keys():
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        saved_as = [saved.removesuffix(name) for name, saved in found.items() if saved.endswith(name)]
+    if missing := needed - saved_names.keys():
+        others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        saved_as = [saved.removesuffix(name) for name, saved in saved_names.items() if saved.endswith(name)]
         prefix = max(saved_as, key=len, default="")
         prefix = "" if min(missing).endswith(HEADS) else prefix
-        raise ValueError(f"{folder} has no tensor {prefix}{min(missing)}{more}")
+        raise ValueError(f"{folder} has no tensor {prefix}{min(missing)}{others}")
 
 
 def find_slices(
-    path: str, wanted: dict[str, Part], model: Transformer, found: dict[str, str], storage: Storage,
+    path: str, wanted: Parts, model: Transformer, saved_names: dict[str, str], storage: Storage,
     index: dict[str, str] | None, instead: dict[str, str],
 ) -> dict[str, list[Stored]]:  # fmt: skip
-    """What is to be copied out of a file, by name. The sources are views of the mapped file; only its header is read.
+    """The sources of a file's tensors, by name: views of the mapped file. Only its header is read.
 
     Args:
         found: our names and the checkpoint's of what was found so far; this file's are added.
@@ -194,8 +194,10 @@ def find_slices(
             name, unlisted = instead.get(plain) or our_name(plain, wanted), index and saved not in index
             if name is None and (unlisted or skipped(plain, model) or storage.is_zero_bias(file, saved)):
                 continue
-            if name in found:
-                raise ValueError(f"{path} has a tensor {saved!r:.200}; the checkpoint has it as {found[name]}, too")
+            if name in saved_names:
+                raise ValueError(
+                    f"{path} has a tensor {saved!r:.200}; the checkpoint has it as {saved_names[name]}, too"
+                )
             if name is None and (codes := storage.missing_codes(saved)):
                 raise ValueError(f"{path} has a tensor {saved!r:.200}, and the checkpoint has no {codes}")
             if name is None:
@@ -215,13 +217,13 @@ def find_slices(
                 whole = whole.mT
             if (shape := list(whole.shape)) != list(part.shape):
                 raise ValueError(f"{path}: tensor {saved} has shape {shape}; config.json asks for {list(part.shape)}")
-            found[name] = plain
+            saved_names[name] = plain
             slices[name] = slices_of(whole, part, kinds.get(name, ""))
     return slices
 
 
-def slices_of(whole: Stored, part: Part, kind: str = "") -> list[Stored]:
-    """What is to be copied out of a whole tensor of the checkpoint for each piece, rounded if plain to a `kind`."""
+def slices_of(whole: Stored, part: TensorPart, kind: str = "") -> list[Stored]:
+    """The source of each piece, a view of a whole tensor of the checkpoint; if plain, it is rounded to a `kind`."""
     if kind and isinstance(whole, torch.Tensor):
         axis = [*range(whole.ndim - 2), -1, -2] if part.transposed else [*range(whole.ndim)]
         rows = rounded(whole.permute(axis), kind)  # of outputs
@@ -324,7 +326,7 @@ class Stage:
             self.stream.synchronize()
 
 
-def fill_dummy(model: Transformer, seed: int, wanted: dict[str, Part] | None = None) -> None:
+def fill_dummy(model: Transformer, seed: int, wanted: Parts | None = None) -> None:
     """Make weights up: norms 1, biases 0, matrices from a normal distribution that keeps activations near 1.
 
     Every rank makes all of a matrix and takes its share, so that the model is the same for any number of ranks. Of
@@ -340,8 +342,8 @@ def fill_dummy(model: Transformer, seed: int, wanted: dict[str, Part] | None = N
         targets = all_targets[name]  # none, where another rank or stage has it
         if len(part.shape) == 1 or "norm" in name:
             scales = name.endswith(("weight", "scale", "scalar"))
-            own = part.optional or name.endswith(f"{model.row.name('delta')}.norm.weight")
-            less_one = model.row.unit_offset and not own
+            is_scale = part.optional or name.endswith(f"{model.row.name('delta')}.norm.weight")
+            less_one = model.row.unit_offset and not is_scale
             for piece in part.pieces:
                 piece.target.fill_(1.0 if scales and not less_one else 0.0)
             continue
@@ -358,7 +360,7 @@ def fill_dummy(model: Transformer, seed: int, wanted: dict[str, Part] | None = N
     model.finish()
 
 
-def settle_dummy(model: Transformer, wanted: dict[str, Part]) -> dict[str, list[Target]]:
+def settle_dummy(model: Transformer, wanted: Parts) -> dict[str, list[Target]]:
     """Do what `settle` does, for weights that are made up."""
     sources, kinds = {}, kinds_to_round(model, wanted)
     for name, part in wanted.items():

@@ -13,35 +13,35 @@ import torch
 
 from batch_state import to_device, to_host
 from config import MOST_DRAFTING
-from device.exchanges import add_exchanges, add_lockstep
-from device.launched import Launched, run_one_by_one
+from device.exchanges import add_lockstep
+from device.launched import run_one_by_one
 from layers import DraftRows
-from plan import StepResult
+from parallel import add_stages
 
 if TYPE_CHECKING:
+    from cpu.weights import GreedyHead
+    from lora.stacks import Adapters
+    from models.pooled import Pooler
+    from observe.sanitizer import KVSanitizer
     from worker import Phase, StepRun, Worker
 
 
 def add_phases(worker: Worker) -> None:
     """Add the phases of all options that this worker has."""
     if worker.adapters:
-        add_adapters(worker)
+        add_adapters(worker, worker.adapters)
     if worker.config.num_drafts:
         add_drafts(worker)
     if worker.greedy_head and not worker.state.processors:
-        add_greedy_head(worker)
+        add_greedy_head(worker, worker.greedy_head)
     if worker.sanitizer:
-        add_sanitizer(worker)
-    if worker.group.size > 1:
-        add_exchanges(worker)
+        add_sanitizer(worker, worker.sanitizer)
     if worker.group.experts:
         add_lockstep(worker)
     if worker.pipeline.stages > 1:
         add_stages(worker)
     if worker.pooler and worker.pipeline.last:
-        add_pooling(worker)
-    if worker.pieces:
-        add_pieces(worker)
+        add_pooling(worker, worker.pooler)
     if worker.one_by_one:
         worker.run_plan = partial(run_one_by_one, worker.run_rows, bool(worker.pooler))
 
@@ -51,10 +51,8 @@ def put(phases: list[Phase], place: Phase, phase: Phase, after: int = 1) -> None
     phases.insert(phases.index(place) + after, phase)
 
 
-def add_adapters(w: Worker) -> None:
+def add_adapters(w: Worker, adapters: Adapters) -> None:
     """Adapters come to the device, and change the products of the model and of its head."""
-    assert w.adapters
-    adapters = w.adapters
 
     def move(run: StepRun) -> None:
         if run.plan.adapters:
@@ -130,27 +128,23 @@ def add_drafts(w: Worker) -> None:
     w.forward_phases += [settle, propose]
 
 
-def add_greedy_head(w: Worker) -> None:
+def add_greedy_head(w: Worker, head: GreedyHead) -> None:
     """A CPU finds the token of a single greedy row without all logits, if it can."""
-    assert w.greedy_head
-    head = w.greedy_head
 
     def sample(run: StepRun) -> None:
         w.mark("logits")
         adapted = w.adapters and w.adapters.have_head(run.sampling)
-        found = None if adapted else head.find(run.picked, w.state, run.sampling)
-        if found is None:
+        ids = None if adapted else head.find(run.picked, w.state, run.sampling)
+        if ids is None:
             w.sample(run)
         else:
-            run.ids = found
+            run.ids = ids
 
     w.forward_phases[w.forward_phases.index(w.sample)] = sample
 
 
-def add_sanitizer(w: Worker) -> None:
+def add_sanitizer(w: Worker, sanitizer: KVSanitizer) -> None:
     """What a step reads is checked; see `KVSanitizer`."""
-    assert w.sanitizer
-    sanitizer = w.sanitizer
 
     def follow(run: StepRun) -> None:
         w.state.apply(w.ops)
@@ -158,72 +152,15 @@ def add_sanitizer(w: Worker) -> None:
 
     def check(run: StepRun) -> None:
         batch = run.batch
-        if run.plan.rows:
-            sanitizer.check(run.plan, batch.input_ids, batch.positions, batch.slot_mapping, batch.seq_lens)
-
-    def check_hidden(run: StepRun) -> None:
-        if run.plan.rows:
-            sanitizer.check_hidden(run.plan, run.hidden)
+        sanitizer.check(run.plan, batch.input_ids, batch.positions, batch.slot_mapping, batch.seq_lens)
 
     put(w.plan_phases, w.move_blocks, follow)
     put(w.forward_phases, w.prepare_batch, check)
-    put(w.forward_phases, w.run_model, check_hidden)
+    put(w.forward_phases, w.run_model, lambda run: sanitizer.check_hidden(run.plan, run.hidden))
 
 
-def add_stages(w: Worker) -> None:
-    """Hidden states come from the stage before and go to the next one, and sampled tokens from the last to all."""
-    pipeline = w.pipeline
-
-    def forget(run: StepRun) -> None:
-        if run.plan.new:
-            w.sampled.forget([row.slot for row in run.plan.new])
-
-    def take(run: StepRun) -> None:  # before the plan, which may say that a grammar takes fewer of the drafts
-        w.mark("receive")
-        w.take_sampled(run.plan.rows)
-
-    def receive(run: StepRun) -> None:
-        w.mark("receive")
-        x = incoming_of(w, run.shape.tokens)
-        run.incoming = w.incoming[: run.shape.tokens].copy_(x) if run.graph and x is not None else x
-
-    def hand_on(run: StepRun) -> None:  # in place of sampling: there are no tokens yet, and the step's are computed
-        run.result = run.hidden
-        if not w.pooler:
-            w.mark("post_update")
-            none, starts = run.hidden.new_empty(0, dtype=torch.int64), w.state.sample_starts[: run.shape.rows + 1]
-            w.state.update(w.ops, run.batch.slots, run.batch.starts, torch.zeros_like(starts), none)
-
-    def send(run: StepRun) -> None:
-        if not pipeline.last:
-            pipeline.send(run.result.clone() if run.graph else run.result)
-        if not w.pooler and len(run.rows.sampling):
-            w.sampled.follow(run.rows, run.result)
-
-    def report(run: StepRun) -> None:
-        run.launched = Launched(StepResult(run.plan.step, [-1] * len(run.plan.rows)))
-
-    w.plan_phases.insert(0, forget)
-    put(w.row_phases, w.compute, send)
-    if not pipeline.first:
-        put(w.row_phases, w.enter_rows, receive)
-    if not pipeline.last:
-        put(w.plan_phases, w.enter, take, 0)
-        w.row_phases[w.row_phases.index(w.report) :] = [report]
-        w.forward_phases[w.forward_phases.index(w.score) :] = [hand_on]
-
-
-def incoming_of(w: Worker, tokens: int) -> torch.Tensor | None:
-    """The previous stage's output for a step of so many tokens; the first stage has none."""
-    if w.pipeline.first:
-        return None
-    return w.pipeline.receive((tokens, w.model.passed_sizes[0]), w.model.dtype, w.device)
-
-
-def add_pooling(w: Worker) -> None:
+def add_pooling(w: Worker, pooler: Pooler) -> None:
     """Prompts are pooled to vectors, and nothing is sampled."""
-    assert w.pooler
-    pooler = w.pooler
 
     def pool(run: StepRun) -> None:
         w.mark("pool")
@@ -235,18 +172,3 @@ def add_pooling(w: Worker) -> None:
 
     w.forward_phases[w.forward_phases.index(w.score) :] = [pool]
     put(w.row_phases, w.report, report)
-
-
-def add_pieces(w: Worker) -> None:
-    """A small step replays graphs of what lies between attentions."""
-    assert w.pieces
-    pieces = w.pieces
-
-    def run_model(run: StepRun) -> None:
-        if run.shape.tokens > pieces.sizes[-1]:
-            w.run_model(run)
-        else:
-            w.mark("model")
-            run.hidden = pieces.run(run.batch)
-
-    w.forward_phases[w.forward_phases.index(w.run_model)] = run_model

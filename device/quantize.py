@@ -26,7 +26,7 @@ from checkpoints import compressed
 from checkpoints.dequantize import CodedRows
 from checkpoints.hub import checkpoint_files, find_model
 from checkpoints.rounding import codes_of, nearest_of
-from checkpoints.storage import opened
+from checkpoints.storage import tensors_in
 from checkpoints.tied_head import settle_head
 from config import DEMO, PROG, EngineConfig
 from core import EngineCore
@@ -59,8 +59,8 @@ Chunks = list[list[int]]
 
 
 @dataclass(frozen=True)
-class Options:
-    """What the command line says.
+class QuantizeOptions:
+    """The options of the command line.
 
     Raises:
         ValueError: two of the options do not go together, or one is out of range.
@@ -134,7 +134,7 @@ def main(argv: Sequence[str]) -> None:
     """Run the command. If it cannot be done, one line says why, and the exit code is 2."""
     parser = new_parser()
     try:
-        for line in quantize(Options(**vars(parser.parse_args(argv)))):
+        for line in quantize(QuantizeOptions(**vars(parser.parse_args(argv)))):
             print(line)
     except ValueError as error:
         parser.error(str(error))
@@ -142,7 +142,7 @@ def main(argv: Sequence[str]) -> None:
         sys.exit(128 + signal.SIGINT)
 
 
-def quantize(options: Options) -> list[str]:
+def quantize(options: QuantizeOptions) -> list[str]:
     """Do what the options say; returns what is to be told.
 
     Raises:
@@ -155,7 +155,7 @@ def quantize(options: Options) -> list[str]:
     compressed.check_target(target, here, options.overwrite)  # before anything is downloaded
     source = find_model(source)
     compressed.check_target(target, Path(source.folder), options.overwrite)
-    job = Job(options, source)
+    job = QuantizeJob(options, source)
     lessons, exam = job.chunks(texts)
     before = perplexity(source, exam)
     learned: dict[str, CodedRows] = {}
@@ -188,7 +188,7 @@ def read_text(path: str) -> str:
     return text
 
 
-class Job:
+class QuantizeJob:
     """A checkpoint that is to be quantized: what its headers say of each tensor.
 
     Attributes:
@@ -200,7 +200,7 @@ class Job:
         ValueError: it is none that can be quantized, or not with these options.
     """
 
-    def __init__(self, options: Options, source: EngineConfig):
+    def __init__(self, options: QuantizeOptions, source: EngineConfig):
         self.options, self.source, name = options, source, source.model
         self.paths = checkpoint_files(source.folder)
         config = ModelConfig.from_folder(source.folder)
@@ -220,24 +220,22 @@ class Job:
         model = dry_model(self.source, self.config, ops, self.dtype, 2, Pipeline(), kind)
         wanted = model.parameters()
         rounded = kinds_to_round(model, wanted, head=False)
-        for path in self.paths:
-            with opened(path) as file:
-                for saved in file.keys():  # noqa: SIM118 (a safetensors file is not a dict)
-                    shape, module = file.get_slice(saved).get_shape(), saved.removesuffix(".weight")
-                    name = our_name(saved, wanted)
-                    if name in rounded:
-                        if len(shape) != 2 or wanted[name].transposed or module == saved:
-                            raise ValueError(
-                                f"tensor {saved} of {self.config.architecture} has shape {shape}; compressed-tensors "
-                                "has a matrix [outputs, inputs] for each module and each expert, and so this is refused"
-                            )
-                        if group > 0 and shape[1] % group:
-                            raise ValueError(
-                                f"group_size is {group}; it must divide the {shape[1]} inputs of {saved}, or be -1"
-                            )
-                        self.rounds[saved] = name
-                    elif len(shape) > 1 and module != saved and name != f"{self.config.row.name('embed')}.weight":
-                        self.ignore.add(module)
+        for file, saved in tensors_in(self.paths):
+            shape, module = file.get_slice(saved).get_shape(), saved.removesuffix(".weight")
+            name = our_name(saved, wanted)
+            if name in rounded:
+                if len(shape) != 2 or wanted[name].transposed or module == saved:
+                    raise ValueError(
+                        f"tensor {saved} of {self.config.architecture} has shape {shape}; compressed-tensors has a "
+                        "matrix [outputs, inputs] for each module and each expert, and so this is refused"
+                    )
+                if group > 0 and shape[1] % group:
+                    raise ValueError(
+                        f"group_size is {group}; it must divide the {shape[1]} inputs of {saved}, or be -1"
+                    )
+                self.rounds[saved] = name
+            elif len(shape) > 1 and module != saved and name != f"{self.config.row.name('embed')}.weight":
+                self.ignore.add(module)
 
     def chunks(self, texts: list[str]) -> tuple[Chunks, Chunks]:
         """Chunks of tokens: to calibrate with, and to measure. `texts` are those that the options name.
@@ -276,15 +274,13 @@ class Job:
         source, recipe = Path(self.source.folder), self.options.recipe
         with compressed.new_folder(target) as folder:
             shards = compressed.Shards(folder)
-            for path in self.paths:
-                with opened(path) as file:
-                    for saved in file.keys():  # noqa: SIM118 (a safetensors file is not a dict)
-                        tensor = file.get_tensor(saved)
-                        if saved not in self.rounds:
-                            shards.add({saved: tensor})
-                            continue
-                        rows = learned.get(self.rounds[saved]) or self.to_nearest(tensor)
-                        shards.add(compressed.tensors_of(saved, rows.codes, rows.scales, recipe))
+            for file, saved in tensors_in(self.paths):
+                tensor = file.get_tensor(saved)
+                if saved not in self.rounds:
+                    shards.add({saved: tensor})
+                    continue
+                rows = learned.get(self.rounds[saved]) or self.to_nearest(tensor)
+                shards.add(compressed.tensors_of(saved, rows.codes, rows.scales, recipe))
             shards.finish()
             compressed.copy_beside(source, folder)
             compressed.write_config(source, folder, compressed.config_of(recipe, self.options.group, self.ignore))

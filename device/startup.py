@@ -46,13 +46,13 @@ from device.memory import (
 from device.pools import count_blocks, fit_states, new_host_pool, new_host_states
 from device.upkeep import KeptWorker
 from device.warmup import rehearse, time_rows, warm_up
-from lora.stacks import Adapters
+from lora.stacks import AdapterPool
 from model import Transformer
 from model_config import ModelConfig
 from models.expert_ranks import ExpertGroup
 from models.packing import be_batch_invariant
 from models.pooling import settle_task
-from models.shares import Part
+from models.shares import TensorPart
 from observe.logs import logger
 from parallel import Group, Pipeline
 from speculation.proposer import add_draft
@@ -158,11 +158,11 @@ class Start:
     max_model_len: int
     seconds: dict[str, float] = field(default_factory=dict)  # of each phase
     model: Transformer = field(init=False)
-    parameters: dict[str, Part] = field(init=False)  # what fills the model; none once the weights are packed
-    draft_parameters: dict[str, Part] = field(init=False)  # what fills its draft
+    parameters: dict[str, TensorPart] = field(init=False)  # what fills the model; none once the weights are packed
+    draft_parameters: dict[str, TensorPart] = field(init=False)  # what fills its draft
     num_parameters: int = 0
     greedy_head: cpu_weights.GreedyHead | None = None
-    adapters: Adapters | None = None
+    adapters: AdapterPool | None = None
     memory: MemoryPlan = field(init=False)
     cpu_room: int = 0  # bytes of a CPU's memory for the KV pool
     num_snapshots: int = 0  # recurrent states that the prefix cache keeps
@@ -226,7 +226,7 @@ class Start:
     def arrange(self, files: list[str]) -> None:
         """Give the weights the layouts that this device is fast with; of the `files` see `cpu.weights.prepare`."""
         config, model = self.config, self.model
-        adapters = Adapters.of(config, model, self.parameters, self.adapters)
+        adapters = AdapterPool.of(config, model, self.parameters, self.adapters)
         if self.ops.BACKEND == "cpu":
             rows = "both" if config.compile else "one" if config.max_num_seqs == 1 else "several"
             rows = "several" if config.makes_vectors else rows  # a prompt's tokens are the rows of a product

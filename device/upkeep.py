@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,8 +27,7 @@ from cpu import machine
 from device.coded import coded_tensors
 from device.loader import find_weights
 from device.warmup import capture
-from lora.loads import AdapterReader
-from lora.stacks import Adapters
+from lora.stacks import AdapterPool
 from model import Transformer
 from models.logprobs import LogprobGatherer
 from models.pooled import Pooler
@@ -41,11 +39,10 @@ from worker import Worker
 if TYPE_CHECKING:
     from device.startup import Start
 
-READERS = 4  # threads that read adapters
 Pools = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-class KeptWorker(AdapterReader, Worker):
+class KeptWorker(Worker):
     """A worker, with what has made it ready, which is needed again where memory or weights change.
 
     Args:
@@ -66,7 +63,6 @@ class KeptWorker(AdapterReader, Worker):
         self.packed = self.ops.BACKEND == "cpu" or bool(model.coded)  # whether weights are not plain tensors
         self.dropped = False  # whether there are no weights
         self.emptied: list[tuple[torch.UntypedStorage, int, torch.Tensor | None]] = []  # each one's size, and copy
-        self.readers, self.loads = ThreadPoolExecutor(READERS), {}
 
     # --- sleep --------------------------------------------------------------------------------------------------------
 
@@ -149,7 +145,7 @@ class KeptWorker(AdapterReader, Worker):
             self.greedy_head = self.start.greedy_head = None
             if self.adapters:  # which refer to the old model, as it does to them
                 wanted = self.model.parameters()
-                self.start.adapters = self.adapters = Adapters.of(self.config, self.model, wanted, self.adapters)
+                self.start.adapters = self.adapters = AdapterPool.of(self.config, self.model, wanted, self.adapters)
                 gc.collect()
             self.proposer = new_proposer(self.config, self.model)  # the old one has the old draft
 

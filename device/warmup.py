@@ -13,12 +13,12 @@ from config import MOST_DRAFTING
 from cpu import machine
 from device.dry_run import dry_worker
 from device.memory import captures_graphs, piece_sizes
-from device.phases import incoming_of
 from device.piecewise import PiecewiseGraphs
 from layers import Batch
 from model import Transformer
+from parallel import incoming_of
 from plan import NewRow, StepPlan
-from sampling_params import PoolingParams
+from sampling_params import PoolingParams, SamplingParams
 from worker import StepRun, Worker
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def run_prompts(start: Start, worker: Worker) -> float:
     blocks = some_blocks(start, min(length + 3 + start.config.num_drafts, start.max_model_len))
     adapters = [(0, 0)] if worker.adapters else []  # of zeros
     asked: list[dict[str, Any]] = [{"penalties": (2.0, 0.0, 0.0), "num_logprobs": 0}]
-    asked.append({"temperature": 1.0, "num_logprobs": 1})
+    asked.append({"sampling": SamplingParams().columns, "num_logprobs": 1})
     if start.device == "cuda":  # which loads kernels at their first launch, so the last prompts are timed without
         asked.append(asked[-1])
     for fields in tqdm(asked, desc="Warming up", leave=False, disable=None):
@@ -230,7 +230,6 @@ def capture(start: Start, worker: Worker) -> None:
         worker.graphs[shape] = graph, result
     if sizes := piece_sizes(start.config, start.model):
         worker.pieces = PiecewiseGraphs(start.model, worker.pool, sizes, pool)
-        worker.arrange()
     worker.rows = None  # the batch state holds the rows of the last graph
     if experts:
         experts.exchange(None)

@@ -12,7 +12,7 @@ import math
 import os
 import re
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 from config import read_json
@@ -36,35 +36,15 @@ REFUSED_PROMPTS: dict[str, tuple[Any, ...]] = {  # the same for prompt adapters
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterConfig:
-    """What an adapter's config says about its matrices.
+def read_adapter(
+    folder: str, most: int = MOST_RANK, most_tokens: int = MOST_VIRTUAL_TOKENS
+) -> tuple[int, Callable[[str], tuple[int, float]]]:
+    """Read the config of the adapter in `folder`, of at most rank `most`, and at most `most_tokens` virtual tokens.
 
-    Attributes:
-        rank, alpha: r and the scale's numerator, of modules that no pattern matches.
-        rooted: the scale is alpha / sqrt(r), not alpha / r (rsLoRA, Kalajdzievski, 2023).
-        ranks, alphas: other values for the modules that a pattern matches, the first one that does, as in PEFT.
-        num_virtual_tokens: N of a prompt adapter, which has no matrices; else 0.
-    """
-
-    rank: int
-    alpha: float
-    rooted: bool
-    ranks: Patterns
-    alphas: Patterns
-    num_virtual_tokens: int = 0
-
-    def rank_of(self, module: str) -> int:
-        return next((rank for pattern, rank in self.ranks if pattern.match(module)), self.rank)
-
-    def scale_of(self, module: str) -> float:
-        rank = self.rank_of(module)
-        alpha = next((alpha for pattern, alpha in self.alphas if pattern.match(module)), self.alpha)
-        return alpha / (math.sqrt(rank) if self.rooted else rank)
-
-
-def read_adapter(folder: str, most: int = MOST_RANK, most_tokens: int = MOST_VIRTUAL_TOKENS) -> AdapterConfig:
-    """The config of the adapter in `folder`, of rank `most` at most, and with at most `most_tokens` virtual tokens.
+    Returns:
+        N of a prompt adapter, which has no matrices, or 0. And a function that gives the rank r and the scale of a
+        module: alpha / r, or alpha / sqrt(r) with rsLoRA (Kalajdzievski, 2023). As in PEFT, the first pattern that
+        matches the module's name has its r, or its alpha.
 
     Raises:
         ValueError: there is no such folder, it has no weights in safetensors, or what its config asks for is not done
@@ -88,7 +68,7 @@ def read_adapter(folder: str, most: int = MOST_RANK, most_tokens: int = MOST_VIR
     if kind == "PROMPT_TUNING":
         count: Any = fields.get("num_virtual_tokens")
         check_count(f"{place}: num_virtual_tokens", count, "max_prompt_adapter_token", most_tokens, MOST_VIRTUAL_TOKENS)
-        return AdapterConfig(0, 0.0, False, [], [], count)
+        return count, lambda module: (0, 0.0)
     ranks, alphas = (compiled(f"{place}: {name}", fields.get(name) or {}) for name in ("rank_pattern", "alpha_pattern"))
     rank, alpha = fields.get("r", 8), fields.get("lora_alpha", 8)
     for name, value in [("r", rank), *(("rank_pattern", value) for _, value in ranks)]:
@@ -96,23 +76,29 @@ def read_adapter(folder: str, most: int = MOST_RANK, most_tokens: int = MOST_VIR
     for name, value in [("lora_alpha", alpha), *(("alpha_pattern", value) for _, value in alphas)]:
         if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= sys.float_info.max:
             raise ValueError(f"{place}: {name} is {value!r:.200}; it must be a number")
-    return AdapterConfig(rank, alpha, bool(fields.get("use_rslora")), ranks, alphas)
+
+    def shape_of(module: str) -> tuple[int, float]:
+        r = next((value for pattern, value in ranks if pattern.match(module)), rank)
+        numerator = next((value for pattern, value in alphas if pattern.match(module)), alpha)
+        return r, numerator / (math.sqrt(r) if fields.get("use_rslora") else r)
+
+    return 0, shape_of
 
 
 def compiled(where: str, patterns: Any) -> Patterns:
     """The patterns of a config, which match the ends of modules' names; a ValueError about them begins with `where`."""
     if not isinstance(patterns, dict) or len(patterns) > MOST_KEYS:
         raise ValueError(f"{where} is {patterns!r:.200}; it must be an object of at most {MOST_KEYS} keys")
-    found = []
+    result = []
     for key, value in patterns.items():
         if len(key) > MOST_CHARS or SLOW.search(key):
             limits = f"at most {MOST_CHARS} characters and 4 repeats, and no repeated group"
             raise ValueError(f"{where} has the key {key!r:.200}; it may have {limits}")
         try:
-            found.append((re.compile(rf"(.*\.)?({key})$"), value))
+            result.append((re.compile(rf"(.*\.)?({key})$"), value))
         except (OverflowError, re.error) as error:
             raise ValueError(f"{where} has the key {key!r:.200}, which is no regular expression: {error}") from None
-    return found
+    return result
 
 
 def check_count(what: str, value: Any, option: str, most: int, possible: int) -> None:

@@ -33,7 +33,7 @@ class HostAdapters:
 
     Args:
         config: the engine's options.
-        call: has all workers call a method of `AdapterReader`, by its name and with its arguments; returns what each
+        call: has all workers call a method of `AdapterPool`, by its name and with its arguments; returns what each
             returns. A ValueError says that the workers were started anew; then `reload` was called.
         in_use: returns whether a request has an adapter.
     """
@@ -103,32 +103,32 @@ class HostAdapters:
                 if (line := lines.get(name)) and line.pop(request_id, None) is not None and not line:
                     del lines[name]
 
-    def _find(self, asked: LoRARequest, at_once: bool) -> Adapter | None:
+    def _find(self, request: LoRARequest, at_once: bool) -> Adapter | None:
         if not self.enabled:
-            raise ValueError(f"lora_request is {asked.lora_name!r:.200}; it needs an engine with enable_lora")
-        if asked.lora_path in self.reading.values():
+            raise ValueError(f"lora_request is {request.lora_name!r:.200}; it needs an engine with enable_lora")
+        if request.lora_path in self.reading.values():
             return None
-        wanted = Adapter(state_of(asked.lora_path), -1)
+        wanted = Adapter(state_of(request.lora_path), -1)
         adapter = next((known for known in self.known if known == wanted), None)
-        has_turn = not self.crowded or asked.lora_path in self.turns
+        has_turn = not self.crowded or request.lora_path in self.turns
         if adapter and not has_turn and adapter is next(iter(self.known)):  # it has to leave
             return None
         if adapter:
             self.known[adapter] = self.known.pop(adapter)
-            return dataclasses.replace(adapter, name=asked.lora_name)  # one folder may have several names
-        wrong, found = self.failed.get(wanted, ("", 0.0))
-        if time.monotonic() < found + MEMORY:
-            raise ValueError(wrong)
+            return dataclasses.replace(adapter, name=request.lora_name)  # one folder may have several names
+        message, refused_at = self.failed.get(wanted, ("", 0.0))
+        if time.monotonic() < refused_at + MEMORY:
+            raise ValueError(message)
         if not (has_turn and self._make_room()):
             return None
-        adapter = Adapter(wanted.key, self.free.pop(), asked.lora_name)
-        self.reading[adapter] = asked.lora_path
+        adapter = Adapter(wanted.key, self.free.pop(), request.lora_name)
+        self.reading[adapter] = request.lora_path
         with contextlib.suppress(ValueError):  # new workers read nothing yet, and the caller sees that in `reading`
-            self.call("begin_load", adapter.row, adapter.key)
+            self.call("adapters.begin_load", adapter.row, adapter.key)
         if not at_once:
             return None
-        self._read_to_end(asked.lora_path)
-        return self._find(asked, at_once)
+        self._read_to_end(request.lora_path)
+        return self._find(request, at_once)
 
     def _read_to_end(self, folder: str) -> None:
         """Wait until the workers do not read a folder any more."""
@@ -157,37 +157,37 @@ class HostAdapters:
                 self.crowded[client] = self.crowded.pop(client)  # its next turn is after those of all others
                 self.answered = [first]
         self.turns, self.answered = self.answered, []
-        asked = [self.waiting[name] for folder in self.turns for name in self.lines.get(folder, ())]
-        for request in asked:
+        requests = [self.waiting[name] for folder in self.turns for name in self.lines.get(folder, ())]
+        for request in requests:
             self.abort(request.request_id)
-        return asked
+        return requests
 
     def _ask(self) -> None:
         """Ask the workers which adapters they have read."""
         try:
-            told = self.call("finished_loads")
+            results = self.call("adapters.finished_loads")
         except ValueError:  # the workers were started anew
             assert not self.reading
             return
         self.looked = time.monotonic()
         for adapter, folder in [*self.reading.items()]:
-            said = [of_rank.get(adapter.row) for of_rank in told]
-            if None in said:
+            of_ranks = [of_rank.get(adapter.row) for of_rank in results]
+            if None in of_ranks:
                 continue
             del self.reading[adapter]
             self.answered += [folder] if folder in self.lines else []
             self.interrupted.discard(adapter)
-            if wrong := next((what for what in said if isinstance(what, str)), None):
-                self._refuse(adapter, wrong)
+            if message := next((result for result in of_ranks if isinstance(result, str)), None):
+                self._refuse(adapter, message)
             else:
-                self.known[dataclasses.replace(adapter, num_virtual_tokens=said[0])] = folder
+                self.known[dataclasses.replace(adapter, num_virtual_tokens=of_ranks[0])] = folder
 
-    def _refuse(self, adapter: Adapter, wrong: str) -> None:
+    def _refuse(self, adapter: Adapter, message: str) -> None:
         """An adapter could not be read; all requests that wait for it are told why."""
         self.free.append(adapter.row)
         now = time.monotonic()
-        self.failed = {each: said for each, said in self.failed.items() if now < said[1] + MEMORY}
-        self.failed[adapter] = wrong, now
+        self.failed = {other: failure for other, failure in self.failed.items() if now < failure[1] + MEMORY}
+        self.failed[adapter] = message, now
 
     def reload(self, rpc: Callable[..., list[Any]]) -> dict[Adapter, str]:
         """Have new workers read all adapters; returns those that they could not read, and why.
@@ -211,9 +211,9 @@ class HostAdapters:
             try:
                 if state_of(folder) != adapter.key:
                     raise ValueError(f"the adapter in {folder} was changed")
-                for said in rpc("load_adapter", args=[adapter.row, adapter.key]):
-                    if isinstance(said, str):
-                        raise ValueError(said)
+                for result in rpc("adapters.load", args=[adapter.row, adapter.key]):
+                    if isinstance(result, str):
+                        raise ValueError(result)
             except ValueError as error:
                 logger.warning(f"new workers have not got an adapter: {error}")
                 lost[adapter] = str(error)

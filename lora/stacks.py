@@ -9,7 +9,7 @@ These are its G slices. With S slots for adapters on the device and ranks of at 
     y[t] += b[s] a[s] x[t]    for a token t whose row has the adapter in slot s
 
 The table of embeddings is such a product, too, of a token's id as a vector with a single 1: a[s] x[t] is a column of
-a[s]. Of the head, x[t] are the hidden states that logits are made of, which are not those of all tokens.
+a[s]. The head's x[t] are the hidden states of the tokens whose logits are made.
 
 All that an adapter has is one row of a pool [S, elements], so it moves from the host's pool to the device's as a KV
 block does. Each rank has its share: of a module whose outputs the ranks divide, the same share of B, and of one whose
@@ -26,9 +26,10 @@ import functools
 import hashlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,32 +41,27 @@ from checkpoints.tied_head import find_tables, nearly_equal
 from config import EngineConfig
 from cpu import machine
 from layers import Owner, Weight, linear
-from lora.adapter import WEIGHTS, AdapterConfig, read_adapter
+from lora.adapter import WEIGHTS, read_adapter
 from model import Transformer
 from models.families import our_name
 from models.quantized import QuantizedWeight
-from models.shares import Part, Piece
+from models.shares import Parts, TensorPiece
+from observe.logs import logger
 
 ALIGNMENT = 64  # elements; where each matrix begins in a row of a pool is a multiple of it
 MATRIX = re.compile(r"base_model\.model\.(.+)\.lora_(?:([AB])\.weight|embedding_([AB]))")  # PEFT's names
 BASE = re.compile(r"base_model\.model\.(.+\.)base_layer\.(weight|bias)")  # the model's own, beside matrices for a table
 PROMPT = "prompt_embeddings"
 DTYPES = torch.float16, torch.bfloat16, torch.float32
-
-
-class Cover(NamedTuple):
-    """The outputs of a product that a piece of a module's weight fills."""
-
-    piece: Piece
-    rows: range
+READERS = 4  # threads that read adapters
 
 
 @dataclass(eq=False)
-class Product:
+class TargetProduct:
     """A product that adapters may change, which is `name` of `owner`.
 
     Attributes:
-        covers: of each module, by the name of its weight, what it fills.
+        covers: of each module, by the name of its weight, its pieces, and the outputs that each of them fills.
         bounds: from 0 to the number of outputs, where the slices begin and end.
         a, b: where they begin in an adapter's row of a pool.
     """
@@ -73,7 +69,7 @@ class Product:
     owner: Owner
     name: str
     shape: tuple[int, int]  # of this rank's weight, [out, in]
-    covers: dict[str, list[Cover]]
+    covers: dict[str, list[tuple[TensorPiece, range]]]
     bounds: list[int]
     a: int = 0
     b: int = 0
@@ -85,14 +81,14 @@ class Product:
         return a, pool[..., self.b : self.b + out * rank].unflatten(-1, (rank, out)).mT
 
 
-def find_products(model: Transformer, wanted: dict[str, Part]) -> list[Product]:
+def find_products(model: Transformer, wanted: Parts) -> list[TargetProduct]:
     """The products of this stage, by the modules that fill them.
 
     Args:
         model: its weights may lie on the meta device; they are not packed yet.
         wanted: see `modules_of`.
     """
-    products: dict[int, Product] = {}
+    products: dict[int, TargetProduct] = {}
     places: list[tuple[Owner, str]] = [(owner, name) for owner in model.owners() for name in owner.matrices]
     if model.group.pipeline.last and not model.row.head_norm:
         places.append((model, "head"))
@@ -101,48 +97,48 @@ def find_products(model: Transformer, wanted: dict[str, Part]) -> list[Product]:
         weight = weight.weight if isinstance(weight, QuantizedWeight) else weight
         if torch.is_tensor(weight) and weight.ndim == 2:
             shape = weight.shape[0], weight.shape[1]
-            products[weight.untyped_storage()._cdata] = Product(owner, name, shape, {}, [0, weight.shape[0]])
+            products[weight.untyped_storage()._cdata] = TargetProduct(owner, name, shape, {}, [0, weight.shape[0]])
     table = f"{model.row.name('embed')}.weight"
     for name, part in wanted.items():
         for piece in part.pieces if name.endswith(".weight") and name != table else ():
             if product := products.get(piece.target.untyped_storage()._cdata):
                 inputs = product.shape[1]
                 begin, count = piece.target.storage_offset() // inputs, piece.target.numel() // inputs
-                product.covers.setdefault(name, []).append(Cover(piece, range(begin, begin + count)))
+                product.covers.setdefault(name, []).append((piece, range(begin, begin + count)))
     for product in products.values():
         product.bounds = slices_of(product)
-    found = [product for product in products.values() if product.covers]
+    result = [product for product in products.values() if product.covers]
     if model.group.pipeline.first:
         count, size = wanted[table].shape
-        whole = Cover(Piece(model.embedding, (slice(None), slice(None))), range(size))
-        found.append(Product(model, "embedding", (size, count), {table: [whole]}, [0, size]))
-    return found
+        whole = TensorPiece(model.embedding, (slice(None), slice(None))), range(size)
+        result.append(TargetProduct(model, "embedding", (size, count), {table: [whole]}, [0, size]))
+    return result
 
 
-def modules_of(model: Transformer, wanted: dict[str, Part]) -> dict[str, Part]:
+def modules_of(model: Transformer, wanted: Parts) -> Parts:
     """The `parameters` of a model, where the head of a tied one has a name of its own, and each of the two its stage.
 
     PEFT's adapters of a tied model's table and head are two, and it saves both even if it was told to tie them.
     """
     table, head = (f"{model.row.name(part)}.weight" for part in ("embed", "head"))
-    found, pipeline = dict(wanted), model.group.pipeline
+    modules, pipeline = dict(wanted), model.group.pipeline
     if model.config.head == "logits" and model.config.tie_word_embeddings:
-        found[head] = found[table] if pipeline.last else found[table]._replace(pieces=())
+        modules[head] = modules[table] if pipeline.last else modules[table]._replace(pieces=())
     if not pipeline.first:
-        found[table] = found[table]._replace(pieces=())
-    return found
+        modules[table] = modules[table]._replace(pieces=())
+    return modules
 
 
-def slices_of(product: Product) -> list[int]:
+def slices_of(product: TargetProduct) -> list[int]:
     """Where the slices of a product begin and end: between two outputs that not all the same modules fill. Outputs that
     no module fills, as a rank may have at the end of a vocabulary, are part of any slice."""
     ends = {0, product.shape[0]}
     for covers in product.covers.values():
-        for cover in covers:
-            ends |= {cover.rows.start, cover.rows.stop}
+        for _, rows in covers:
+            ends |= {rows.start, rows.stop}
 
     def modules(row: int) -> list[str]:
-        return [name for name, covers in product.covers.items() if any(row in cover.rows for cover in covers)]
+        return [name for name, covers in product.covers.items() if any(row in rows for _, rows in covers)]
 
     inner = [end for end in sorted(ends)[1:-1] if modules(end) and modules(end - 1) != modules(end)]
     return [0, *inner, product.shape[0]]
@@ -151,7 +147,7 @@ def slices_of(product: Product) -> list[int]:
 class AdaptedLinear:
     """A product with its adapters: a `Weight`, to be called in the place of the one that it has."""
 
-    def __init__(self, weight: Weight, product: Product, adapters: Adapters):
+    def __init__(self, weight: Weight, product: TargetProduct, adapters: AdapterPool):
         self.weight, self.adapters, self.is_head = weight, adapters, product is adapters.head
         self.a, self.b = product.matrices(adapters.pool, adapters.rank)
         self.bounds = tuple(product.bounds)
@@ -166,9 +162,9 @@ class AdaptedLinear:
 
 
 class AdaptedTable:
-    """What adapters of the table of embeddings add to embeddings."""
+    """Adds the adapters of the table of embeddings to embeddings."""
 
-    def __init__(self, product: Product, adapters: Adapters):
+    def __init__(self, product: TargetProduct, adapters: AdapterPool):
         self.adapters, self.bounds = adapters, tuple(product.bounds)
         self.a, self.b = product.matrices(adapters.pool, adapters.rank)
 
@@ -179,8 +175,9 @@ class AdaptedTable:
             self.adapters.ops.lora_expand(x, h, self.b, self.bounds, plan)
 
 
-class Adapters:
-    """The adapters of one rank.
+class AdapterPool:
+    """The adapters of one rank, in the host's memory and on the device. The engine calls `load`, `begin_load` and
+    `finished_loads` by their names.
 
     Args:
         model: the model, whose weights are not packed yet.
@@ -190,10 +187,11 @@ class Adapters:
         rank: the highest one.
         virtual: M, virtual tokens of an adapter at most.
         source: the folder or file with the model's weights; "" if these are made up.
-        before: those that the model had before its weights were replaced, whose memory these take over.
+        before: the pool that the model had before its weights were replaced; this one takes over its memory.
 
     Attributes:
         head, table: the products whose adapters are the head's and the table's; None: they are not on this stage.
+        readers, loads: threads that read adapters, and what each row of `host` will get from them.
         prompts, host_prompts: the pools' parts for virtual tokens, [.., M, hidden]; None: there are none on this stage.
         plan: of the step that runs, `ops.plan_lora`'s; None: none of its rows has an adapter.
         head_plan: the same for the rows whose logits are being made, and for adapters that have a head.
@@ -206,10 +204,12 @@ class Adapters:
     host_heads: list[bool]  # whether the adapter in each row of `host` has matrices for the head
     held_heads: list[bool]  # the same of `pool`
     headed: torch.Tensor  # the same on the device, [1 + slots] int32: each adapter's own number, from 1, or 0
+    readers: ThreadPoolExecutor
+    loads: dict[int, Future[int | str]]
 
     def __init__(
-        self, model: Transformer, wanted: dict[str, Part], slots: int, rows: int, rank: int, virtual: int, source: str,
-        before: Adapters | None = None,
+        self, model: Transformer, wanted: Parts, slots: int, rows: int, rank: int, virtual: int, source: str,
+        before: AdapterPool | None = None,
     ):  # fmt: skip
         self.ops, self.rank, self.virtual, self.source, self.model = model.ops, rank, virtual, source, model
         self.wanted = modules_of(model, wanted)
@@ -218,7 +218,7 @@ class Adapters:
             next((product for product in self.products if product.owner is model and product.name == name), None)
             for name in ("head", "embedding")
         )
-        self.covered: dict[str, list[Product]] = {}  # by the names of the weights that fill them
+        self.covered: dict[str, list[TargetProduct]] = {}  # by the names of the weights that fill them
         for product in self.products:
             for name in product.covers:
                 self.covered.setdefault(name, []).append(product)
@@ -231,11 +231,13 @@ class Adapters:
             self.pool, self.host, self.headed = before.pool, before.host, before.headed
             self.read_from, self.held = before.read_from, before.held
             self.host_heads, self.held_heads = before.host_heads, before.held_heads
+            self.readers, self.loads = before.readers, before.loads
         else:
             self.pool, self.host = self.new_pools(slots, rows, model)
             self.headed = torch.zeros(1 + slots, dtype=torch.int32, device=model.device)
             self.read_from, self.held = [0] * rows, [0] * slots
             self.host_heads, self.held_heads = [False] * rows, [False] * slots
+            self.readers, self.loads = ThreadPoolExecutor(READERS), {}
         self.prompts, self.host_prompts = (
             pool[:, begin : begin + count].unflatten(1, (virtual, model.config.hidden_size)) if count else None
             for pool in (self.pool, self.host)
@@ -256,9 +258,9 @@ class Adapters:
 
     @classmethod
     def of(
-        cls, config: EngineConfig, model: Transformer, wanted: dict[str, Part], before: Adapters | None = None
-    ) -> Adapters | None:
-        """Those that the options ask for; with the memory of those that the model had `before`."""
+        cls, config: EngineConfig, model: Transformer, wanted: Parts, before: AdapterPool | None = None
+    ) -> AdapterPool | None:
+        """The adapters that the options ask for; they take over the memory of the pool that the model had `before`."""
         if not config.enable_lora:
             return None
         sizes = config.max_loras, config.host_loras, config.max_lora_rank, config.max_prompt_adapter_token
@@ -306,7 +308,35 @@ class Adapters:
         numbers = [number * has for number, has in enumerate((False, *self.held_heads))]
         self.headed.copy_(to_device(np.array(numbers, dtype=np.int32), str(self.pool.device)))
 
-    def load(self, row: int, state: str) -> int:
+    def load(self, row: int, state: str) -> int | str:
+        """Do what `fill_row` does; returns what it returns, or why it failed."""
+        try:
+            return self.fill_row(row, state)
+        except ValueError as error:  # a client's mistake, and no failure of a call, which is logged with its traceback
+            return str(error)
+        except Exception as error:  # of the disk, or of memory
+            folder = state.partition("\0")[0]
+            logger.warning(f"{folder} could not be read", exc_info=True)
+            return f"{folder} could not be read: {error!r:.200}"
+
+    def begin_load(self, row: int, state: str) -> None:
+        """Have a thread do what `load` does, beside the steps; no step uses the row meanwhile."""
+        copied = None
+        if self.pool.is_cuda:  # steps that were launched may have yet to copy what the row has held
+            copied = torch.cuda.current_stream().record_event()
+
+        def load() -> int | str:
+            if copied:
+                copied.synchronize()
+            return self.load(row, state)
+
+        self.loads[row] = self.readers.submit(load)
+
+    def finished_loads(self) -> dict[int, int | str]:
+        """The results of `load` by row, of each `begin_load` that is done."""
+        return {row: load.result() for row, load in self.loads.items() if load.done()}
+
+    def fill_row(self, row: int, state: str) -> int:
         """Read an adapter into a row of the host's memory; returns how many virtual tokens it has.
 
         Args:
@@ -316,17 +346,17 @@ class Adapters:
             ValueError: it is damaged, or not for this model; the message names the tensor. The row then has no adapter.
         """
         folder = state.partition("\0")[0]
-        config, path = read_adapter(folder, self.rank, self.virtual), os.path.join(folder, WEIGHTS)
+        (count, shape_of), path = read_adapter(folder, self.rank, self.virtual), os.path.join(folder, WEIGHTS)
         line = self.host[row].zero_()
         digest = hashlib.blake2b(state.encode(), digest_size=7).digest()
         self.read_from[row] = int.from_bytes(digest, "little")
-        filled: set[tuple[Product, int]] = set()  # slices
+        filled: set[tuple[TargetProduct, int]] = set()  # slices
         try:
             with opened(path) as file:
-                if config.num_virtual_tokens:
-                    self.fill_prompt(row, file, path, config.num_virtual_tokens)
-                    return config.num_virtual_tokens
-                for module, (a, b) in self.read(file, path, config).items():
+                if count:
+                    self.fill_prompt(row, file, path, count)
+                    return count
+                for module, (a, b) in self.read(file, path, functools.cache(shape_of)).items():
                     self.fill(line, module, a, b, filled)
         except ValueError:
             line.zero_()
@@ -334,10 +364,11 @@ class Adapters:
         self.host_heads[row] = any(product is self.head for product, _ in filled)
         return 0
 
-    def read(self, file: Any, path: str, config: AdapterConfig) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    def read(
+        self, file: Any, path: str, shape_of: Callable[[str], tuple[int, float]]
+    ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """A and scale B of each module, by the name of its weight; checked."""
-        found: dict[str, dict[str, torch.Tensor]] = {}
-        rank_of = functools.cache(config.rank_of)
+        matrices: dict[str, dict[str, torch.Tensor]] = {}
         for saved in file.keys():  # noqa: SIM118 (a safetensors file is not a dict)
             if match := BASE.fullmatch(saved):
                 self.check_base(f"{path}: tensor {saved!r:.200}", match[1] + match[2], file.get_tensor(saved))
@@ -357,18 +388,19 @@ class Adapters:
             takes = name in self.covered or not part.pieces  # then its product is on another stage
             if len(shape) != 2 or not takes or is_table != bool(match[3]):
                 raise ValueError(f"{path}: tensor {saved!r:.200} is of a module that cannot have an adapter here")
-            expected = [rank_of(module), shape[1]] if kind == "A" else [shape[0], rank_of(module)]
+            rank, scale = shape_of(module)
+            expected = [rank, shape[1]] if kind == "A" else [shape[0], rank]
             tensor = checked(file.get_tensor(saved), f"{path}: tensor {saved}", expected)
-            tensor = (tensor.float() * (config.scale_of(module) if kind == "B" else 1)).to(self.host.dtype)
+            tensor = (tensor.float() * (scale if kind == "B" else 1)).to(self.host.dtype)
             if not tensor.isfinite().all():
                 raise ValueError(f"{path}: tensor {saved} has NaN or infinite elements")
-            found.setdefault(name, {})[kind] = tensor
-        for name, pair in found.items():
+            matrices.setdefault(name, {})[kind] = tensor
+        for name, pair in matrices.items():
             if len(pair) < 2:
                 raise ValueError(f"{path} has for {name.removesuffix('.weight')} only matrix {''.join(pair)}")
-        if not found:
+        if not matrices:
             raise ValueError(f"{path} has no LoRA matrices")
-        return {name: (pair["A"], pair["B"]) for name, pair in found.items()}
+        return {name: (pair["A"], pair["B"]) for name, pair in matrices.items()}
 
     def check_base(self, what: str, module: str, tensor: torch.Tensor) -> None:
         """Check a copy of the table or the head, which PEFT saves beside its matrices: it must be the model's own.
@@ -393,7 +425,7 @@ class Adapters:
             raise ValueError(f"{what} differs from the model's own, and only LoRA matrices are taken")
 
     def fill(
-        self, line: torch.Tensor, name: str, a: torch.Tensor, b: torch.Tensor, filled: set[tuple[Product, int]]
+        self, line: torch.Tensor, name: str, a: torch.Tensor, b: torch.Tensor, filled: set[tuple[TargetProduct, int]]
     ) -> None:
         """Copy a module's A [r, in] and scale B [out, r] to their places in an adapter's row of the host's pool.
 
@@ -448,7 +480,7 @@ def prompt_size(model: Transformer, virtual: int) -> int:
     return virtual * model.config.hidden_size * model.group.pipeline.first
 
 
-def place(products: list[Product], rank: int) -> int:
+def place(products: list[TargetProduct], rank: int) -> int:
     """Give the products of an adapter of this rank their places in a row of a pool; returns the row's elements."""
     size = 0
     for product in products:

@@ -37,10 +37,10 @@ class AltUp(Owner):
         self.into, self.out = (new(c.streams - 1, c.hidden_size, c.hidden_size) for new in (new_first, new_last))
 
     def parts(self, shares: Shares) -> Parts:
-        """What of the checkpoint fills it."""
+        """Which tensors of the checkpoint fill it."""
         named = {"altup_projections": self.into, "altup_unembed_projections": self.out}
-        found = {f"{name}.{i}.weight": (w, "all") for name, stack in named.items() for i, w in enumerate(stack)}
-        return shares.parts(found)
+        weights = {f"{name}.{i}.weight": (w, "all") for name, stack in named.items() for i, w in enumerate(stack)}
+        return shares.parts(weights)
 
     def project(self, x: torch.Tensor, weights: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
         """Products with all streams but the first, x [T, S - 1, hidden], made as long as that one [T, hidden]."""
@@ -66,7 +66,7 @@ class AltUp(Owner):
 
 
 class AltUpLayer(Owner):
-    """What a layer has beside attention and MLP."""
+    """The parts of a layer beside attention and MLP."""
 
     matrices = ("router", "predict", "correct", "left", "right")
 
@@ -77,7 +77,7 @@ class AltUpLayer(Owner):
         self.router_norm, self.laurel_norm = Norm(c, ops, size, new), Norm(c, ops, size, new)
 
     def parts(self, shares: Shares) -> Parts:
-        """What of the checkpoint fills it, by names within the layer."""
+        """Which tensors of the checkpoint fill it, by names within the layer."""
         named = {
             "altup.modality_router.weight": self.router, "altup.prediction_coefs.weight": self.predict,
             "altup.correction_coefs.weight": self.correct, "altup.correct_output_scale": self.scale,
@@ -108,8 +108,8 @@ class AltUpLayer(Owner):
 
 
 class SparseMlp(Mlp):
-    """down(act(max(g - mean(g) - r std(g), 0)) * up) for gates g, of which the share that the layer asks for becomes 0
-    if they are distributed normally. Each rank has some of the gates."""
+    """down(act(max(g - mean(g) - r std(g), 0)) * up) for gates g. If they are distributed normally, the layer's share
+    of them becomes 0. Each rank has some of the gates."""
 
     def __init__(self, c: ModelConfig, ops: ModuleType, group: Group, i: int, new: New):
         self.group, self.total, self.size = group, c.mlp_sizes[i], c.mlp_sizes[i] // group.size

@@ -61,8 +61,8 @@ class Fields:
             raw = raw | {outer: None} | inner
         self.raw, self.row, self.read = raw, row, set[str]()
         theirs = {ours: name for name, ours in row.keys.items() if ours and name in raw}
-        known = {name for name in raw if name not in row.keys and (name not in OWN or name in row.defaults)}
-        self.theirs = {name: name for name in known} | theirs
+        common = {name for name in raw if name not in row.keys and (name not in OWN or name in row.defaults)}
+        self.theirs = {name: name for name in common} | theirs
 
     def get(self, name: str) -> Any:
         """A field's value; None where it is null, or where it is left out and the family has no default."""
@@ -98,12 +98,12 @@ class Fields:
         Raises:
             ValueError: names all fields that may change something.
         """
-        wrong, unknown = [], []
+        errors, unknown = [], []
         displaced = {ours for ours, name in self.theirs.items() if name != ours}  # another name of these has been read
         for name, want in self.row.fixed.items():
             value, wants = self.get(name), want if isinstance(want, tuple) else (want,)
             if name in self.theirs and value is not None and value not in wants:
-                wrong.append(f"{self.theirs[name]} is {value!r:.80}; Manta has {' or '.join(map(repr, wants))} alone")
+                errors.append(f"{self.theirs[name]} is {value!r:.80}; Manta has {' or '.join(map(repr, wants))} alone")
         for name, value in self.raw.items():
             # Without a number, a list or a "true" it says at most what is not there.
             if name in self.read or HARMLESS.fullmatch(name) or not value or isinstance(value, str):
@@ -115,10 +115,10 @@ class Fields:
                 unknown.append(f"{name!r:.80} is {value!r:.80}")
         if unknown:
             these = "that field" if len(unknown) == 1 else "these fields"
-            wrong.append(f"{', '.join(unknown)}, and Manta does not know {these}; remove what changes nothing in what "
+            errors.append(f"{', '.join(unknown)}, and Manta does not know {these}; remove what changes nothing in what "
                          "the model computes, here or by --hf-overrides '{\"name\": null}'")  # fmt: skip
-        if wrong:
-            raise ValueError(f"config.json: {'; '.join(wrong)}")
+        if errors:
+            raise ValueError(f"config.json: {'; '.join(errors)}")
 
 
 JSON_TYPES = {bool: "true or false", str: "a string", list: "a list", dict: "an object"}
@@ -143,10 +143,10 @@ def number(name: str, value: Any, low: float, high: float, default: float | None
 
 def whole(name: str, value: Any, low: int, high: int, default: int | None = None) -> int:
     """The whole number of config.json's field `name`; see `number`."""
-    found = number(name, value, low, high, default, "whole number")
-    if found != int(found):
-        raise ValueError(f"config.json: {name} is {found}; it must be a whole number from {low} to {high}")
-    return int(found)
+    result = number(name, value, low, high, default, "whole number")
+    if result != int(result):
+        raise ValueError(f"config.json: {name} is {result}; it must be a whole number from {low} to {high}")
+    return int(result)
 
 
 def labels(f: Fields) -> tuple[str, ...]:
@@ -159,7 +159,7 @@ def labels(f: Fields) -> tuple[str, ...]:
 
 
 def label_activation(f: Fields, count: int) -> Literal["softmax", "sigmoid", "identity"]:
-    """What becomes of a classification head's `count` outputs, in vLLM's order: sentence-transformers' word is last."""
+    """The activation of a classification head's `count` outputs. As in vLLM, sentence-transformers' word comes last."""
     problem = f.value("problem_type", str)
     if problem == "regression":
         return "identity"

@@ -5,8 +5,9 @@ decays with every token and is corrected where it mispredicts the token's value 
 short convolution. `delta_rule` and `conv_silu` of reference.py have the formulas. A sequence's state lies in the row of
 its slot; see `states_of`.
 
-A state cannot go back, so it does not see drafts before it is known which are taken. A layer reads the state for all
-tokens of such a row, leaves it as it is, and keeps its own inputs. At the end of the step it goes over those again.
+A state cannot go back, so drafts must not change it before it is known which are accepted. For a row with drafts a
+layer reads the state, leaves it as it is, and keeps its own inputs. At the end of the step it goes over the accepted
+ones.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class DeltaNet(Owner):
         self.o: Weight = new(c.hidden_size, self.values)
 
     def parts(self, shares: Shares) -> Parts:
-        """What of the checkpoint fills it.
+        """Which tensors of the checkpoint fill it.
 
         Qwen3-Next has q, k, v and z in one tensor, and b and a in another one, both by heads of k. Qwen3.5 has q, k and
         v in one, one after the other, and each of the others by itself.
@@ -100,8 +101,10 @@ class DeltaNet(Owner):
         rows: tuple[Any, ...],
         taken: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What `rows` read from their states, [T, Hv, dv], and its gate z, for tokens projected by `inputs`. The states
-        see these tokens, or so many of each row as `taken` says; see `reference.DeltaRows`."""
+        """Run the rule over `rows`, for tokens projected by `inputs`: the results [T, Hv, dv], and their gate z.
+
+        The states take in all of these tokens, or as many of each row as `taken` says; see `reference.DeltaRows`.
+        """
         matrices, inputs = states
         qkv, z, b, a = projected.split((self.delta.channels, *self.sizes[3:]), 1)
         qkv = self.ops.conv_silu(qkv, self.conv, inputs, rows, taken)

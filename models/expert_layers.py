@@ -11,7 +11,7 @@ import torch
 from layers import Mlp, New, Norm, Owner, Step, linear
 from model_config import ModelConfig
 from models.quantized import operand
-from models.shares import Part, Parts, Shares
+from models.shares import Parts, Shares, TensorPart
 from parallel import Group
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class ExpertMlp(Owner):
-    """Each token meets a few of many MLPs, and perhaps one that all tokens share.
+    """A mixture of experts: each token goes through a few of many MLPs, and perhaps through one that all tokens share.
 
     The ranks divide each expert's intermediate layer, as they do a dense one's. With expert parallelism each rank holds
     whole experts instead, and perhaps ranks of other engines hold more; see `ExpertGroup`. A shared expert is divided
@@ -48,7 +48,7 @@ class ExpertMlp(Owner):
         self.shared_gate = new(1, c.hidden_size) if r.shared_gate else None
 
     def parts(self, shares: Shares) -> Parts:
-        """What of the checkpoint fills it: a tensor for each expert, or one for all."""
+        """Which tensors of the checkpoint fill it: a tensor for each expert, or one for all."""
         name, r, correction = self.row.name, self.r, self.correction
         if correction is not None and r.correction == "row":
             correction = correction[None]
@@ -81,10 +81,10 @@ class ExpertMlp(Owner):
         result: Parts = {}
         for part, matrices in zip(parts, stack.chunk(len(parts), 1), strict=True):
             for i in range(self.e.count if name("experts") else 0):
-                found = Part(matrices.shape[1:], ())  # another rank's
+                taken = TensorPart(matrices.shape[1:], ())  # another rank's
                 if self.first <= i < self.first + self.count:
-                    found = shares.part((matrices[i - self.first],), (word,))
-                result[f"{name('experts')}.{i}.{name(f'expert_{part}')}.weight"] = found
+                    taken = shares.part((matrices[i - self.first],), (word,))
+                result[f"{name('experts')}.{i}.{name(f'expert_{part}')}.weight"] = taken
         return result
 
     def __call__(self, x: torch.Tensor, step: Step, seen: torch.Tensor | None = None) -> torch.Tensor:
@@ -105,13 +105,13 @@ class ExpertMlp(Owner):
             weights = weights * self.expert_scale[ids]
         y = self.meet(x, weights, ids)
         if self.shared:
-            more = self.shared(x, step)
-            y += more if self.shared_gate is None else more * linear(x, self.shared_gate).sigmoid()
+            shared = self.shared(x, step)
+            y += shared if self.shared_gate is None else shared * linear(x, self.shared_gate).sigmoid()
             y = y / 2 if e.average else y
         return y
 
     def meet(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """What the experts make of tokens x [T, hidden] with their choices [T, k]: this rank's part of the sum."""
+        """The experts' results for tokens x [T, hidden] with their choices [T, k]: this rank's part of the sum."""
         tokens, ops = x.shape[0], self.ops
         if self.ranks:
             x, weights, ids = self.ranks.dispatch(x, weights, ids)
@@ -121,7 +121,7 @@ class ExpertMlp(Owner):
         return self.ranks.combine(y, tokens) if self.ranks else y
 
     def serve(self, like: torch.Tensor) -> None:
-        """Let this rank's experts meet the tokens of other engines, while this engine has none; `like` is [0, H]."""
+        """Run this rank's experts on the tokens of other engines, while this engine has none; `like` is [0, H]."""
         none = like.new_empty(0, self.e.top_k, dtype=torch.float32)
         self.meet(like, none, none.int())
 
@@ -129,7 +129,7 @@ class ExpertMlp(Owner):
 def mix(logits: torch.Tensor, margin: float, slots: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """The two best experts of each token, as `reference.route` gives them, weighed by SparseMixer (Liu et al., 2023).
 
-    Each weight is that of a softmax over the experts that are not chosen yet and not much worse: by no more than
+    Each weight comes from a softmax over the experts that are not chosen yet and not much worse: by no more than
     `margin` of the best one's logit, or of their own if its absolute value is larger.
     """
     logits, chosen = logits.float(), []
@@ -153,7 +153,7 @@ class ExpertsBeside(Owner):
         self.experts = ExpertMlp(c, ops, group, new)
 
     def parts(self, shares: Shares) -> Parts:
-        """What of the checkpoint fills it, by names within the layer."""
+        """Which tensors of the checkpoint fill it, by names within the layer."""
         name = self.row.name
         result = self.experts.parts(shares) | shares.parts({name("router_scale"): (self.router_norm.weight, "all")})
         for part in ("dense_out", "experts_in", "experts_out"):
@@ -165,7 +165,7 @@ class ExpertsBeside(Owner):
         self.router_norm.weight *= len(self.router_norm.weight) ** -0.5
 
     def __call__(self, dense: torch.Tensor, x: torch.Tensor, step: Step) -> torch.Tensor:
-        """The MLP's results [T, hidden], for those of the dense MLP, and for hidden states x [T, hidden]."""
+        """The sum of both MLPs [T, hidden], from the dense MLP's results and hidden states x [T, hidden]."""
         y = self.group.all_reduce(self.experts(self.experts_in(x), step, self.router_norm(x)))
         return self.dense_out(dense) + self.experts_out(y)
 

@@ -16,7 +16,7 @@ from plan import PeersGone
 
 
 class ExpertGroup:
-    """The ranks that share a model's experts, each of which holds whole ones: those of one engine, or of several.
+    """The ranks that share a model's experts, of one engine or of several. Each rank holds whole experts.
 
     All ranks of an engine have the same tokens, and after each layer of experts their results are summed as after any
     other layer. So within an engine nothing else is exchanged. Between engines the ranks of one number send each other
@@ -45,7 +45,7 @@ class ExpertGroup:
 
     @classmethod
     def of(cls, config: EngineConfig, rank: int = 0) -> ExpertGroup | None:
-        """That of a rank of the engine with these options; None without expert parallelism."""
+        """The group of a rank of the engine with these options; None without expert parallelism."""
         c = config
         if not c.enable_expert_parallel:
             return None
@@ -98,7 +98,7 @@ class ExpertGroup:
         """Before a step: the most tokens that an engine has in it, where this one has `tokens`.
 
         Raises:
-            PeersGone: another engine is gone, or late.
+            PeersGone: another engine is gone, or has not answered in time.
         """
         most = torch.tensor([tokens])
         options = dist.AllreduceOptions()
@@ -127,8 +127,10 @@ class ExpertGroup:
         else:
             everyone[:, -4 * k :] = 255
             everyone[self.engine * bound : (self.engine + 1) * bound] = mine
-        found = everyone.split([part.shape[1] for part in parts], 1)
-        x, weights, ids = (part.contiguous().view(of.dtype) for part, of in zip(found, (x, weights, ids), strict=True))
+        columns = everyone.split([part.shape[1] for part in parts], 1)
+        x, weights, ids = (
+            part.contiguous().view(of.dtype) for part, of in zip(columns, (x, weights, ids), strict=True)
+        )
         return x, weights, ids
 
     def combine(self, y: torch.Tensor, tokens: int) -> torch.Tensor:

@@ -35,16 +35,17 @@ def sized(*sizes: int | None, **more: Any) -> dict[str, Any]:
     return dict(zip(SIZES, sizes, strict=True)) | more
 
 
-LLAMA = Family(qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias")
+BIASED = Family(qkv_bias="attention_bias", o_bias="attention_bias")
+LLAMA = BIASED.but(mlp_bias="mlp_bias")
 MISTRAL = Family(defaults=sized(32000, 4096, 14336, 32, 32, 8, 131072, sliding_window=4096))
 QWEN2_SIZES = sized(151936, 4096, 22016, 32, 32, 32, 32768, sliding_window=4096, max_window_layers=28)
 QWEN2 = Family(qkv_bias=True, window="qwen", defaults=QWEN2_SIZES)
 QWEN3 = QWEN2.but(qkv_bias="attention_bias", o_bias="attention_bias", qk_norm="head", defaults={"head_dim": 128})
 QWEN_EXPERTS = Routing(renormalize="norm_topk_prob", layers="decoder_sparse_step")
 QWEN_SHARED = dataclasses.replace(QWEN_EXPERTS, shared="shared_expert_intermediate_size", shared_gate=True)
-QWEN_NEXT = Family(
-    qkv_bias="attention_bias", o_bias="attention_bias", qk_norm="head", unit_offset=True, out_gate=True,
-    delta="split", fixed={"hidden_act": "silu", "attn_output_gate": True},  # the convolution has it, too
+QWEN_NEXT = BIASED.but(
+    qk_norm="head", unit_offset=True, out_gate=True, delta="split",
+    fixed={"hidden_act": "silu", "attn_output_gate": True},  # the convolution has it, too
     defaults={**sized(151936, 2048, 5632, 48, 16, 2, 32768), "partial_rotary_factor": 0.25, "head_dim": 256,
         "full_attention_interval": 4, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
         "linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32},
@@ -57,11 +58,10 @@ MIXTRAL_NAMES: dict[str, str | None] = {
 }  # fmt: skip
 ROUTED = {"num_local_experts": "n_routed_experts"}
 OLD = dict.fromkeys(("head_dim", "num_key_value_heads", "intermediate_size", "hidden_act", "layer_norm_eps"), "")
-GEMMA = Family(
-    qkv_bias="attention_bias", o_bias="attention_bias", unit_offset=True, embed_scale="sqrt",
-    activation="gelu_pytorch_tanh", keys={"hidden_activation": "hidden_act"},
-    defaults={"tie_word_embeddings": True, "head_dim": 256, "num_key_value_heads": 16}, fixed={
-        "use_bidirectional_attention": False, "hidden_act": ("gelu", "gelu_pytorch_tanh")},
+GEMMA = BIASED.but(
+    unit_offset=True, embed_scale="sqrt", activation="gelu_pytorch_tanh", keys={"hidden_activation": "hidden_act"},
+    defaults={"tie_word_embeddings": True, "head_dim": 256, "num_key_value_heads": 16},
+    fixed={"use_bidirectional_attention": False, "hidden_act": ("gelu", "gelu_pytorch_tanh")},
 )  # fmt: skip
 OUTPUT_NORMS = {
     "attn_in": None, "attn_out": "post_attention_layernorm", "mlp_in": None, "mlp_out": "post_feedforward_layernorm",
@@ -79,18 +79,14 @@ GEMMA3 = GEMMA2.but(
         **sized(262208, 2304, 9216, 26, 8, 4, 131072), "attn_logit_softcapping": None, "final_logit_softcapping": None,
         "sliding_window_pattern": None, "rope_theta": 1000000.0, "rope_local_base_freq": 10000.0},
 )  # fmt: skip
-LAYER_INPUTS = Family(  # Gemma 3n and 4
-    qkv_bias="attention_bias", o_bias="attention_bias", embed_scale="sqrt", names=SANDWICH,
+LAYER_INPUTS = BIASED.but(  # Gemma 3n and 4
+    embed_scale="sqrt", names=SANDWICH, layer_inputs="hidden_size_per_layer_input",
     keys={"hidden_activation": "hidden_act", "hidden_act": "", "attn_logit_softcapping": ""},
     window="pattern", qk_norm="head", v_norm=True, attention_scale="none", caps=True, kv_shared="num_kv_shared_layers",
     defaults={"tie_word_embeddings": True, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh", "sliding_window": 512,
         "vocab_size_per_layer_input": 262144, "hidden_size_per_layer_input": 256},
-    layer_inputs="hidden_size_per_layer_input",
 )  # fmt: skip
-OLMO2 = Family(
-    qkv_bias="attention_bias", o_bias="attention_bias", qk_norm="all", names=OUTPUT_NORMS,
-    defaults={"rms_norm_eps": 1e-5},
-)  # fmt: skip
+OLMO2 = BIASED.but(qk_norm="all", names=OUTPUT_NORMS, defaults={"rms_norm_eps": 1e-5})
 BAILING_EXPERTS = Routing(renormalize="norm_topk_prob", shared="n_shared_experts", layers="first_k_dense_replace")
 BAILING = Family(
     qkv_bias="use_qkv_bias", o_bias="use_bias",
@@ -104,9 +100,8 @@ GRANITE = LLAMA.but(
     embed_scale="embedding_multiplier", attention_scale="attention_multiplier", residual_scale="residual_multiplier",
     logit_divisor="logits_scaling", scales_prompts=True, defaults={"attention_multiplier": 1.0},
 )  # fmt: skip
-MINICPM = Family(
-    qkv_bias="attention_bias", o_bias="attention_bias", embed_scale="scale_emb", residual_scale="scale_depth",
-    logit_scale="dim_model_base",
+MINICPM = BIASED.but(
+    embed_scale="scale_emb", residual_scale="scale_depth", logit_scale="dim_model_base",
     defaults={"scale_emb": 1, "scale_depth": 1, "dim_model_base": 1, "tie_word_embeddings": True},
 )  # fmt: skip
 GRANITE_MOE = GRANITE.but(
@@ -119,9 +114,8 @@ ERNIE = Family(
     interleaved=True, fixed={"use_bias": False},
     defaults={"rms_norm_eps": 1e-5, "tie_word_embeddings": True, "rope_theta": 5e5},
 )  # fmt: skip
-HUNYUAN = Family(
-    qkv_bias="attention_bias", o_bias="attention_bias", qk_norm="after", defaults={"rms_norm_eps": 1e-5},
-    keys={"moe_intermediate_size": ""}, fixed={"use_qk_norm": True},
+HUNYUAN = BIASED.but(
+    qk_norm="after", defaults={"rms_norm_eps": 1e-5}, keys={"moe_intermediate_size": ""}, fixed={"use_qk_norm": True},
     names={"q_norm": "self_attn.query_layernorm", "k_norm": "self_attn.key_layernorm"},
 )  # fmt: skip
 BAICHUAN = Family(
@@ -133,9 +127,9 @@ GLM = Family(
         "rms_norm_eps": 1.5625e-07},
     names={"gate_up": "mlp.gate_up_proj"},
 )  # fmt: skip
-COHERE = Family(
-    qkv_bias="attention_bias", o_bias="attention_bias", norm="layer", parallel=True, one_norm=True,
-    interleaved=True, logit_scale="logit_scale", qk_norm="heads", has_qk_norm="use_qk_norm",
+COHERE = BIASED.but(
+    norm="layer", parallel=True, one_norm=True, interleaved=True, logit_scale="logit_scale", qk_norm="heads",
+    has_qk_norm="use_qk_norm",
     defaults={"logit_scale": 0.0625, "tie_word_embeddings": True, "layer_norm_eps": 1e-5, "rope_theta": 500000.0},
 )  # fmt: skip
 COHERE2 = COHERE.but(
@@ -148,11 +142,10 @@ DEEPSEEK_EXPERTS = Routing(
     count="n_routed_experts", renormalize="norm_topk_prob", scoring="sigmoid", correction=True, grouped=True,
     scale="routed_scaling_factor", shared="n_shared_experts", layers="first_k_dense_replace",
 )  # fmt: skip
-DEEPSEEK = Family(
-    latent=True, qkv_bias="attention_bias", o_bias="attention_bias",
-    defaults={"kv_lora_rank": 512, "v_head_dim": 128},
+DEEPSEEK = BIASED.but(
+    latent=True, routing=DEEPSEEK_EXPERTS, defaults={"kv_lora_rank": 512, "v_head_dim": 128},
     keys={"head_dim": "", "qk_head_dim": "", **ROUTED},  # heads' sizes follow from others
-    routing=DEEPSEEK_EXPERTS, fixed={"moe_layer_freq": 1, "mlp_bias": False},
+    fixed={"moe_layer_freq": 1, "mlp_bias": False},
 )  # fmt: skip
 GPT2 = Family(
     norm="layer", norm_bias=True, qkv_bias=True, o_bias=True, mlp_bias=True, mlp_times=4, gated=False,
@@ -182,9 +175,9 @@ BLOOM_NAMES: dict[str, str | None] = {
 }  # fmt: skip
 
 FAMILIES = {
-    "AfmoeForCausalLM": Family(
-        qkv_bias="attention_bias", o_bias="attention_bias", qk_norm="head", out_gate=True, embed_scale="mup_enabled",
-        scales_prompts=True, window="pattern", full_every=4, rope="windowed",
+    "AfmoeForCausalLM": BIASED.but(
+        qk_norm="head", out_gate=True, embed_scale="mup_enabled", scales_prompts=True, window="pattern", full_every=4,
+        rope="windowed",
         keys={"global_attn_every_n_layers": "sliding_window_pattern", "num_dense_layers": "first_k_dense_replace",
             "num_shared_experts": "n_shared_experts"},
         defaults={"rms_norm_eps": 1e-5, "sliding_window": 1024, "head_dim": 128, "first_k_dense_replace": 1,
@@ -196,9 +189,8 @@ FAMILIES = {
         names={"out_gate": "self_attn.gate_proj", "attn_out": "post_attention_layernorm",
             "mlp_in": "pre_mlp_layernorm", "mlp_out": "post_mlp_layernorm", "router": "mlp.router.gate",
             "correction": "mlp.expert_bias"}),
-    "ApertusForCausalLM": Family(
-        qkv_bias="attention_bias", o_bias="attention_bias", qk_norm="head", gated=False,
-        names={"attn_in": "attention_layernorm", "mlp_in": "feedforward_layernorm"},
+    "ApertusForCausalLM": BIASED.but(
+        qk_norm="head", gated=False, names={"attn_in": "attention_layernorm", "mlp_in": "feedforward_layernorm"},
         defaults={"hidden_act": "xielu", "rms_norm_eps": 1e-5, "rope_theta": 12e6, "rope_parameters": {
                 "rope_type": "llama3", "rope_theta": 12e6, "factor": 8.0, "original_max_position_embeddings": 8192,
                 "low_freq_factor": 1.0, "high_freq_factor": 4.0}}, fixed={"qk_norm": True, "post_norm": False}),
@@ -340,9 +332,8 @@ FAMILIES = {
         "rope_interleave": True, "norm_topk_prob": True, "first_k_dense_replace": 1, "mlp_layer_types": None,
         "q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256, "n_shared_experts": 1, "rms_norm_eps": 1e-5,
         "routed_scaling_factor": 1.8}),
-    "GptOssForCausalLM": Family(
-        qkv_bias="attention_bias", o_bias="attention_bias", sinks=True, window="pattern", full_every=2,
-        names={"router": "mlp.router"}, activation="swigluoai", keys=LOCAL,
+    "GptOssForCausalLM": BIASED.but(
+        sinks=True, window="pattern", full_every=2, names={"router": "mlp.router"}, activation="swigluoai", keys=LOCAL,
         defaults={"sliding_window": 128, "attention_bias": True, "rope_theta": 150000.0, "rms_norm_eps": 1e-5,
             "num_experts_per_tok": 4, "head_dim": 64, "num_key_value_heads": 8, "rope_parameters": {
                 "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
@@ -409,9 +400,9 @@ FAMILIES = {
             150272, 3328, 26624, 32, 26, None, 8192, hidden_act="relu2", attention_bias=True, mlp_bias=True,
             layer_norm_eps=1e-5)),
     "LlamaForCausalLM": LLAMA.but(defaults=sized(32000, 4096, 11008, 32, 32, None, 2048)),
-    "Llama4ForCausalLM": Family(
-        qkv_bias="attention_bias", o_bias="attention_bias", interleaved=True, rope="listed", window="pattern",
-        window_field="attention_chunk_size", chunked=True, qk_norm="unit", has_qk_norm="use_qk_norm",
+    "Llama4ForCausalLM": BIASED.but(
+        interleaved=True, rope="listed", window="pattern", window_field="attention_chunk_size", chunked=True,
+        qk_norm="unit", has_qk_norm="use_qk_norm",
         keys={"num_local_experts": "num_experts", "intermediate_size": "moe_intermediate_size",
               "intermediate_size_mlp": "intermediate_size"},
         defaults={**sized(202048, 5120, 16384, 48, 40, 8, 131072), "attention_chunk_size": 8192, "use_qk_norm": True,
@@ -460,15 +451,15 @@ FAMILIES = {
             "logit_scale": 1, "no_bias": True, "norm_type": ("low_precision_layernorm", "layernorm")},
         names={"embed": "wte", "norm": "norm_f", "layer": "blocks", "attn_in": "norm_1", "mlp_in": "norm_2",
             "qkv": "attn.Wqkv", "o": "attn.out_proj", "up": "ffn.up_proj", "down": "ffn.down_proj"}),
-    "NemotronForCausalLM": Family(
-        norm="layer", norm_bias=True, unit_offset=True, qkv_bias="attention_bias", o_bias="attention_bias",
-        mlp_bias="mlp_bias", gated=False, keys={"norm_eps": "layer_norm_eps", "layer_norm_eps": ""},
+    "NemotronForCausalLM": LLAMA.but(
+        norm="layer", norm_bias=True, unit_offset=True, gated=False,
+        keys={"norm_eps": "layer_norm_eps", "layer_norm_eps": ""},
         defaults={"hidden_act": "relu2", "partial_rotary_factor": 0.5, "layer_norm_eps": 1e-5}),
-    "OlmoForCausalLM": Family(
-        norm="layer", norm_weight=False, clip="clip_qkv", qkv_bias="attention_bias", o_bias="attention_bias",
-        keys={"layer_norm_eps": ""}, defaults=sized(50304, 4096, 11008, 32, 32, None, 2048, layer_norm_eps=1e-5)),
-    "OlmoeForCausalLM": Family(
-        qkv_bias="attention_bias", o_bias="attention_bias", qk_norm="all", fixed={"clip_qkv": None}, keys=LOCAL,
+    "OlmoForCausalLM": BIASED.but(
+        norm="layer", norm_weight=False, clip="clip_qkv", keys={"layer_norm_eps": ""},
+        defaults=sized(50304, 4096, 11008, 32, 32, None, 2048, layer_norm_eps=1e-5)),
+    "OlmoeForCausalLM": BIASED.but(
+        qk_norm="all", fixed={"clip_qkv": None}, keys=LOCAL,
         defaults={"rms_norm_eps": 1e-5, "norm_topk_prob": False},
         routing=Routing(size="intermediate_size", renormalize="norm_topk_prob")),
     "Olmo2ForCausalLM": OLMO2,
@@ -495,8 +486,8 @@ FAMILIES = {
         defaults={"rms_norm_eps": 1e-5, "sliding_window": None, "partial_rotary_factor": None},
         names={"qkv": "self_attn.qkv_proj", "gate_up": "mlp.gate_up_proj"},
         fixed={"attention_bias": False}),
-    "PhimoeForCausalLM": Family(
-        norm="layer", norm_bias=True, qkv_bias="attention_bias", o_bias="attention_bias", head_bias="lm_head_bias",
+    "PhimoeForCausalLM": BIASED.but(
+        norm="layer", norm_bias=True, head_bias="lm_head_bias",
         keys={"rms_norm_eps": "layer_norm_eps", "layer_norm_eps": "", "original_max_position_embeddings": "", **LOCAL},
         defaults={"layer_norm_eps": 1e-5, "rope_theta": 1e6, "sliding_window": None, "num_key_value_heads": 8,
             "num_experts_per_tok": 2},
@@ -520,9 +511,7 @@ FAMILIES = {
         routing=QWEN_EXPERTS, keys={"layer_types": "", "max_window_layers": "", **LOCAL}, fixed={"use_qk_norm": True},
         defaults=sized(
             151936, 2048, 6144, 24, 32, 4, 32768, norm_topk_prob=False, head_dim=None, max_window_layers=0)),
-    "Qwen3NextForCausalLM": QWEN_NEXT.but(
-        delta="by_heads", defaults={"norm_topk_prob": True},
-        routing=QWEN_SHARED),
+    "Qwen3NextForCausalLM": QWEN_NEXT.but(delta="by_heads", defaults={"norm_topk_prob": True}, routing=QWEN_SHARED),
     "Qwen3_5ForCausalLM": QWEN_NEXT.but(defaults=sized(248320, 4096, 12288, 32, 16, 4, 32768)),
     "Qwen3_5MoeForCausalLM": QWEN_NEXT.but(
         defaults=sized(
@@ -585,8 +574,8 @@ def architecture_of(raw: dict[str, Any]) -> str | None:
     if isinstance(raw.get("text_config"), dict):
         return f"{kind}ForConditionalGeneration"
     plain = re.sub("v1(dense|moe)", r"\1v1", kind.removesuffix("_text").replace("_", ""))
-    known = (*FAMILIES, *ALIASES)
-    return next((name for name in known if re.sub("ForCausalLM|LMHeadModel|_", "", name).lower() == plain), None)
+    names = (*FAMILIES, *ALIASES)
+    return next((name for name in names if re.sub("ForCausalLM|LMHeadModel|_", "", name).lower() == plain), None)
 
 
 def family_of(architecture: Any, raw: dict[str, Any]) -> tuple[str, Literal["logits", "labels", "none"]]:
@@ -604,7 +593,7 @@ def family_of(architecture: Any, raw: dict[str, Any]) -> tuple[str, Literal["log
         for full in ("ForCausalLM", "LMHeadModel"):
             if name.endswith(ending) and name.removesuffix(ending) + full in FAMILIES:
                 return name.removesuffix(ending) + full, head
-    short = [known.removesuffix("ForCausalLM").removesuffix("LMHeadModel") for known in FAMILIES]
+    short = [family.removesuffix("ForCausalLM").removesuffix("LMHeadModel") for family in FAMILIES]
     base = re.sub("|".join(HEADS), "", name)
     near = difflib.get_close_matches(base, short, 3, 0.5) if architecture else []
     kind = architecture or raw.get("model_type")

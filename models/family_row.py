@@ -1,4 +1,4 @@
-"""What a row of `FAMILIES` can say of a family, and where the parts of a model stand if it says nothing of them.
+"""The fields of a row of `FAMILIES`, and the names of a model's tensors by default.
 
 Standard library only, as models/families.py.
 """

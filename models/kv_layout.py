@@ -4,8 +4,8 @@ Layers that see only a window of the latest tokens need none of the blocks befor
 every block. So layers are divided into kinds. The layers of a kind have the same window, and each kind has block tables
 of its own over one pool of equal blocks. A block is a page that holds the keys and values of `block_size` tokens for
 the layers of one kind. All pages have as many bytes, so any kind can use any block. Where layers differ in the size of
-their keys and values (Gemma 4), pages of one kind have room for more layers than those of another. The idea is that of
-vLLM's hybrid KV cache manager.
+their keys and values (Gemma 4), pages of one kind have room for more layers than pages of another. vLLM calls this the
+hybrid KV cache manager.
 """
 
 from __future__ import annotations
@@ -71,18 +71,18 @@ def layout_of(windows: Sequence[int], shapes: Sequence[tuple[int, ...]] = ()) ->
 
 
 def deal(alike: Iterable[Kind], kinds: Sequence[Kind], layers: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """The kind and the place of each of some layers, of which these are the windows and shapes.
+    """The kind and the place of each layer, for layers with these windows and shapes.
 
     Args:
         kinds: the windows and shapes of all kinds, equal ones next to each other.
         layers: of each kind: how many layers a page has room for.
     """
     seen: Counter[Kind] = Counter()
-    for each in alike:
-        first = kinds.index(each)
-        turn, place = divmod(seen[each], layers[first])
+    for kind in alike:
+        first = kinds.index(kind)
+        turn, place = divmod(seen[kind], layers[first])
         yield first + turn, place
-        seen[each] += 1
+        seen[kind] += 1
 
 
 def part_of(whole: KVLayout, shapes: Sequence[tuple[int, ...]], own: Sequence[int]) -> KVLayout:

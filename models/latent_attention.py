@@ -33,7 +33,7 @@ CONTEXT_TOKENS = 8192  # tokens whose keys and values are made together, or one 
 ABSORBED_HEADS = 16  # heads at a time whose rows of many tokens are in the absorbed form, at most
 
 
-class Rows(NamedTuple):
+class RowGroup(NamedTuple):
     """Neighbouring rows of many tokens whose keys and values are made together, n blocks of them."""
 
     tokens: slice  # of those of all such rows
@@ -98,7 +98,7 @@ class LatentAttention(Attention):
         self.at_once = heads_at_once(heads, c, max_model_len, self.o.itemsize)
 
     def parts(self, shares: Shares) -> Parts:
-        """What of the checkpoint fills it."""
+        """Which tensors of the checkpoint fill it."""
         root = self.row.name("o").rpartition(".")[0]
         names = {
             "q_a_proj.weight": (self.q_a, "all"),
@@ -133,8 +133,8 @@ class LatentAttention(Attention):
         out = q.new_empty(len(q), self.heads, self.latent.v_dim)
         if n > 0:
             absorbed = self.absorb(q[:n], rotation[:n], slice(None))
-            found = self.ops.latent_decode(absorbed, kv, step.plans[0], self.config.scale, self.latent.kv_rank)
-            self.expand(found, slice(None), out[:n])
+            sums = self.ops.latent_decode(absorbed, kv, step.plans[0], self.config.scale, self.latent.kv_rank)
+            self.expand(sums, slice(None), out[:n])
         if n < len(q) and self.batch_invariant:
             whose = batch.slots[first:], batch.seq_lens[first:], batch.query_starts
             rows = batch.block_tables[0], *whose, batch.max_query_len
@@ -163,15 +163,15 @@ class LatentAttention(Attention):
             torch.bmm(q[..., :nope].transpose(0, 1), weight, out=target.transpose(0, 1))
         return self.ops.rope_last(q, rotation, bool(self.row.interleaved), absorbed)
 
-    def expand(self, found: torch.Tensor, heads: slice, out: torch.Tensor) -> None:
+    def expand(self, sums: torch.Tensor, heads: slice, out: torch.Tensor) -> None:
         """out[:, heads] = W_UV found for some heads' sums of latents, found [T, heads, R]."""
         weight = self.kv_b[heads, self.latent.nope_dim :]
         if self.batch_invariant:
-            out[:, heads] = self.ops.head_linear(found.contiguous(), weight)
+            out[:, heads] = self.ops.head_linear(sums.contiguous(), weight)
         else:
-            torch.bmm(found.transpose(0, 1), weight.mT, out=out[:, heads].transpose(0, 1))
+            torch.bmm(sums.transpose(0, 1), weight.mT, out=out[:, heads].transpose(0, 1))
 
-    def rows_of(self, step: Step) -> Iterator[Rows]:
+    def rows_of(self, step: Step) -> Iterator[RowGroup]:
         """A step's rows of many tokens, in groups whose keys and values are made together."""
         batch, n, size = step.batch, step.batch.decodes[0], step.pool[0][self.place].shape[3]
         device, counts = batch.slots.device, batch.longer
@@ -187,7 +187,7 @@ class LatentAttention(Attention):
             indices = to_device(np.stack((rows, columns)), device.type)
             tables = (firsts[:, None] + np.arange(max(held))).astype(np.int32)
             starts = batch.query_starts[begin : end + 1]
-            yield Rows(
+            yield RowGroup(
                 slice(tokens[begin], tokens[end]),
                 slice(begin, end),
                 batch.block_tables[0][batch.slots[indices[0]].long(), indices[1]].long(),
@@ -198,7 +198,9 @@ class LatentAttention(Attention):
             )
             begin = end
 
-    def plain(self, q: torch.Tensor, seq_lens: torch.Tensor, kv: torch.Tensor, rows: Rows, out: torch.Tensor) -> None:
+    def plain(
+        self, q: torch.Tensor, seq_lens: torch.Tensor, kv: torch.Tensor, rows: RowGroup, out: torch.Tensor
+    ) -> None:
         """Attention of some rows' rotated queries q [T, heads, D] in the plain form, into out [T, heads, v_dim]."""
         c, nope, rank, size = self.config, self.latent.nope_dim, self.latent.kv_rank, kv.shape[3]
         latents = kv[rows.blocks, 0, 0].to(q.dtype)  # [blocks, block_size, R + P]
@@ -211,7 +213,7 @@ class LatentAttention(Attention):
             keys[..., :nope] = made[..., :nope]
             keys[..., nope:] = latents[:, None, :, rank:]
             pages[:, 1, ..., : self.latent.v_dim] = made[..., nope:]  # what is beside a value is never looked at
-            of = rows.tables, rows.slots, seq_lens, rows.starts, rows.longest
-            found = self.ops.attention_prefill(q[:, heads].contiguous(), pages, of, c.scale, 0)
-            out[:, heads] = found[..., : self.latent.v_dim]
-            del made, pages, keys, found
+            prefill = rows.tables, rows.slots, seq_lens, rows.starts, rows.longest
+            results = self.ops.attention_prefill(q[:, heads].contiguous(), pages, prefill, c.scale, 0)
+            out[:, heads] = results[..., : self.latent.v_dim]
+            del made, pages, keys, results

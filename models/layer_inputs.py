@@ -12,7 +12,7 @@ from models.shares import Parts, Shares
 
 
 class LayerInputs(Owner):
-    """What each layer gets of a token beside its hidden states (Gemma 4): (norm(W e / sqrt(hidden)) + u) / sqrt(2),
+    """Inputs of each layer beside a token's hidden states (Gemma 4): (norm(W e / sqrt(hidden)) + u) / sqrt(2),
     where e is the token's embedding, and u what a table has of it, or of token 0 if not, times sqrt(size)."""
 
     matrices = ("projection",)
@@ -26,26 +26,26 @@ class LayerInputs(Owner):
         self.scale = float(torch.tensor(self.size**0.5, dtype=self.table.dtype, device="cpu"))
 
     def parts(self, shares: Shares) -> Parts:
-        """What of the checkpoint fills it."""
+        """Which tensors of the checkpoint fill it."""
         table = {"embed_tokens_per_layer.weight": (self.table, "vocab")}
         return Shares(self.config.layer_vocab, shares.group).parts(table) | shares.parts({
             "per_layer_model_projection.weight": (self.projection, "all"),
             "per_layer_projection_norm.weight": (self.norm.weight, "all"),
         })  # fmt: skip
 
-    def known(self, ids: torch.Tensor) -> torch.Tensor:
+    def table_ids(self, ids: torch.Tensor) -> torch.Tensor:
         """The rows of the table for tokens [T]."""
         return ids.masked_fill(ids >= self.config.layer_vocab, 0)
 
-    def __call__(self, x: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """[T, layers, size] for embeddings x [T, hidden] and what the table has of their tokens [T, layers * size]."""
         y = linear(x, self.projection).mul_(self.config.hidden_size**-0.5).view(-1, self.size)
-        y = self.norm(y).add_(found.view(-1, self.size), alpha=self.scale).mul_(0.5**0.5)
+        y = self.norm(y).add_(rows.view(-1, self.size), alpha=self.scale).mul_(0.5**0.5)
         return y.view(len(x), -1, self.size)
 
 
 class LayerGate(Owner):
-    """What a layer adds for its own input p of a token (Gemma 4): norm(up(act(gate(x)) * p))."""
+    """The layer's term for its own input p of a token (Gemma 4): norm(up(act(gate(x)) * p))."""
 
     matrices = ("gate", "up")
 
@@ -56,12 +56,12 @@ class LayerGate(Owner):
         self.norm = Norm(c, ops, c.hidden_size, new)
 
     def parts(self, shares: Shares) -> Parts:
-        """What of the checkpoint fills it, by names within the layer."""
+        """Which tensors of the checkpoint fill it, by names within the layer."""
         return shares.parts({
             "per_layer_input_gate.weight": (self.gate, "all"), "per_layer_projection.weight": (self.up, "all"),
             "post_per_layer_input_norm.weight": (self.norm.weight, "all"),
         })  # fmt: skip
 
     def __call__(self, x: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
-        """What is added to hidden states x [T, hidden] for the layer's inputs [T, size]."""
+        """The term that is added to hidden states x [T, hidden], for the layer's inputs [T, size]."""
         return self.norm(linear(self.ops.act(linear(x, self.gate), self.activation, None) * inputs, self.up))

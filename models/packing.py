@@ -1,4 +1,4 @@
-"""What takes the place of a model's weights once they are filled, because a device is faster with it, or exact."""
+"""Replaces a model's weights, once they are filled, by layouts with which a device is faster, or exact."""
 
 from __future__ import annotations
 

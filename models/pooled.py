@@ -66,7 +66,7 @@ class Pooler:
 
     @classmethod
     def of(cls, config: EngineConfig, model: Transformer) -> Pooler | None:
-        """That of an engine with these options; None where prompts are not pooled."""
+        """The pooler of an engine with these options; None where prompts are not pooled."""
         if not config.makes_vectors:
             return None
         size = model.config.hidden_size * len(model.config.poolings)
@@ -86,20 +86,20 @@ class Pooler:
         return pooled if head is None else head(pooled)
 
     def finish(self, wanted: list[PoolingParams | None], vectors: np.ndarray) -> list[bytes]:
-        """What requests get of their `vectors` [B, size or labels] float32, as float32.
+        """Finish `vectors` [B, size or labels] float32 as each request asks; returns their bytes, as float32.
 
         An embedding is cut to its first `dimensions` and divided by its length. The outputs of a classification head
         become probabilities. Each of these is done where the request asks for it, or where it leaves the choice to the
         model and that does it.
         """
-        config, found = self.config, []
+        config, results = self.config, []
         labelled = config.head == "labels"
-        own = config.label_activation if labelled else "normalize" if config.normalize else "identity"
-        asked = own if labelled else "normalize"
+        usual = config.label_activation if labelled else "normalize" if config.normalize else "identity"
+        kind = usual if labelled else "normalize"
         for params, x in zip(wanted, vectors, strict=True):
             assert params is not None
             x = x[: params.dimensions]
-            activation = own if params.use_activation is None else asked if params.use_activation else "identity"
+            activation = usual if params.use_activation is None else kind if params.use_activation else "identity"
             if activation == "normalize":
                 x = x / max(np.linalg.norm(x), np.float32(1e-12))
             elif activation == "softmax":
@@ -107,12 +107,12 @@ class Pooler:
                 x /= x.sum()
             elif activation == "sigmoid":
                 x = 0.5 * (1 + np.tanh(0.5 * x))  # 1 / (1 + exp(-x)), which cannot overflow
-            found.append(x.astype(np.float32).tobytes())
-        return found
+            results.append(x.astype(np.float32).tobytes())
+        return results
 
 
 class DenseLayer(torch.nn.Module):
-    """What a `Dense` stands for. Its parts are called as in sentence-transformers' files."""
+    """The layer of a `Dense`. Its parts are called as in sentence-transformers' files."""
 
     def __init__(self, dense: Dense):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What the prompts of an engine that does not generate are turned into, as its options and the model's folder say.
+"""Settles what an engine that does not generate makes of its prompts, by its options and the model's folder.
 
     embed      a vector: the pooled hidden states, divided by their length
     classify   a probability for each label of a classification head over the pooled hidden states
@@ -113,12 +113,12 @@ def read_modules(folder: str) -> list[tuple[str, str]]:
         return USUAL
     try:
         with open(path, encoding="utf-8") as file:
-            found = [(each["type"].rpartition(".")[2], each["path"]) for each in json.load(file)]
+            modules = [(each["type"].rpartition(".")[2], each["path"]) for each in json.load(file)]
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is no list of modules: {error!r}") from None
-    if not MODULES.fullmatch(listed := " ".join(f"{kind}:{place}" for kind, place in found)):
+    if not MODULES.fullmatch(listed := " ".join(f"{kind}:{place}" for kind, place in modules)):
         raise ValueError(f"{path} has {listed!r:.200}; Manta has Transformer, Pooling, Dense layers and Normalize")
-    return found
+    return modules
 
 
 def module_files(folder: str) -> list[str]:
@@ -140,8 +140,8 @@ def poolings_of(folder: str) -> tuple[Any, ...]:
     modes = raw.get("pooling_mode") or [mode for mode in OLD_MODES if raw.get("pooling_mode_" + mode)] or "mean"
     modes = [THEIRS.sub("", str(mode)) for mode in (modes if isinstance(modes, list) else [modes])]
     if set(modes) - set(POOLINGS):
-        asked, known = ", ".join(modes), ", ".join(POOLINGS)
-        raise ValueError(f"{name} asks for the pooling {asked:.80}; Manta has {known}: pooling_type can choose one")
+        unknown, allowed = ", ".join(modes), ", ".join(POOLINGS)
+        raise ValueError(f"{name} asks for the pooling {unknown:.80}; Manta has {allowed}: pooling_type can choose one")
     if raw.get("include_prompt") is False and any(read_prompts(folder)[0].values()):
         raise ValueError(f"{name} has include_prompt false, which leaves out prompts; Manta pools all tokens")
     return tuple(modes)
@@ -153,22 +153,22 @@ def dense_layers(folder: str, size: int) -> list[Dense]:
     Raises:
         ValueError: a field of theirs is out of range, or of another kind than Manta has.
     """
-    found = []
+    layers = []
     for kind, place in read_modules(folder):
         if kind not in ("Dense", "LayerNorm"):
             continue
         raw = read_json(folder, os.path.join(place, "config.json"))
         bias, activation = raw.get("bias", True), str(raw.get("activation_function", "Tanh")).rpartition(".")[2]
-        said = {"use_residual": False} | raw | {"bias": bias, "activation_function": activation}
-        known = {"in_features": (size,), "bias": TRUTHS, "activation_function": ACTIVATIONS, "use_residual": TRUTHS}
-        known = known | NAMED if kind == "Dense" else {"dimension": (size,)}
-        for field, allowed in known.items():
-            if (value := said.get(field)) not in allowed:
+        values = {"use_residual": False} | raw | {"bias": bias, "activation_function": activation}
+        fields = {"in_features": (size,), "bias": TRUTHS, "activation_function": ACTIVATIONS, "use_residual": TRUTHS}
+        fields = fields | NAMED if kind == "Dense" else {"dimension": (size,)}
+        for field, allowed in fields.items():
+            if (value := values.get(field)) not in allowed:
                 raise ValueError(f"{place}: {field} is {value!r:.80}; Manta has {' or '.join(map(str, allowed))}")
         outputs = whole("out_features", raw.get("out_features"), 1, 2**17) if kind == "Dense" else size
-        found.append(Dense(kind, place, size, outputs, bias, activation, said["use_residual"]))
+        layers.append(Dense(kind, place, size, outputs, bias, activation, values["use_residual"]))
         size = outputs
-    return found
+    return layers
 
 
 def read_prompts(folder: str) -> tuple[dict[str, str], str | None]:
@@ -232,7 +232,7 @@ def check_pooling(
 
 
 def task_facts(config: EngineConfig, model_config: ModelConfig) -> dict[str, Any]:
-    """What clients want to know of an engine's task."""
+    """Facts about an engine's task for clients."""
     prompts, default = read_prompts(config.folder) if config.task in ("embed", "score") else ({}, None)
     return {
         "task": config.task,

@@ -55,7 +55,7 @@ class QuantizedWeight:
         return self.ops.quantized_rows(self.coded, ids, self.weight.dtype)
 
     def packed(self, pack: Callable[[Any], Any]) -> Any:
-        """What `pack` makes of the codes. It is called in the place of this weight."""
+        """The codes in the layout that `pack` makes, to be called in the place of this weight."""
         product, order = pack(self.coded), self.order
         return product if order is None else lambda x, bias=None: product(x[:, order], bias)
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from checkpoints.quantization import read_quantization
 from config import MAX_CONTEXT, read_json
-from model_config import Delta, Experts, Latent, ModelConfig, Rope
+from model_config import Delta, Experts, Latent, ModelConfig
 from models.config_fields import Fields, label_activation, labels, number, typed, whole
 from models.families import FAMILIES, REWARDS, architecture_of, family_of
 from models.family_row import Family, Routing
@@ -42,15 +42,15 @@ AHEAD = ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules")  # nam
 
 
 def read_raw(folder: str, overrides: str | None) -> dict[str, Any]:
-    """What a model's config.json holds, as `EngineConfig.hf_overrides` changes it.
+    """The content of a model's config.json, with the changes of `EngineConfig.hf_overrides`.
 
     Raises:
         ValueError: one of them is no JSON object, or a field of the text's half is set beside it.
     """
     raw = read_json(folder, "config.json")
-    found = read_json(folder, "hf_quant_config.json", {}).get("quantization")  # where older tools of NVIDIA write it
-    if not raw.get("quantization_config") and isinstance(found, dict) and found.get("quant_algo"):
-        raw["quantization_config"] = {"quant_method": "modelopt", **found}
+    older = read_json(folder, "hf_quant_config.json", {}).get("quantization")  # where older tools of NVIDIA write it
+    if not raw.get("quantization_config") and isinstance(older, dict) and older.get("quant_algo"):
+        raw["quantization_config"] = {"quant_method": "modelopt", **older}
     try:
         changes = json.loads(overrides or "{}")
     except ValueError:
@@ -64,8 +64,8 @@ def read_raw(folder: str, overrides: str | None) -> dict[str, Any]:
 
 
 def overridden(raw: dict[str, Any], changes: dict[str, Any], half: bool = False) -> dict[str, Any]:
-    """The fields with others in their places, as vLLM does it: null drops one, and an object stands for all of the old
-    one, but that of the text's half is merged, and so is all that this `half` holds."""
+    """Replace fields, as vLLM does: null drops one, and an object replaces the old one. But the object with the text's
+    half is merged, and so is all within this `half`."""
     for name, value in changes.items():
         if isinstance(value, dict) and isinstance(raw.get(name), dict) and (half or name in HALVES):
             value = overridden(raw[name], value, True)
@@ -160,12 +160,12 @@ class ConfigReader:
         """The family's row with what config.json says in the place of the names of its fields."""
         f, r = self.fields, row.routing
         if r:
-            told = f.get(r.count) != 0 and (not r.only_if or f.truth(r.only_if))
-            f.read |= set() if told else {f.theirs.get(name, name) for name in (r.top_k, r.size, r.layers)}
+            routed = f.get(r.count) != 0 and (not r.only_if or f.truth(r.only_if))
+            f.read |= set() if routed else {f.theirs.get(name, name) for name in (r.top_k, r.size, r.layers)}
             by_field = r.scoring == "expert_selection_fn"
             scoring = f.value(r.scoring, str) or "softmax" if by_field else r.scoring
             renormalize = f.truth(r.renormalize) or (by_field and scoring == "softmax")
-            row = row.but(routing=replace(r, scoring=scoring, renormalize=renormalize) if told else None)
+            row = row.but(routing=replace(r, scoring=scoring, renormalize=renormalize) if routed else None)
         if row.norm == "either":
             row = row.but(norm="layer" if f.get("rms_norm_eps") is None else "rms")
         row = row.but(**{name: f.truth(getattr(row, name)) for name in TRUTHS})
@@ -196,11 +196,8 @@ class ConfigReader:
         if self.row.blocks:
             count = max(heads for heads, _ in self.blocks)
         if self.name in ("FalconForCausalLM", "GPTBigCodeForCausalLM"):
-            new, multi = (
-                self.fields.truth("new_decoder_architecture"),
-                self.fields.value("multi_query", bool) is not False,
-            )
-            count = count if new else 1 if multi else self.heads
+            shared = 1 if self.fields.value("multi_query", bool) is not False else self.heads
+            count = count if self.fields.truth("new_decoder_architecture") else shared
         if self.heads % count:
             raise ValueError(
                 f"num_attention_heads is {self.heads}; it must be a multiple of num_key_value_heads, {count}"
@@ -264,11 +261,11 @@ class ConfigReader:
         return tuple(kinds)
 
     def listed(self, name: str) -> list[Any]:
-        """What a field lists, one entry for each layer; maybe nothing."""
-        found = self.fields.value(name, list) or []
-        if found and len(found) != self.layers:
-            raise ValueError(f"config.json: {name} has {len(found)} entries for {self.layers} layers")
-        return found
+        """A field's list with one entry for each layer; it may be empty."""
+        values = self.fields.value(name, list) or []
+        if values and len(values) != self.layers:
+            raise ValueError(f"config.json: {name} has {len(values)} entries for {self.layers} layers")
+        return values
 
     def listed_types(self, known: Sequence[str], told: str) -> list[str]:
         """The kinds of layers that config.json lists, all of them `known`, which errors have `told`; maybe none."""
@@ -279,17 +276,17 @@ class ConfigReader:
 
     @cached_property
     def kv_sources(self) -> tuple[int, ...]:
-        """The layer whose keys and values each layer reads: the last ones may read those of the last layer before all
-        of them that sees as much (Gemma 4)."""
+        """For each layer, the layer whose keys and values it uses. Gemma 4's last layers use the last earlier one with
+        the same window."""
         row = self.row
         if row.blocks:
             return tuple(i if heads else -1 for i, (heads, _) in enumerate(self.blocks))
         if row.delta:
             return tuple(i if kind == "full_attention" else -1 for i, kind in enumerate(self.kinds))
-        own = self.layers - (self.fields.whole(row.kv_shared, 0, self.layers - 1, 0) if row.kv_shared else 0)
-        sources = list(range(own))
-        for i in range(own, self.layers):
-            alike = [j for j in range(own) if self.windows[j] == self.windows[i]]
+        count = self.layers - (self.fields.whole(row.kv_shared, 0, self.layers - 1, 0) if row.kv_shared else 0)
+        sources = list(range(count))
+        for i in range(count, self.layers):
+            alike = [j for j in range(count) if self.windows[j] == self.windows[i]]
             if not alike:
                 raise ValueError(f"config.json: {row.kv_shared} leaves no layer whose keys layer {i} could read")
             sources.append(alike[-1])
@@ -297,8 +294,8 @@ class ConfigReader:
 
     @cached_property
     def mlp_sizes(self) -> tuple[int, ...]:
-        """Of each layer's MLP, which may be twice as wide in layers without keys of their own, or listed (Gemma 3n).
-        Where all layers have experts, or these have a name of their own, nothing need be said."""
+        """The width of each layer's MLP. Layers without keys of their own may have twice the width, or there is a list
+        (Gemma 3n). If all layers have experts, no field need say it."""
         f, r, row = self.fields, self.row.routing, self.row
         if row.streams and isinstance(f.get(name := "intermediate_size"), list):
             return tuple(whole(name, each, 1, 2**20) for each in self.listed(name))
@@ -315,34 +312,34 @@ class ConfigReader:
         f = self.fields
         if not self.row.latent:
             return None
-        found = Latent(
+        latent = Latent(
             q_rank=0 if f.get("q_lora_rank") is None else f.whole("q_lora_rank", 1, 2**16),
             kv_rank=f.whole("kv_lora_rank", 1, 2**16),
             rope_dim=f.whole("qk_rope_head_dim", 2, 1024, 64),
             nope_dim=f.whole("qk_nope_head_dim", 1, 1024, 128),
             v_dim=f.whole("v_head_dim", 1, 1024, self.hidden_size // self.heads),
         )
-        if found.v_dim > (most := found.nope_dim + found.rope_dim):
-            raise ValueError(f"config.json: v_head_dim is {found.v_dim}; Manta has at most {most}")
-        return found
+        if latent.v_dim > (most := latent.nope_dim + latent.rope_dim):
+            raise ValueError(f"config.json: v_head_dim is {latent.v_dim}; Manta has at most {most}")
+        return latent
 
     def delta(self) -> Delta | None:
         f = self.fields
         if not self.row.delta:
             return None
-        found = Delta(
+        delta = Delta(
             key_heads=f.whole("linear_num_key_heads", 1, 1024),
             value_heads=f.whole("linear_num_value_heads", 1, 1024),
             key_dim=f.whole("linear_key_head_dim", 1, 1024),
             value_dim=f.whole("linear_value_head_dim", 1, 1024),
             kernel=f.whole("linear_conv_kernel_dim", 2, 64),
         )
-        if found.value_heads % found.key_heads:
+        if delta.value_heads % delta.key_heads:
             raise ValueError(
-                f"config.json: linear_num_value_heads is {found.value_heads}; it must be a multiple of "
-                f"linear_num_key_heads, {found.key_heads}"
+                f"config.json: linear_num_value_heads is {delta.value_heads}; it must be a multiple of "
+                f"linear_num_key_heads, {delta.key_heads}"
             )
-        return found
+        return delta
 
     def experts(self) -> tuple[Experts | None, tuple[bool, ...]]:
         """The layers' experts, and which layers have some."""
@@ -393,8 +390,8 @@ class ConfigReader:
         if by_qwen and not f.value("use_sliding_window", bool) and not row.chunked:
             window = 0
         if row.window != "all" and (types := self.listed_types(LAYER_TYPES, ", ".join(LAYER_TYPES))):
-            found = tuple(window if kind in WINDOWED else 0 for kind in types)
-            return (*found[:-1], 0) if row.full_heads else found  # transformers, too, has the last one see all
+            windows = tuple(window if kind in WINDOWED else 0 for kind in types)
+            return (*windows[:-1], 0) if row.full_heads else windows  # transformers, too, has the last one see all
         if row.window.startswith("qwen"):
             first, by_turns = f.whole("max_window_layers", 0, 2**31, 0), row.window == "qwen2_moe"
             return tuple(window if (i < first and i % 2 == 0 if by_turns else i >= first) else 0 for i in range(layers))
@@ -423,11 +420,11 @@ class ConfigReader:
 
     def local_layers(self) -> list[bool]:
         """Which layers have a window, by GPT-Neo's list: some kinds, which repeat some times; and so on."""
-        found, kinds = self.fields.value("attention_types", list), []
+        listed, kinds = self.fields.value("attention_types", list), []
         with contextlib.suppress(TypeError, ValueError):
-            kinds = [kind for repeated, times in found for kind in list(repeated) * times]
+            kinds = [kind for repeated, times in listed for kind in list(repeated) * times]
         if len(kinds) != self.layers or any(kind not in ("global", "local") for kind in kinds):
-            raise ValueError(f"config.json: attention_types is {found!r:.80}; it must say global or local by layer")
+            raise ValueError(f"config.json: attention_types is {listed!r:.80}; it must say global or local by layer")
         return [kind == "local" for kind in kinds]
 
     def rope_layers(self) -> list[bool]:
@@ -459,13 +456,10 @@ class ConfigReader:
             raise ValueError(f"config.json: factor makes a context of {longest} tokens; at most {MAX_CONTEXT}")
         return longest
 
-    @cached_property
-    def ropes(self) -> tuple[tuple[Rope, ...], tuple[int, ...]]:
-        """The different kinds of RoPE, and which of them each layer has."""
-        return read_ropes(self)
+    ropes = cached_property(read_ropes)
 
     def attention_scale(self) -> float:
-        """What scores are multiplied by."""
+        """The factor of attention's scores."""
         f, row = self.fields, self.row
         if row.attention_scale == "attention_multiplier":
             return f.number("attention_multiplier", 1e-6, 1e6, self.head_dim**-0.5)
@@ -505,7 +499,7 @@ def outputs_of(reader: ConfigReader) -> tuple[tuple[str, ...], Literal["softmax"
 
 def read_blocks(f: Fields, layers: int, heads: int, hidden_size: int) -> tuple[tuple[int, int], ...]:
     """Of each layer that a search has shaped (Nemotron): its KV heads, 0 without attention, and its MLP's size."""
-    listed, found = f.value("block_configs", list) or [], []
+    listed, shapes = f.value("block_configs", list) or [], []
     if len(listed) != layers:
         raise ValueError(f"config.json: block_configs has {len(listed)} entries for {layers} layers")
     for i, block in enumerate(listed):
@@ -517,12 +511,12 @@ def read_blocks(f: Fields, layers: int, heads: int, hidden_size: int) -> tuple[t
         shared = attention.whole("n_heads_in_group", 1, heads, 1)  # queries that share keys
         if heads % shared:
             raise ValueError(f"config.json: n_heads_in_group is {shared}; it must divide {heads} heads")
-        found.append((0 if attention.truth("no_op") else heads // shared, -(-wide // 256) * 256))
+        shapes.append((0 if attention.truth("no_op") else heads // shared, -(-wide // 256) * 256))
         attention.check_rest()
         mlp.check_rest()
-    if not any(count for count, _ in found):
+    if not any(count for count, _ in shapes):
         raise ValueError("config.json: block_configs has no layer with attention; Manta needs at least one")
-    return tuple(found)
+    return tuple(shapes)
 
 
 def sparsity_of(reader: ConfigReader) -> tuple[float, ...]:
@@ -567,13 +561,13 @@ def expert_layers(f: Fields, r: Routing, count: int) -> tuple[bool, ...]:
 
 def activation(f: Fields, row: Family) -> str:
     """The MLP's activation."""
-    asked = row.activation or f.value("hidden_act", str) or "silu"
-    if asked not in ACTIVATIONS:
-        raise ValueError(f"config.json asks for the activation {asked!r:.80}; Manta has {', '.join(ACTIVATIONS)}")
-    found, gates = ACTIVATIONS[asked], EXPERT_GATES if row.routing else GATES
-    if row.gated and found not in gates and not row.activation:
-        raise ValueError(f"config.json asks for a gate of {asked!r:.80}; this family has {', '.join(gates)}")
-    return found
+    name = row.activation or f.value("hidden_act", str) or "silu"
+    if name not in ACTIVATIONS:
+        raise ValueError(f"config.json asks for the activation {name!r:.80}; Manta has {', '.join(ACTIVATIONS)}")
+    activation, gates = ACTIVATIONS[name], EXPERT_GATES if row.routing else GATES
+    if row.gated and activation not in gates and not row.activation:
+        raise ValueError(f"config.json asks for a gate of {name!r:.80}; this family has {', '.join(gates)}")
+    return activation
 
 
 def dtype_of(f: Fields) -> str:
@@ -596,16 +590,16 @@ def ends_of_tokenizer(folder: str) -> list[int]:
     named = read_json(folder, "special_tokens_map.json", {}) | config
     tokens = (named.get(name) for name in END_TOKENS)
     texts = [token.get("content") if isinstance(token, dict) else token for token in tokens]
-    found: dict[Any, Any] = {}
+    ids: dict[Any, Any] = {}
     with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
-        found |= read_json(folder, "added_tokens.json", {})
-        found |= {each["content"]: int(id) for id, each in (config.get("added_tokens_decoder") or {}).items()}
-    if any(isinstance(text, str) and text not in found for text in texts):
+        ids |= read_json(folder, "added_tokens.json", {})
+        ids |= {each["content"]: int(id) for id, each in (config.get("added_tokens_decoder") or {}).items()}
+    if any(isinstance(text, str) and text not in ids for text in texts):
         with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
             tokenizer = read_json(folder, "tokenizer.json", {}) or {"model": {"vocab": read_json(folder, "vocab.json")}}
-            found |= {each["content"]: each["id"] for each in tokenizer.get("added_tokens") or ()}
-            found = dict(tokenizer["model"]["vocab"]) | found
-    return [found[text] for text in texts if isinstance(text, str) and isinstance(found.get(text), int)]
+            ids |= {each["content"]: each["id"] for each in tokenizer.get("added_tokens") or ()}
+            ids = dict(tokenizer["model"]["vocab"]) | ids
+    return [ids[text] for text in texts if isinstance(text, str) and isinstance(ids.get(text), int)]
 
 
 def eos_token_ids(eos: Any, vocab_size: int) -> tuple[int, ...]:

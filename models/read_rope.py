@@ -24,17 +24,17 @@ def read_ropes(reader: ConfigReader) -> tuple[tuple[Rope, ...], tuple[int, ...]]
         for unused in ("rope_parameters", "rope_scaling", "rope_theta"):
             f.get(unused)
         return (Rope(1.0, 0, {}),), (0,) * reader.layers
-    given = f.value("rope_parameters", dict)  # transformers 5, whose class may have its own where it is left out
-    given = row.defaults.get("rope_parameters", {}) if given is None else given
+    parameters = f.value("rope_parameters", dict)  # transformers 5, whose class may have its own where it is left out
+    parameters = row.defaults.get("rope_parameters", {}) if parameters is None else parameters
     old = f.value("rope_scaling", dict) or {}  # transformers 4; where both are there, it stands for all of the other
-    nested = given if set(given) & set(LAYER_TYPES) and (row.local_rope or not old) else None
+    nested = parameters if set(parameters) & set(LAYER_TYPES) and (row.local_rope or not old) else None
     kinds = {kind: typed(kind, (nested or {}).get(kind), dict) or {} for kind in LAYER_TYPES}
-    flat = kinds["full_attention"] | old if nested else old or given
+    flat = kinds["full_attention"] | old if nested else old or parameters
     dims = dict(zip((window > 0 for window in windows), (dim for _, dim in reader.kv_shapes), strict=True))
     full = read_rope(reader, flat, head_dim=dims.get(False), layered=bool(nested or row.local_rope))
-    if old and not nested and given.get("rope_theta", full.theta) != full.theta:
+    if old and not nested and parameters.get("rope_theta", full.theta) != full.theta:
         lost = f"rope_theta is {full.theta:g}: rope_scaling stands for all of rope_parameters, where it is"
-        reader.notes.append(f"{lost} {given['rope_theta']!r:.80}; say it in rope_scaling, too, to keep it")
+        reader.notes.append(f"{lost} {parameters['rope_theta']!r:.80}; say it in rope_scaling, too, to keep it")
     local = full
     if row.local_rope or nested:
         theta = "rope_local_base_freq" if row.local_rope == "rope_local_base_freq" else "rope_theta"
@@ -44,12 +44,12 @@ def read_ropes(reader: ConfigReader) -> tuple[tuple[Rope, ...], tuple[int, ...]]
         growth = f.number("attn_scale", 0, 1e3, 0.1), f.whole("floor_scale", 1, 2**31, 8192), 1
         growth = growth if f.truth("attn_temperature_tuning") else None
     none = Rope(1.0, 0, {}, growth)
-    found = [
+    of_layers = [
         none if not has else local if window else full
         for window, has in zip(windows, reader.rope_layers(), strict=True)
     ]
-    ropes = [rope for i, rope in enumerate(found) if rope not in found[:i]]
-    return tuple(ropes), tuple(map(ropes.index, found))
+    ropes = [rope for i, rope in enumerate(of_layers) if rope not in of_layers[:i]]
+    return tuple(ropes), tuple(map(ropes.index, of_layers))
 
 
 def read_rope(
@@ -148,18 +148,18 @@ def read_slopes(reader: ConfigReader) -> tuple[float, ...]:
 
 
 def notes_on(config: ModelConfig, length: int) -> tuple[str, ...]:
-    """What the start log says of a model whose sequences may have `length` tokens."""
-    told = {
+    """Lines for the start log about a model whose sequences may have `length` tokens."""
+    notes = {
         "longrope": "LongRoPE has long_factor for prompts of any length; --max-model-len {} has short_factor",
         "dynamic": "dynamic RoPE is that of the longest sequence for all; --max-model-len {} has the trained one",
     }
     for scaling in (rope.scaling for rope in config.ropes):
-        short, more = scaling.get("original_max_position_embeddings", length), told.get(scaling.get("rope_type", ""))
-        if more and length > short:
-            return *config.notes, more.format(short)
+        trained, note = scaling.get("original_max_position_embeddings", length), notes.get(scaling.get("rope_type", ""))
+        if note and length > trained:
+            return *config.notes, note.format(trained)
     return config.notes
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:
-    """What YaRN multiplies by, so that attention over a context that is `factor` times as long stays as sharp."""
+    """YaRN's factor, with which attention over a context that is `factor` times as long stays as sharp."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -19,7 +19,7 @@ def rope_tables(config: ModelConfig, length: int, device: str) -> tuple[list[tor
 
 
 def rope_table(rope: Rope, length: int, interleaved: bool) -> torch.Tensor:
-    """What `qk_norm_rope_store` rotates each position by, [length, 2, dim] float32 (RoFormer, Su et al., 2021)."""
+    """Cosines and sines for `qk_norm_rope_store`, [length, 2, dim] float32 (RoFormer, Su et al., 2021)."""
     frequencies, scale = rope_frequencies(rope, length)
     angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
     cos, sin = angles.cos() * scale, angles.sin() * scale
@@ -28,7 +28,7 @@ def rope_table(rope: Rope, length: int, interleaved: bool) -> torch.Tensor:
 
 
 def query_scales(rope: Rope, length: int) -> torch.Tensor | None:
-    """What queries at each position are multiplied by, [length, 1, 1] float32; None for 1. See `Rope.growth`."""
+    """The factors of queries by position, [length, 1, 1] float32; None for 1. See `Rope.growth`."""
     if rope.growth is None:
         return None
     beta, period, offset = rope.growth

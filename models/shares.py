@@ -1,4 +1,4 @@
-"""What a rank takes of each tensor of a checkpoint, and whether the ranks can divide a model at all.
+"""Divides the tensors of a checkpoint among ranks, and checks that a model can be divided.
 
 One word for each weight says how the ranks divide it; see `Shares.share`.
 """
@@ -14,18 +14,18 @@ from model_config import ModelConfig
 from parallel import Group
 
 
-class Piece(NamedTuple):
+class TensorPiece(NamedTuple):
     """A part of a checkpoint's tensor, and where it goes."""
 
     target: torch.Tensor  # the part of our weights that is filled
-    at: tuple[slice | int, ...]  # which part of the tensor it is, seen in the shape `Part.view`
+    at: tuple[slice | int, ...]  # which part of the tensor it is, seen in the shape `TensorPart.view`
 
 
-class Part(NamedTuple):
-    """What a rank takes of a tensor of the checkpoint."""
+class TensorPart(NamedTuple):
+    """The pieces of a checkpoint's tensor that a rank takes."""
 
     shape: tuple[int, ...]  # of the whole tensor
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TensorPiece, ...]
     view: tuple[int, ...] = ()  # the shape in which the pieces are found; () is its own
     transposed: bool = False  # its last two dimensions change places before that
     instead_of: tuple[str, ...] = ()  # names of other tensors that are not needed where this one is there
@@ -37,7 +37,7 @@ class Part(NamedTuple):
         return not (self.instead_of or self.optional)
 
 
-Parts = dict[str, Part]  # by names of tensors
+Parts = dict[str, TensorPart]  # by names of tensors
 
 
 class Shares:
@@ -47,7 +47,7 @@ class Shares:
         self.vocab_size, self.group = vocab_size, group
 
     def share(self, word: str, n: int, copies: int = 1) -> tuple[int, int, int]:
-        """Of a dimension of which this rank holds `n`: its whole length, and where this rank's share begins and ends.
+        """The whole length of a dimension, and where the share of this rank begins and ends, which holds `n` of it.
 
         Each share of what is divided by "kv" is held by `copies` neighbouring ranks.
 
@@ -72,8 +72,8 @@ class Shares:
         copies: int = 1,
         same: bool = False,
         transposed: bool = False,
-    ) -> Part:
-        """What this rank takes of a tensor that fills some weights, one after the other along its outputs.
+    ) -> TensorPart:
+        """This rank's pieces of a tensor that fills some weights, one after the other along its outputs.
 
         Args:
             words: how the ranks divide each; see `share`, also for `copies`.
@@ -87,20 +87,22 @@ class Shares:
             offset = 0 if same else offset
             index: list[slice | int] = [slice(None)] * target.ndim
             index[dim] = slice(offset + begin, offset + end)
-            pieces.append(Piece(target.narrow(dim, 0, end - begin), tuple(index)))
+            pieces.append(TensorPiece(target.narrow(dim, 0, end - begin), tuple(index)))
             offset += length
             shape[dim] = offset
         if transposed:
             shape.reverse()
-        return Part(tuple(shape), tuple(pieces), transposed=transposed)
+        return TensorPart(tuple(shape), tuple(pieces), transposed=transposed)
 
     def parts(self, weights: Mapping[str, tuple[object, str]]) -> Parts:
-        """As `part`, of each weight that is there, by the name of its tensor and with its word."""
-        found = {name: (weight, word) for name, (weight, word) in weights.items() if isinstance(weight, torch.Tensor)}
-        return {name: self.part((weight,), (word,)) for name, (weight, word) in found.items()}
+        """`part` of each weight that is there, by the name of its tensor and with its word."""
+        tensors = {name: (weight, word) for name, (weight, word) in weights.items() if isinstance(weight, torch.Tensor)}
+        return {name: self.part((weight,), (word,)) for name, (weight, word) in tensors.items()}
 
-    def by_heads(self, targets: Sequence[torch.Tensor], words: Sequence[str], heads: int, copies: int = 1) -> Part:
-        """As `part`, of a tensor [all heads, rows of the first target, rows of the second, .., inputs], where this rank
+    def by_heads(
+        self, targets: Sequence[torch.Tensor], words: Sequence[str], heads: int, copies: int = 1
+    ) -> TensorPart:
+        """`part` of a tensor [all heads, rows of the first target, rows of the second, .., inputs], where this rank
         has so many `heads`. Ranks that hold the same head divide its "col" rows."""
         rest = targets[0].shape[1:]
         length, begin, end = self.share("kv", heads, copies)
@@ -108,14 +110,14 @@ class Shares:
         for target, word in zip(targets, words, strict=True):
             rows, parts = len(target) // heads, copies if word == "col" else 1
             first = offset + rows * (self.group.rank % parts)
-            pieces.append(Piece(target.view(heads, rows, *rest), (slice(begin, end), slice(first, first + rows))))
+            pieces.append(TensorPiece(target.view(heads, rows, *rest), (slice(begin, end), slice(first, first + rows))))
             offset += rows * parts
-        return Part((length * offset, *rest), tuple(pieces), (length, offset, *rest))
+        return TensorPart((length * offset, *rest), tuple(pieces), (length, offset, *rest))
 
     def stacked(
         self, target: torch.Tensor, first: int, total: int, words: Sequence[str], transposed: bool, interleaved: bool
-    ) -> Part:
-        """As `part`, of a tensor for all experts that fills [experts of this rank, outputs, inputs].
+    ) -> TensorPart:
+        """`part` of a tensor for all experts that fills [experts of this rank, outputs, inputs].
 
         Args:
             first: this rank's first expert, of `total`.
@@ -130,12 +132,12 @@ class Shares:
                 index: list[slice | int] = [first + e, *[slice(None)] * (half.ndim - 1)]
                 alternating = slice(parts * begin + j, parts * (end - 1) + j + 1, parts)
                 index[dim + 1] = alternating if interleaved else slice(j * length + begin, j * length + end)
-                pieces.append(Piece(half[e].narrow(dim, 0, end - begin), tuple(index)))
+                pieces.append(TensorPiece(half[e].narrow(dim, 0, end - begin), tuple(index)))
         shape = [total, *target.shape[1:]]
         shape[dim + 1] = length * parts
         if transposed:
             shape[1:] = shape[:0:-1]
-        return Part(tuple(shape), tuple(pieces), transposed=transposed)
+        return TensorPart(tuple(shape), tuple(pieces), transposed=transposed)
 
 
 def is_absent(target: torch.Tensor) -> bool:

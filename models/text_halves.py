@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from models.config_fields import typed
-from models.families import FAMILIES, LOCAL, QWEN2, QWEN_EXPERTS, architecture_of, sized
+from models.families import BIASED, FAMILIES, LOCAL, QWEN2, QWEN_EXPERTS, architecture_of, sized
 from models.family_row import Family, Routing
 
 FIELDS = ("text_config", "llm_config", "language_config")  # one of them has all that config.json says of the text
@@ -17,8 +17,8 @@ GLM4V = FAMILIES["Glm4ForCausalLM"].but(
 )  # fmt: skip
 QWEN2VL = QWEN2.but(defaults=sized(
     152064, 8192, 29568, 80, 64, 8, 32768, rope_theta=1e6, rms_norm_eps=1e-5, max_window_layers=80))  # fmt: skip
-QWEN3VL = Family(
-    qkv_bias="attention_bias", o_bias="attention_bias", qk_norm="head", fixed={"use_qk_norm": True},
+QWEN3VL = BIASED.but(
+    qk_norm="head", fixed={"use_qk_norm": True},
     defaults=sized(151936, 4096, 22016, 32, 32, 32, 128000, head_dim=128, rope_theta=5e5),
 )  # fmt: skip
 HALVES = {  # by the model_type of the text, where no family is called so
@@ -81,19 +81,19 @@ def wrapper_of(architecture: Any) -> str:
 
 
 def text_half(architecture: Any, raw: dict[str, Any]) -> dict[str, Any] | None:
-    """What a config.json says of the text of a model that also sees or hears; None where all of it is of text."""
+    """The fields about the text, of a model that also sees or hears; None for a config.json that is all about text."""
     if str(architecture) in FAMILIES or re.search("Classification$|(?<!Chat)(?<!Omni)Model$", str(architecture)):
         return None
-    found, wrapper = [typed(name, raw.get(name), dict) for name in FIELDS], wrapper_of(architecture)
+    halves, wrapper = [typed(name, raw.get(name), dict) for name in FIELDS], wrapper_of(architecture)
     if wrapper in FLAT:
-        found.append({name: value for name, value in raw.items() if name != "model_type"})
-    half = next((each for each in found if each is not None), None)
-    own = {"model_type": f"{raw.get('model_type')}_text".replace("_thinker", "")}
-    return None if half is None else own | WRAPPERS.get(wrapper, {}) | half
+        halves.append({name: value for name, value in raw.items() if name != "model_type"})
+    half = next((each for each in halves if each is not None), None)
+    kind = {"model_type": f"{raw.get('model_type')}_text".replace("_thinker", "")}
+    return None if half is None else kind | WRAPPERS.get(wrapper, {}) | half
 
 
 def tied_half(architecture: Any, raw: dict[str, Any], half: dict[str, Any]) -> Any:
-    """What a config.json says of whether the head is the table of embeddings, where a `half` of it is of the text."""
+    """The value of `tie_word_embeddings` in a config.json with a `half` about the text."""
     if wrapper_of(architecture) in TIED_HALVES:
         return raw.get("tie_word_embeddings", True)
     return raw.get("tie_word_embeddings") or half.get("tie_word_embeddings", False)
@@ -107,10 +107,10 @@ def row_of(architecture: Any, half: dict[str, Any]) -> tuple[str, Family]:
     """
     kind, listed = str(half["model_type"]), typed("architectures", half.get("architectures"), list) or []
     rows = HALVES | FAMILIES
-    found = next((name for name in (kind, architecture_of(half), *map(str, listed)) if name in rows), None)
-    if found is None:
+    family = next((name for name in (kind, architecture_of(half), *map(str, listed)) if name in rows), None)
+    if family is None:
         raise ValueError(
             f"config.json is of a {architecture!r:.80} whose text is of {kind!r:.80}; docs/families.md has the "
             f"{len(FAMILIES)} families that Manta runs"
         )
-    return found, rows[found].but(half=True)
+    return family, rows[family].but(half=True)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from ops.experts import PAIRS, SHARERS, _find_tile, _most_tiles, plan_experts_kernel
-from ops.matmul import LINEAR_COUNTERS, LINEAR_ROWS, _cast, _counters, _dot, _is_last, _linear_part
+from ops.matmul import LINEAR_ROWS, _cast, _dot, _is_last, _linear_part, _parts
 
 TOKENS = 1024  # of a row that `lora_ids_kernel` writes at a time
 ELEMENTS = 1024  # of an embedding that a program of `put_prompts_kernel` copies
@@ -121,11 +121,7 @@ def lora_shrink(x: torch.Tensor, a: torch.Tensor, plan: LoraPlan) -> torch.Tenso
     block_n, block_k, splits, stages = _shrink_tile(outputs, inputs, x.dtype)
     programs = plan.tiles() * triton.cdiv(outputs, block_n)
     h = torch.empty(tokens, outputs, dtype=torch.float32, device=x.device)
-    partial = counters = None
-    if splits > 1:
-        assert programs <= LINEAR_COUNTERS
-        partial = torch.empty(splits, tokens, outputs, dtype=torch.float32, device=x.device)
-        counters = _counters(x.device)
+    partial, counters = _parts(splits, programs, tokens, outputs, x.device)
 
     lora_shrink_kernel[(programs, splits)](
         x, a, plan.starts, plan.order, h, partial, counters, plan.tiles(), tokens, count, outputs, inputs, a.stride(0),

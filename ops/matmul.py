@@ -166,6 +166,16 @@ def _counters(device: torch.device) -> torch.Tensor:
     return torch.zeros(LINEAR_COUNTERS, dtype=torch.int32, device=device)
 
 
+def _parts(
+    splits: int, tiles: int, tokens: int, outputs: int, device: torch.device
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Memory for the parts of a product [splits, tokens, outputs] float32, and counters of its tiles; None for one."""
+    if splits == 1:
+        return None, None
+    assert tiles <= LINEAR_COUNTERS
+    return torch.empty(splits, tokens, outputs, dtype=torch.float32, device=device), _counters(device)
+
+
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Multiply by a weight (`reference.linear`). A row's result depends on nothing but the row."""
     (tokens, inputs), outputs = x.shape, len(weight)
@@ -175,11 +185,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     block_n, block_k, splits, stages = _linear_tile(outputs, inputs, x.dtype)
     row_tiles, column_tiles = triton.cdiv(tokens, LINEAR_ROWS), triton.cdiv(outputs, block_n)
     y = torch.empty(tokens, outputs, dtype=x.dtype, device=x.device)
-    partial = counters = None
-    if shared := splits > 1 and row_tiles == 1:
-        assert column_tiles <= LINEAR_COUNTERS
-        partial = torch.empty(splits, tokens, outputs, dtype=torch.float32, device=x.device)
-        counters = _counters(x.device)
+    shared = splits > 1 and row_tiles == 1
+    partial, counters = _parts(splits if shared else 1, column_tiles, tokens, outputs, x.device)
 
     linear_kernel[(row_tiles, column_tiles, splits if shared else 1)](
         x, weight, bias, y, partial, counters, tokens, outputs, inputs, splits, shared,

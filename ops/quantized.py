@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 import reference
-from ops.matmul import INTERPRET, LINEAR_COUNTERS, MOST_REGISTERS, Chip, _cast, _chip, _counters, _dot, _is_last
+from ops.matmul import INTERPRET, MOST_REGISTERS, Chip, _cast, _chip, _dot, _is_last, _parts
 from ops.quantized_inputs import _rounded_part, round_inputs
 from reference import BITS, Quantized
 
@@ -68,7 +68,7 @@ def _load_codes(p_row, o_c, m_c, K: tl.constexpr, KIND: tl.constexpr):
 
 @triton.jit
 def _bits(b_code, KIND: tl.constexpr, UNPACK: tl.constexpr, dtype: tl.constexpr):
-    """What `_number` takes of `_load_codes`: two times 16 bits, of the codes in the lower and in the upper half.
+    """The argument of `_number`, from `_load_codes`: two times 16 bits, of the codes in the lower and the upper half.
 
     A byte of int8 has one code: its seven bits, and the eighth. One of fp8 has its code twice. An integer becomes the
     lowest bits of a large float, whose last bit counts 1. A float of few bits becomes one with the same exponent and
@@ -134,7 +134,7 @@ def _number(b_bits, b_more, KIND: tl.constexpr, UNPACK: tl.constexpr, dtype: tl.
 
 @triton.jit
 def _load_scales(scales, factors, o_t, o_f, m_t, SCALES: tl.constexpr):
-    """Scales float32 at o_t, times factors at o_f. Those of 8 bits are e4m3, if SCALES says so, or integers."""
+    """Scales float32 at o_t, times factors at o_f. Scales of 8 bits are e4m3, if SCALES says so, or integers."""
     b_scale = tl.load(scales + o_t, mask=m_t, other=0)
     if SCALES == "e4m3":
         b_bits, b_more = _bits(b_scale, "fp8", None, tl.float16)
@@ -386,22 +386,18 @@ def quantized_linear(x: torch.Tensor, weight: Quantized, bias: torch.Tensor | No
     (tokens, inputs), outputs = x.shape, len(weight.codes)
     assert x.is_contiguous() and weight.codes.ndim == 2 and (bias is None or bias.shape == (outputs,))
 
-    given = _operands(x, weight, tokens)
-    scales, zeros, factors, constants, block_k = given.layout
-    block_m, block_n, warps, stages = given.tile
+    operands = _operands(x, weight, tokens)
+    scales, zeros, factors, constants, block_k = operands.layout
+    block_m, block_n, warps, stages = operands.tile
     row_tiles, column_tiles = triton.cdiv(tokens, block_m), triton.cdiv(outputs, block_n)
     steps, splits = triton.cdiv(inputs, block_k), 1
     while tokens <= 64 and column_tiles * splits < PROGRAMS and splits < 8 and steps // (2 * splits) >= 4:
         splits *= 2
     y = torch.empty(tokens, outputs, dtype=x.dtype, device=x.device)
-    partial = counters = None
-    if splits > 1:
-        assert column_tiles <= LINEAR_COUNTERS
-        partial = torch.empty(splits, tokens, outputs, dtype=torch.float32, device=x.device)
-        counters = _counters(x.device)
+    partial, counters = _parts(splits, column_tiles, tokens, outputs, x.device)
 
     quantized_linear_kernel[(row_tiles, column_tiles, splits)](
-        given.x, given.x_scales, given.codes, scales, zeros, factors, bias, y, partial, counters, tokens,
+        operands.x, operands.x_scales, operands.codes, scales, zeros, factors, bias, y, partial, counters, tokens,
         outputs, inputs, *constants, splits, block_m, block_n, block_k,
         num_warps=warps, num_stages=stages, maxnreg=MOST_REGISTERS,
     )  # fmt: skip

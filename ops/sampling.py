@@ -10,6 +10,7 @@ import triton.language as tl
 
 from ops.matmul import FLOAT_MAX, LOG2E, NO_ID
 
+TEMPERATURE, TOP_K, TOP_P, MIN_P = (tl.constexpr(i) for i in range(4))  # as in `reference.SamplingColumns`
 MAX_BIASES = tl.constexpr(1024)  # entries of logit_bias that a slot holds
 
 SAMPLE_CHUNK = 4096  # logits that sampling holds at a time
@@ -117,18 +118,20 @@ def _scale(heat):
 
 
 @triton.jit
-def _filters(p_top_k, p_top_p, p_min_p, i_slot, V: tl.constexpr):
-    """(top_k, or 0 where it is off; top_p; min_p; whether any of them is on)."""
-    k, share, least = tl.load(p_top_k + i_slot), tl.load(p_top_p + i_slot), tl.load(p_min_p + i_slot)
-    k = tl.where((k > 0) & (k < V), k, 0)
-    return k, share, least, (k > 0) | (share < 1.0) | (least > 0.0)
+def _filters(p_columns, heat, peak, V: tl.constexpr):
+    """(top_k, or 0 where it is off; top_p; the least logit that the other filters keep; whether any filter is on)."""
+    k, share, least = tl.load(p_columns + TOP_K), tl.load(p_columns + TOP_P), tl.load(p_columns + MIN_P)
+    k = tl.where((k > 0) & (k < V), k, 0.0).to(tl.int32)
+    on = (k > 0) | (share < 1.0) | (least > 0.0)
+    bottom = tl.where(least > 0.0, peak + heat * tl.log(least), float("-inf"))
+    return k, share, bottom, on
 
 
 @triton.jit
 def sample_chunks_kernel(
-    logits, slots, temperature, top_k, top_p, min_p, adjustments, penalties, token_counts, bias_ids, biases, bitmask,
-    drafts, chunk_max, chunk_sum, chunk_id, summary, V: tl.constexpr, MASKS: tl.constexpr, DRAFTS: tl.constexpr,
-    CHUNKS: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
+    logits, slots, columns, adjustments, penalties, token_counts, bias_ids, biases, bitmask, drafts,
+    chunk_max, chunk_sum, chunk_id, summary, V: tl.constexpr, COLUMNS: tl.constexpr, MASKS: tl.constexpr,
+    DRAFTS: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """max, its lowest id and sum(exp((x - max) / temperature)) of each chunk of each row of adjusted logits x [R, V].
 
@@ -140,7 +143,8 @@ def sample_chunks_kernel(
     i_slot = tl.load(slots + i_r)
     if i_slot < 0:
         return
-    heat = tl.load(temperature + i_slot)
+    p_columns = columns + i_slot * COLUMNS
+    heat = tl.load(p_columns + TEMPERATURE)
     o_g = i_c * (CHUNK // GROUP) + tl.arange(0, CHUNK // GROUP)
     o_l = tl.arange(0, GROUP)
     o_v = (o_g * GROUP)[:, None] + o_l[None, :]
@@ -156,7 +160,7 @@ def sample_chunks_kernel(
     if heat > 0:
         b_p = tl.exp2((b_x - tl.maximum(peak, -FLOAT_MAX)) * _scale(heat))
         tl.store(chunk_sum + i_r * CHUNKS + i_c, tl.sum(tl.sum(b_p, 1), 0))
-        _, _, _, filtered = _filters(top_k, top_p, min_p, i_slot, V)
+        _, _, _, filtered = _filters(p_columns, heat, peak, V)
         if filtered:
             p_summary = summary + i_r.to(tl.int64) * (3 * GROUPS)
             tl.store(p_summary + o_g, b_top, mask=o_g < GROUPS)
@@ -309,12 +313,11 @@ def _draw(row, p_values, n, held, b_mass, u, scale, peak, floor, CHUNK: tl.const
 
 @triton.jit
 def sample_pick_kernel(
-    logits, slots, temperature, top_k, top_p, min_p, seeds, num_known,
-    adjustments, penalties, token_counts, bias_ids, biases, bitmask, drafts,
+    logits, slots, columns, seeds, num_known, adjustments, penalties, token_counts, bias_ids, biases, bitmask, drafts,
     chunk_max, chunk_sum, chunk_id, summary, groups, values, value_ids, ids,
-    V: tl.constexpr, MASKS: tl.constexpr, DRAFTS: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK_C: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, BLOCK_A: tl.constexpr, BUFFER: tl.constexpr,
-    GATHER: tl.constexpr, SEARCH: tl.constexpr,
+    V: tl.constexpr, COLUMNS: tl.constexpr, MASKS: tl.constexpr, DRAFTS: tl.constexpr, CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_C: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, BLOCK_A: tl.constexpr,
+    BUFFER: tl.constexpr, GATHER: tl.constexpr, SEARCH: tl.constexpr,
 ):  # fmt: skip
     """id = min {i: sum_{j <= i, x_j >= t} p_j > u sum_{x_j >= t} p_j}, t = max(t_k, t_p, t_m); one program per row.
 
@@ -329,7 +332,8 @@ def sample_pick_kernel(
     if i_slot < 0:
         tl.store(ids + i_r, tl.zeros([], tl.int64))
         return
-    heat = tl.load(temperature + i_slot)
+    p_columns = columns + i_slot * COLUMNS
+    heat = tl.load(p_columns + TEMPERATURE)
     o_c = tl.arange(0, BLOCK_C)
     m_c = o_c < CHUNKS
     b_max = tl.load(chunk_max + i_r * CHUNKS + o_c, mask=m_c, other=float("-inf"))
@@ -345,14 +349,14 @@ def sample_pick_kernel(
     scale = _scale(heat)
     b_mass = tl.load(chunk_sum + i_r * CHUNKS + o_c, mask=m_c, other=0.0)
     b_mass *= tl.exp2((tl.maximum(b_max, -FLOAT_MAX) - peak) * scale)
-    k, share, least, filtered = _filters(top_k, top_p, min_p, i_slot, V)
+    k, share, least, filtered = _filters(p_columns, heat, peak, V)
     p_values, p_ids = values + i_r.to(tl.int64) * BUFFER, value_ids + i_r.to(tl.int64) * BUFFER
     no = heat <= 0  # False as a value, so that an `if` may change it
     floor, n, held = _key(float("-inf")), V, no
     if filtered:
         total = tl.sum(b_mass, 0)
         bottom, top = floor, _key(peak) + 1
-        floor = _key(tl.where(least > 0.0, peak + heat * tl.log(least), float("-inf")))
+        floor = _key(least)
         low, high, goal, guessed = floor, top, total * 0.0, no
         o_a = tl.arange(0, BLOCK_A)
         b_a = tl.load(summary + i_r.to(tl.int64) * (3 * GROUPS) + o_a, mask=o_a < 3 * GROUPS, other=float("-inf"))
@@ -456,10 +460,7 @@ def mask_words(
 def sample(
     logits: torch.Tensor,
     slots: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    min_p: torch.Tensor,
+    params: torch.Tensor,
     seeds: torch.Tensor,
     num_known: torch.Tensor,
     adjust: Adjust | None = None,
@@ -467,7 +468,7 @@ def sample(
 ) -> torch.Tensor:
     """Draw a token for each row (`reference.sample`)."""
     rows, vocab = logits.shape
-    assert logits.is_contiguous() and vocab < NO_ID.value and seeds.dtype == torch.int64
+    assert logits.is_contiguous() and params.is_contiguous() and vocab < NO_ID.value and seeds.dtype == torch.int64
     assert adjust is None or (all(x.is_contiguous() for x in adjust) and adjust.token_counts.shape[1] == vocab)
     assert adjust is None or adjust.bias_ids.shape[1] == adjust.biases.shape[1] == MAX_BIASES.value
     masks, width = 1 if adjust is None else adjust.bitmask.shape[1], 0 if drafts is None else drafts.shape[1]
@@ -491,13 +492,12 @@ def sample(
 
     state = adjust or (None,) * len(Adjust._fields)
     sample_chunks_kernel[(rows, chunks)](
-        logits, slots, temperature, top_k, top_p, min_p, *state, drafts, chunk_max, chunk_sum, chunk_id, summary,
-        vocab, masks, width, chunks, chunk, groups, group, num_warps=4,
+        logits, slots, params, *state, drafts, chunk_max, chunk_sum, chunk_id, summary, vocab, params.shape[1], masks,
+        width, chunks, chunk, groups, group, num_warps=4,
     )  # fmt: skip
     sample_pick_kernel[(rows,)](
-        logits, slots, temperature, top_k, top_p, min_p, seeds, num_known, *state, drafts, chunk_max, chunk_sum,
-        chunk_id, summary, group_ids, values, value_ids, ids,
-        vocab, masks, width, chunks, chunk, triton.next_power_of_2(chunks),
+        logits, slots, params, seeds, num_known, *state, drafts, chunk_max, chunk_sum, chunk_id, summary, group_ids,
+        values, value_ids, ids, vocab, params.shape[1], masks, width, chunks, chunk, triton.next_power_of_2(chunks),
         groups, group, triton.next_power_of_2(3 * groups), room, min(chunk, SAMPLE_GATHER),
         min(chunk, SAMPLE_SEARCH), num_warps=8, maxnreg=SAMPLE_REGISTERS if adjust is None else 255,
     )  # fmt: skip

@@ -25,7 +25,7 @@ from layers import Batch, New, Norm, Owner, Weight, linear
 from model import Transformer
 from model_config import ModelConfig
 from models.families import our_name
-from models.shares import Part, Parts, Shares
+from models.shares import Parts, Shares, TensorPart
 
 TAPPED = 3  # layers whose input EAGLE-3 sees
 
@@ -145,7 +145,7 @@ class DraftHead(Transformer):
         if self.names.norm:
             yield self.norm
 
-    def parameters(self) -> dict[str, Part]:
+    def parameters(self) -> dict[str, TensorPart]:
         shares = Shares(self.config.vocab_size, self.group)
         found = self.joint.parts(shares) | (self.norm.parts(self.names.norm, shares) if self.names.norm else {})
         for own, part in self.parts_of(self.layers[0], shares).items():
@@ -204,7 +204,7 @@ class Eagle3Head(DraftHead):
         yield from super().owners()
         yield self.hidden_norm
 
-    def parameters(self) -> dict[str, Part]:
+    def parameters(self) -> dict[str, TensorPart]:
         shares = Shares(len(self.ids), self.group)
         found = super().parameters() | shares.parts({"lm_head.weight": (self.head, "vocab")})
         return found | self.hidden_norm.parts(f"{self.names.layer}.hidden_norm", shares)

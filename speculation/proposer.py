@@ -11,7 +11,7 @@ from batch_state import BatchState
 from config import EngineConfig
 from layers import Batch
 from model import Transformer
-from models.shares import Part
+from models.shares import TensorPart
 from speculation.drafter import Drafter
 from speculation.lookup import PromptLookup
 from speculation.models import new_draft
@@ -41,7 +41,7 @@ def new_proposer(config: EngineConfig, model: Transformer) -> Proposer | None:
     return OwnProposer(options, model) if ":" in options.method else PromptLookup(options, model.ops)
 
 
-def wanted_of(config: EngineConfig, model: Transformer) -> dict[str, Part]:
+def wanted_of(config: EngineConfig, model: Transformer) -> dict[str, TensorPart]:
     """What a model's checkpoint must have: the model, and its draft if that has no folder of its own."""
     within = model.draft if config.speculation and not config.speculation.model else None
     return model.parameters() | (within.parameters() if within else {})

@@ -40,16 +40,12 @@ def make_adapter(
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG).write_text(json.dumps(fields))
     (folder / WEIGHTS).touch()
-    read = read_adapter(str(folder))
+    _, shape_of = read_adapter(str(folder))
     for name, weight in weights_of(base).items():
         module, last = name.removesuffix(".weight"), name.split(".")[-2]
         if weight.ndim == 2 and last in modules:
             is_table = last in TABLES
-            (out, inputs), rank, scale = (
-                weight.shape[:: -1 if is_table else 1],
-                read.rank_of(module),
-                read.scale_of(module),
-            )
+            (out, inputs), (rank, scale) = weight.shape[:: -1 if is_table else 1], shape_of(module)
             size = float(weight.float().std()) if is_table else 0.8
             a = torch.randn(rank, inputs, generator=generator) / (1 if is_table else math.sqrt(inputs))
             b = torch.randn(out, rank, generator=generator) * size / math.sqrt(rank) / scale
@@ -83,11 +79,11 @@ def merge(folder: Path, adapter: Path, base: str | Path = DEMO) -> Path:
     """Write the checkpoint in `base` with an adapter in its weights, in float32; returns its folder."""
     shutil.copytree(base, folder, dirs_exist_ok=True)
     weights = {name: weight.float().clone() for name, weight in weights_of(base).items()}
-    config, tensors = read_adapter(str(adapter)), load_file(adapter / WEIGHTS)
+    (_, shape_of), tensors = read_adapter(str(adapter)), load_file(adapter / WEIGHTS)
     for name, a in tensors.items():
         if found := re.fullmatch(r"base_model\.model\.(.+)\.lora_(A\.weight|embedding_A)", name):
             b = tensors[name.replace(found[2], found[2].replace("A", "B"))]
-            more = config.scale_of(found[1]) * b.float() @ a.float()
+            more = shape_of(found[1])[1] * b.float() @ a.float()
             weights[f"{found[1]}.weight"] += more.T if found[2] == "embedding_A" else more
     save_file(weights, folder / "model.safetensors")
     return folder

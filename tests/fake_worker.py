@@ -229,7 +229,7 @@ class FakeWorker:
         brought, records, wanted = [], [], row["row"].num_logprobs
         while True:
             token = next_token(row["tokens"], self.seed_of(row))
-            if wanted > 0 and row["row"].temperature == 0:  # a beam
+            if wanted > 0 and row["row"].sampling[0] == 0:  # a beam
                 token = known_logprobs([*row["tokens"], 0], len(row["tokens"]), 1).ids[0]
             if wanted >= 0:
                 records.append(known_logprobs([*row["tokens"], token], len(row["tokens"]), wanted))

@@ -429,11 +429,16 @@ def adjusted(x: torch.Tensor, slot: int, fields: tuple[torch.Tensor, ...], draft
     return y
 
 
+def columns(*values: torch.Tensor) -> torch.Tensor:
+    """Sampling parameters [S, P] float32 of their columns [S]."""
+    return torch.stack([value.float() for value in values], 1)
+
+
 class Drafted(NamedTuple):
     """Arguments of `sample` for rows that come after drafts, and those for slots that have really sampled these."""
 
     logits: torch.Tensor
-    args: tuple[torch.Tensor, ...]  # slots, and from temperature to num_known
+    args: tuple[torch.Tensor, ...]  # slots, and from params to num_known
     fields: tuple[torch.Tensor, ...]  # of the `Adjust`
     drafts: torch.Tensor
     sampled_args: tuple[torch.Tensor, ...]  # here row r has slot r
@@ -458,7 +463,7 @@ def drafted(vocab: int, width: int, rows: int | None = None) -> Drafted:
     guesses = torch.randint(0, min(vocab, 5), (4, width))[owner]  # few tokens, so that some come several times
     drafts = guesses.masked_fill(torch.arange(width) >= after[:, None], -1).int()
     drafts[slots < 0] = 2**31 - 1  # nobody may read these
-    fields, state = adjustments([7, 0, 7, 7], vocab, width + 1), (heats, top_ks, top_ps, min_ps, seeds, known)
+    fields, state = adjustments([7, 0, 7, 7], vocab, width + 1), (columns(heats, top_ks, top_ps, min_ps), seeds, known)
     sampled = [x[owner] for x in fields]
     sampled[2] = sampled[2] + 2 * (drafts[:, :, None] == torch.arange(vocab)).sum(1, dtype=torch.int32)
     sampled[5] = sampled[5][torch.arange(len(slots)), after][:, None]

@@ -17,19 +17,6 @@ from model_config import ModelConfig
 from sampling_params import default_sampling
 
 ROOT = Path(__file__).parent.parent
-# As their checkpoints have them; none of these has all the fields of a Llama.
-OTHERS: dict[str, dict[str, Any]] = {
-    "MambaForCausalLM": {
-        "model_type": "mamba", "vocab_size": 50280, "hidden_size": 768, "state_size": 16, "num_hidden_layers": 24,
-        "hidden_act": "silu"},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("architecture", OTHERS)
-def test_other_architectures_are_refused_by_their_name(tmp_path: Path, architecture: str) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture], **OTHERS[architecture]}))
-    with pytest.raises(ValueError, match=rf"^config.json is of a '{architecture}'; .*that Manta runs$"):
-        ModelConfig.from_folder(str(tmp_path))
 
 
 def test_a_config_without_an_architecture_is_refused(tmp_path: Path) -> None:

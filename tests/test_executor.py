@@ -26,7 +26,6 @@ from executor import (
     MIN_STEP_TIMEOUT,
     SLOWEST,
     MpExecutor,
-    UniExecutor,
     WorkerError,
     is_stopped,
     start_alone,
@@ -34,12 +33,11 @@ from executor import (
 )
 from forked import forked_workers
 from integrity import check_integrity
-from observe.journal import replay
 from plan import EngineCoreRequest, Met, StepPlan
 from processes.client import EngineDeadError
 from ring import Watchdog
 from served import alive, eventually, tell_time
-from test_ring import SlowRing, TinyRing
+from test_ring import TinyRing
 from test_worker import HYBRID, SHAPE
 from worker_functions import double_of, fail, itself, lose_peers, run_out_once, slow
 
@@ -111,13 +109,10 @@ def test_the_same_tokens_from_a_worker_process(mp_llm, answers):
     ]
 
 
-SIGNALS = pytest.mark.parametrize(
+@pytest.mark.parametrize(
     "with_signal",
     [pytest.param(signal.SIGKILL, id="killed"), pytest.param(signal.SIGSTOP, id="stopped", marks=pytest.mark.full)],
 )
-
-
-@SIGNALS
 def test_a_workers_death_is_noticed_by_the_clock_alone(mp_llm, answers, undisturbed, monkeypatch, caplog, with_signal):
     said: list[str | None] = []
     mp_llm.core.workers.on_trouble = said.append
@@ -135,16 +130,9 @@ def test_a_workers_death_is_noticed_by_the_clock_alone(mp_llm, answers, undistur
     assert bool(suspects) == (with_signal == signal.SIGKILL)  # no request stops a worker
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        pytest.param({}, marks=pytest.mark.long),
-        pytest.param(
-            {"num_gpu_blocks_override": 24, "block_size": 32, "preemption_mode": "swap"}, marks=pytest.mark.full
-        ),
-    ],
-)
-def test_the_same_tokens_whether_a_step_is_planned_ahead_or_not(mp_llm, make_llm, answers, fields):
+@pytest.mark.full
+def test_the_same_tokens_whether_a_step_is_planned_ahead_or_not(mp_llm, make_llm, answers):
+    fields = {"num_gpu_blocks_override": 24, "block_size": 32, "preemption_mode": "swap"}
     assert mp_llm.core.depth == 2
     for ahead, overlaps in ((True, False), (False, False), (True, True)):
         llm = make_llm(async_scheduling=ahead, **fields)
@@ -240,19 +228,6 @@ def test_how_long_a_step_may_take_is_learned_or_given(slow_llm, mp_llm):
     assert step_timeout(EngineConfig(step_timeout=0.5), {"step_seconds": 7.0}) == 0.5
 
 
-@pytest.mark.long
-def test_a_worker_that_stays_stopped_while_idle_is_replaced(mp_llm, answers):
-    first = worker(mp_llm)
-    mp_llm.core.workers.collective_rpc("block_bytes")
-    os.kill(first, signal.SIGSTOP)
-    deadline = time.monotonic() + 60
-    while worker(mp_llm) == first:
-        mp_llm.core.workers.check()
-        time.sleep(0.2)
-        assert time.monotonic() < deadline
-    assert tokens(mp_llm.generate(PROMPTS, MIXED, use_tqdm=False)) == answers
-
-
 def test_a_worker_whose_main_thread_is_stuck_while_idle_is_noticed(monkeypatch):
     """Its process runs, but nothing would read a plan."""
     executor = object.__new__(MpExecutor)
@@ -309,10 +284,8 @@ def test_a_request_that_kills_every_worker_is_refused_and_the_others_go_on(mp_ll
     assert f"{deaths:.0f} steps that this request ran in have ended so" in outputs[1].error
 
 
-@pytest.mark.parametrize(
-    "refuses", [ValueError("no memory for them"), pytest.param(OSError("no room for them"), marks=pytest.mark.long)]
-)
-def test_workers_that_do_not_come_up_are_started_again(mp_llm, answers, undisturbed, monkeypatch, refuses, caplog):
+def test_workers_that_do_not_come_up_are_started_again(mp_llm, answers, undisturbed, monkeypatch, caplog):
+    refuses = ValueError("no memory for them")
     core, restart, pauses, said = mp_llm.core, mp_llm.core.executor.restart, [], []
     core.workers.on_trouble = said.append
     sleep, here = time.sleep, threading.get_ident()  # other threads sleep between their beats
@@ -358,10 +331,9 @@ def test_workers_that_never_come_up_end_the_engine_with_what_they_said(make_llm,
     llm.close()
 
 
-@pytest.mark.parametrize("ahead", [pytest.param(False, marks=pytest.mark.long), True], ids=["", "as on a GPU"])
-def test_out_of_memory_costs_the_latest_request_alone(make_llm, answers, monkeypatch, ahead):
-    llm = make_llm(async_scheduling=ahead)
-    llm.core.executor.overlaps = ahead
+def test_out_of_memory_costs_the_latest_request_alone(make_llm, answers, monkeypatch):
+    llm = make_llm(async_scheduling=True)
+    llm.core.executor.overlaps = True  # as on a GPU
     model, count = llm.core.executor.worker.model, 0
     forward = model.forward
 
@@ -388,17 +360,6 @@ def test_a_rank_that_runs_out_of_memory_costs_the_latest_request_alone(make_llm)
     outputs = llm.generate(PROMPTS, STORY, use_tqdm=False)
     assert tokens(outputs)[:3] == want[:3] and outputs[3].error == "CUDA out of memory. Tried to allocate 2 GiB."
     assert tokens(llm.generate(PROMPTS, STORY, use_tqdm=False)) == want
-    assert llm.core.metrics()["num_worker_restarts_total"] == 0
-    llm.core.close()
-
-
-@pytest.mark.full
-def test_plans_that_fit_no_chunk_of_the_ring_cost_no_worker(make_llm, answers, monkeypatch):
-    """A long prompt's plan is too large for a chunk. Here chunks are small, and what does not fit comes slowly."""
-    monkeypatch.setattr(executor_module, "RingBuffer", SlowRing)
-    llm = make_llm(distributed_executor_backend="mp", threads=1)
-    assert llm.core.depth == 2
-    assert tokens(llm.generate(PROMPTS, MIXED, use_tqdm=False)) == answers
     assert llm.core.metrics()["num_worker_restarts_total"] == 0
     llm.core.close()
 
@@ -449,22 +410,6 @@ def test_ctrl_c_leaves_nothing_behind(make_llm, mp_llm, answers, backend, undist
     assert not llm.core.has_work()
     del llm.core.executor.submit
     assert tokens(llm.generate(PROMPTS, MIXED, use_tqdm=False)) == answers
-
-
-@pytest.mark.long
-def test_a_journal_with_deaths_in_it_replays(mp_llm, make_llm, tmp_path):
-    path = tmp_path / "journal"
-    llm = make_llm(distributed_executor_backend="mp", threads=1, log_scheduler=str(path))
-    when(llm, [5], lambda: os.kill(worker(llm), signal.SIGKILL))
-    llm.generate(PROMPTS, MIXED, use_tqdm=False)
-    os.kill(worker(llm), signal.SIGKILL)
-    eventually(lambda: not llm.core.executor.processes[0].is_alive())
-    llm.core.workers.check()
-    llm.generate(PROMPTS, MIXED, use_tqdm=False)
-    llm.core.close()
-    lines = path.read_text().splitlines()
-    assert sum("start_over" in json.loads(line) for line in lines) == 2  # a death in a step, and one while idle
-    assert replay(lines).step == sum("step" in json.loads(line) for line in lines)
 
 
 def test_a_call_while_a_step_runs_loses_neither(mp_llm):
@@ -537,37 +482,19 @@ def test_functions_and_timeouts_of_calls(llm, mp_llm):
 
 
 @pytest.mark.full
-def test_what_comes_after_a_call_that_was_given_up_waits_for_it(mp_llm, answers, monkeypatch):
-    """Be it a step, or a method that would have the workers started anew if it were late."""
+def test_a_method_waits_for_a_call_that_was_given_up(mp_llm, answers, monkeypatch):
+    """It would have the workers started anew if it were late."""
     core, busy = mp_llm.core, []
     first, before = worker(mp_llm), core.workers.num_restarts
-    for act in ("look", "sleep"):
-        with pytest.raises(TimeoutError, match=r"rank 0 has not replied within 0\.1 s"):
-            mp_llm.collective_rpc(slow, 0.1, (2.5,))
-        if act == "look":
-            until = time.monotonic() + 2.2
-            while time.monotonic() < until:  # as an idle engine does; longer than a step may take
-                core.workers.check()
-                time.sleep(0.1)
-        else:
-            with monkeypatch.context() as patch:
-                patch.setattr(core.executor, "collective_rpc", lambda *args: busy.append({*core.executor.owing}) or [])
-                mp_llm.sleep()
-                mp_llm.wake_up()
-            assert busy == [set(), set()]  # so their own clocks have not begun before
-        assert tokens(mp_llm.generate(PROMPTS, MIXED, use_tqdm=False)) == answers
-        assert worker(mp_llm) == first and core.workers.num_restarts == before
-
-
-@SIGNALS
-def test_a_worker_that_is_lost_in_a_call_that_was_given_up_is_replaced(mp_llm, answers, monkeypatch, with_signal):
-    core, before, suspects = mp_llm.core, mp_llm.core.workers.num_restarts, []
-    monkeypatch.setattr(core.scheduler.admission.isolation, "blame", lambda *of: suspects.extend(of[2]))
-    with pytest.raises(TimeoutError):
+    with pytest.raises(TimeoutError, match=r"rank 0 has not replied within 0\.1 s"):
         mp_llm.collective_rpc(slow, 0.1, (2.5,))
-    os.kill(worker(mp_llm), with_signal)
+    with monkeypatch.context() as patch:
+        patch.setattr(core.executor, "collective_rpc", lambda *args: busy.append({*core.executor.owing}) or [])
+        mp_llm.sleep()
+        mp_llm.wake_up()
+    assert busy == [set(), set()]  # so their own clocks have not begun before
     assert tokens(mp_llm.generate(PROMPTS, MIXED, use_tqdm=False)) == answers
-    assert core.workers.num_restarts == before + 1 and not suspects
+    assert worker(mp_llm) == first and core.workers.num_restarts == before
 
 
 @pytest.mark.parametrize("after", [0.0, pytest.param(0.4, marks=pytest.mark.full)], ids=["in time", "given up"])
@@ -591,20 +518,3 @@ def test_an_llm_that_is_gone_has_no_processes(make_llm):
     del llm
     gc.collect()
     assert not alive(pid)
-
-
-@pytest.mark.full
-def test_an_idle_worker_process_takes_no_time(mp_llm):
-    def seconds(pid: int) -> float:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-    mp_llm.core.workers.collective_rpc("block_bytes")
-    time.sleep(0.1)
-    before = seconds(worker(mp_llm))
-    time.sleep(3)
-    assert seconds(worker(mp_llm)) - before <= 0.03
-
-
-def test_one_device_needs_no_process(llm):
-    assert isinstance(llm.core.executor, UniExecutor)

@@ -176,8 +176,6 @@ def test_index_cannot_leave_the_folder(model_folder):
             "RoPE of type '3d'; Manta has default, linear, dynamic, yarn, longrope",
         ),
         ({"hidden_act": "mish"}, "activation 'mish'; Manta has silu, swish, gelu, "),
-        ({"mlp_bias": True}, "mlp_bias"),
-        ({"use_bias": True}, "use_bias"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"num_key_value_heads": 3}, "num_attention_heads is 4; it must be a multiple of num_key_value_heads, 3"),
         ({"layer_types": ["full_attention"]}, "layer_types has 1 entries for 2 layers"),

@@ -348,7 +348,8 @@ def test_sample_draws_by_the_probabilities(ops: ModuleType) -> None:
     count, logits = 20000, torch.tensor([0.0, 1.0, -torch.inf, 2.0, 0.5])
     one, seeds = torch.ones(count), torch.arange(count)
     slots, known = torch.arange(count, dtype=torch.int32), torch.full((count,), 7, dtype=torch.int32)
-    got = ops.sample(logits.expand(count, -1), slots, one, known * 0, one, one * 0, seeds, known)
+    params = oracles.columns(one, known * 0, one, one * 0)
+    got = ops.sample(logits.expand(count, -1), slots, params, seeds, known)
     torch.testing.assert_close(got.bincount(minlength=5) / count, logits.softmax(0), atol=0.01, rtol=0)
 
 
@@ -377,8 +378,8 @@ def test_tokens_after_drafts_are_independent_draws_by_their_probabilities(
         want = (want[:, None] * (mass * allowed / mass[allowed].sum())).flatten()
         adjust.apply(y, 0, ints(*before))  # once for all rows, which are alike
     drafts = torch.tensor([[-1] * 3, guessed]).int().repeat_interleave(count, 0)
-    args = (torch.full((count,), value) for value in (heat, top_k, top_p, min_p))
-    state = next(args), next(args).int(), *args, torch.arange(count), torch.full((count,), 7).int()
+    params = torch.tensor([heat, top_k, top_p, min_p]).repeat(count, 1)
+    state = params, torch.arange(count), torch.full((count,), 7).int()
     slots = torch.arange(count).int().repeat(2)
     first, last = sample(changed.repeat_interleave(count, 0), slots, *state, drafts=drafts).view(2, count)
     got = (first * vocab + last).bincount(minlength=vocab**2)
@@ -393,20 +394,22 @@ def test_tokens_after_drafts_are_independent_draws_by_their_probabilities(
 
 @in_torch
 def test_sample_of_rows_without_temperature_or_finite_logits(ops: ModuleType) -> None:
-    state = ints(0, 0), torch.tensor([0.9, 0.9]), torch.zeros(2), torch.zeros(2).long(), ints(5, 5)
+    seeds = torch.zeros(2).long(), ints(5, 5)
+    params = torch.tensor([[1.0, 0.0, 0.9, 0.0], [0.0, 0.0, 0.9, 0.0]])
     hopeless = torch.full((2, 300), -torch.inf)
-    assert ops.sample(hopeless, ints(0, 1), torch.tensor([1.0, 0.0]), *state).tolist() == [-1, -1]
+    assert ops.sample(hopeless, ints(0, 1), params, *seeds).tolist() == [-1, -1]
     ties = torch.tensor([[1.0, 3.0, 3.0], [5.0, 5.0, 5.0], [0.0, 0.0, 9.0]])
-    assert ops.sample(ties, ints(1, 0, -1), torch.zeros(2), *state).tolist() == [1, 0, 0]
+    params[0, 0] = 0.0
+    assert ops.sample(ties, ints(1, 0, -1), params, *seeds).tolist() == [1, 0, 0]
     long = torch.randn(6, 16 * cpu_sampling.PART + 300).bfloat16()  # the largest one's index is looked for in a part
     peaks = [(0, 9), (1023, 1024), (5000, 16000), (16384, 16600), (16683, 16683), (16383, 16384)]
     for row, places in zip(long, peaks, strict=True):
         row[list(places)] = 9.0
-    state6 = [values[:1].expand(6) for values in state]
-    assert ops.sample(long, ints(*range(6)), torch.zeros(6), *state6).tolist() == [min(p) for p in peaks]
-    assert ops.sample(long.fill_(-torch.inf), ints(*range(6)), torch.zeros(6), *state6).tolist() == [-1] * 6
-    tiny = torch.tensor([1e-30, 1e-45])
-    assert ops.sample(ties[:1].expand(2, -1) + torch.arange(3), ints(0, 1), tiny, *state).tolist() == [2, 2]
+    state6 = params[:1].expand(6, -1), *(values[:1].expand(6) for values in seeds)
+    assert ops.sample(long, ints(*range(6)), *state6).tolist() == [min(p) for p in peaks]
+    assert ops.sample(long.fill_(-torch.inf), ints(*range(6)), *state6).tolist() == [-1] * 6
+    params[:, 0] = torch.tensor([1e-30, 1e-45])
+    assert ops.sample(ties[:1].expand(2, -1) + torch.arange(3), ints(0, 1), params, *seeds).tolist() == [2, 2]
 
 
 @in_torch

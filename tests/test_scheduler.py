@@ -8,6 +8,7 @@ from fake_worker import Engine, expected, expected_beams, next_logprobs, prompt,
 from integrity import check_integrity
 from plan import NewRow, StepPlan, bit_words
 from ring import Codec
+from sampling_params import COLUMNS
 from scheduling.crash_isolation import MIN_DEATHS
 from sequence import Status, derived_seed
 
@@ -335,12 +336,12 @@ def test_no_more_are_preempted_than_make_room():
 
 def test_what_chooses_tokens_travels_with_the_row():
     engine = Engine()
-    fields = {"temperature": 0.5, "top_k": 3, "top_p": 0.75, "min_p": 0.25, "logit_bias": {3: 2.0}}
+    fields, bias = {"temperature": 0.5, "top_k": 3, "top_p": 0.75, "min_p": 0.25}, {3: 2.0}
     penalties = {"repetition_penalty": 1.5, "frequency_penalty": 0.5, "presence_penalty": -0.5}
-    engine.add("a", prompt(5), max_tokens=1, **fields, **penalties)
+    engine.add("a", prompt(5), max_tokens=1, logit_bias=bias, **fields, **penalties)
     engine.add("plain", prompt(5, 2), max_tokens=1)
     row, plain = engine.step().new
-    assert {name: getattr(row, name) for name in fields} == fields
+    assert dict(zip(COLUMNS, row.sampling, strict=True)) == fields and row.logit_bias == bias
     assert row.penalties == tuple(penalties.values()) and plain.penalties is None
 
 

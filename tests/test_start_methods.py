@@ -97,7 +97,6 @@ def run_script(folder: Path, text: str, how: str = "file", method: str = "") -> 
         pytest.param("file", "", True, ["Spawn", "Spawn"], NO_GUARD, marks=pytest.mark.full),
         pytest.param("-", "fork", True, ["Fork", "Spawn"], NO_FILE, marks=pytest.mark.full),
         pytest.param("file", "fork", False, ["Fork", "Fork"], [0, 1], marks=pytest.mark.long),
-        pytest.param("-c", "", True, ["Spawn", "Spawn"], NO_FILE, marks=pytest.mark.long),
         pytest.param("file", "forkserver", True, ["ForkServer", "ForkServer"], NO_GUARD, marks=pytest.mark.long),
     ],
 )

@@ -130,13 +130,6 @@ def test_byte_level_round_trip(bpe: Tokenizer, text: str) -> None:
     assert bpe.decode(bpe.encode(text), skip_special_tokens=False) == text
 
 
-@pytest.mark.parametrize("text", ["hello world", "日本語 😀 q", "a  b"])
-def test_sentencepiece_round_trip(llama2: Tokenizer, text: str) -> None:
-    ids = llama2.encode(text)
-    assert ids[0] == 1 and llama2.encode(text, add_special_tokens=False) == ids[1:]
-    assert llama2.decode(ids) == text
-
-
 def test_only_special_tokens_are_skipped(bpe: Tokenizer) -> None:
     ids = bpe.encode("<|user|>be<|tool|><|end|>")
     assert bpe.decode(ids) == "be<|tool|>"
@@ -282,13 +275,6 @@ def test_a_genuine_replacement_character_does_not_stall(bpe: Tokenizer) -> None:
     assert stream(bpe, [invalid] * 2) == ["\ufffd", "\ufffd", ""]
 
 
-def test_a_long_row_of_skipped_tokens_costs_nothing(bpe: Tokenizer) -> None:
-    end = bpe.encode("<|end|>")
-    detokenizer = Detokenizer(bpe, [], SamplingParams())
-    detokenizer.push(end * 10_000 + bpe.encode(" be"), False)
-    assert detokenizer.text == " be"
-
-
 def test_a_long_row_of_skipped_tokens_leaves_the_window_short(llama2: Tokenizer) -> None:
     detokenizer = Detokenizer(llama2, [], SamplingParams())
     detokenizer.push([1] * 10_000 + llama2.encode("hello"), False)
@@ -361,24 +347,6 @@ def test_no_stop_string_ends_in_the_text_of_min_tokens(bpe: Tokenizer, stop: tup
     assert "".join([detokenizer.push([id], False) for id in ids]) + detokenizer.push([], True) == text
     whole = Detokenizer(bpe, [], params)
     assert whole.push(ids, True) == text
-
-
-def test_nothing_comes_after_a_stop(bpe: Tokenizer) -> None:
-    detokenizer = Detokenizer(bpe, [], SamplingParams(stop=("be",)))
-    assert detokenizer.push(bpe.encode("to be or"), False) == "to "
-    assert detokenizer.push(bpe.encode("not"), True) == "" and detokenizer.text == "to "
-
-
-@given(data=st.data())
-def test_stop_matches_as_if_characters_came_one_by_one(bpe: Tokenizer, data: st.DataObject) -> None:
-    text = data.draw(st.text("abé", max_size=20))
-    stops = data.draw(st.lists(st.text("abé", min_size=1, max_size=4), min_size=1, max_size=3))
-    expected = text
-    for end in range(1, len(text) + 1):
-        if matches := [stop for stop in stops if text[:end].endswith(stop)]:
-            expected = text[: end - max(map(len, matches))]
-            break
-    assert "".join(stream(bpe, bpe.encode(text), stop=tuple(stops))) == expected
 
 
 @given(data=st.data())
@@ -476,12 +444,6 @@ def test_a_templates_error_is_a_value_error(tmp_path: Path, template: str, messa
     templated(tmp_path, template)
     with pytest.raises(ValueError, match=message):
         Tokenizer(str(tmp_path), max_template_chars=1000).render(MESSAGES)
-
-
-def test_a_template_has_limited_time(tmp_path: Path) -> None:
-    templated(tmp_path, "{% for i in range(100000) %}{% for j in range(100000) %}{{ '' }}{% endfor %}{% endfor %}")
-    with pytest.raises(ValueError, match="took more than"):
-        Tokenizer(str(tmp_path), max_template_seconds=0.05).render(MESSAGES)
 
 
 def test_where_the_template_comes_from(tmp_path: Path) -> None:

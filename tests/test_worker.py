@@ -23,7 +23,7 @@ from batch_state import Writes
 from config import EngineConfig
 from device import memory, pools, startup, warmup
 from device.compile_guard import CompileGuard
-from device.exchanges import add_exchanges, make_up
+from device.exchanges import make_up
 from device.piecewise import PiecewiseGraphs
 from device.pools import pinned
 from device.startup import Start
@@ -246,7 +246,7 @@ def test_a_gpus_prompts_are_timed_once_their_kernels_are_loaded(make, monkeypatc
     ready, loaded, now = make().start, set(), [0.0]
 
     def execute(plan: StepPlan) -> SimpleNamespace:
-        kinds = {row.temperature for row in plan.new} - loaded
+        kinds = {row.sampling for row in plan.new} - loaded
         loaded.update(kinds)
         now[0] += len(kinds) + 0.003
         return SimpleNamespace(result=lambda: None)
@@ -579,7 +579,6 @@ def test_small_steps_with_prompts_replay_what_is_between_attentions(make, few_pr
         [],
     )
     group = worker.group
-    add_exchanges(worker)
     group.all_reduce = lambda x: group.exchanged.append((x.shape[1:], x.dtype)) or x
     model, kinds = worker.model, range(len(worker.model.layout.windows))
     steps = [[(0, 12)], [(0, 1), (1, 5)], [(0, 1), (1, 1), (2, 3), (3, 12)], [(0, 1), (3, 1), (2, 5)]]
@@ -595,8 +594,6 @@ def test_small_steps_with_prompts_replay_what_is_between_attentions(make, few_pr
                 for name, fake in fakes.items():
                     patch.setattr(torch.cuda, name, fake)
                 worker.pieces = PiecewiseGraphs(model, worker.pool, [8, 16], "memory")
-                worker.arrange()
-                add_exchanges(worker)
             model.forward = lambda batch, *more: large.append(len(batch.slots)) or usual(batch, *more)
         for step, rows in enumerate(steps):
             new = [row(i, [3 + i, 4, 5 * i] * 4, num_logprobs=2, temperature=i / 4) for i in entering[step]]

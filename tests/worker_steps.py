@@ -12,6 +12,7 @@ from config import EngineConfig
 from device.startup import start_worker
 from model_config import ModelConfig
 from plan import NewRow
+from sampling_params import SamplingParams
 from worker import StepRun, Worker
 
 SHAPE = {
@@ -38,7 +39,8 @@ def worker_in(folder: Path, shape: dict | None = None, **fields) -> Worker:
 
 def row(slot: int, tokens: list[int], num_computed: int = 0, num_logprobs: int = -1, temperature: float = 0.0, **more):
     blocks = more.get("blocks", list(range(slot * 8, slot * 8 + 8)))
-    return NewRow(slot=slot, token_ids=tokens, blocks=[blocks], num_computed=num_computed, temperature=temperature,
+    sampling = SamplingParams(temperature=temperature).columns
+    return NewRow(slot=slot, token_ids=tokens, blocks=[blocks], num_computed=num_computed, sampling=sampling,
                   seed=7, num_logprobs=num_logprobs)  # fmt: skip
 
 

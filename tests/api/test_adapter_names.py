@@ -19,7 +19,7 @@ from flask.testing import FlaskClient
 from safetensors.torch import load_file, save_file
 
 from adapters import make_adapter, make_prompt
-from api.adapters import Adapters, Module, read_module
+from api.adapters import AdapterNames, Module, read_module
 from api.options import ServerConfig
 from api.routes import Api
 from config import EngineConfig
@@ -66,7 +66,7 @@ def engines() -> Engines:
 
 
 def api_of(
-    engines: Engines, adapters: Adapters | None = None, task: str = "generate", virtual: int = 0, **config: Any
+    engines: Engines, adapters: AdapterNames | None = None, task: str = "generate", virtual: int = 0, **config: Any
 ) -> Api:
     facts = FACTS | {"task": task, "vector_size": 3, "max_prompt_adapter_token": virtual}
     options = ServerConfig(enable_control_routes=True, **config)
@@ -143,7 +143,7 @@ def test_a_prompt_that_virtual_tokens_make_too_long(engines: Engines, prompted: 
 
 def test_what_is_wrong_with_prompt_adapters_is_said_at_start(engines: Engines, tmp_path: Path) -> None:
     make_prompt(tmp_path / "p", torch.zeros(10, 4))
-    adapters = Adapters(ServerConfig(lora_modules=(f"p={tmp_path}/p",)), ["manta"])
+    adapters = AdapterNames(ServerConfig(lora_modules=(f"p={tmp_path}/p",)), ["manta"])
     adapters.check_folders(EngineConfig(enable_lora=True, max_prompt_adapter_token=10))
     with pytest.raises(ValueError, match=r"'p': .*num_virtual_tokens is 10; max_prompt_adapter_token is 9"):
         adapters.check_folders(EngineConfig(enable_lora=True, max_prompt_adapter_token=9))
@@ -182,7 +182,7 @@ def test_folders_are_looked_at_when_one_has_come(engines: Engines, folder: Path,
     monkeypatch.setattr("api.adapters.LOOK_AGAIN", 1e9)
     looked: list[str] = []
     monkeypatch.setattr("os.path.isfile", lambda path, isfile=os.path.isfile: looked.append(path) or isfile(path))
-    adapters = Adapters(ServerConfig(lora_dir=str(folder), lora_modules=("one=/a",)))
+    adapters = AdapterNames(ServerConfig(lora_dir=str(folder), lora_modules=("one=/a",)))
     assert [module.path for module in adapters.all()] == ["/a", str(folder / "one")] and len(looked) == 4
     assert len(adapters.all()) == 2 and len(looked) == 4
     shutil.copytree(folder / "one", folder / "two")
@@ -226,7 +226,7 @@ def test_what_stands_for_a_module() -> None:
 
 
 def test_a_name_comes_and_goes_as_in_vllm(engines: Engines) -> None:
-    adapters = Adapters(ServerConfig(), ["manta", "other"])
+    adapters = AdapterNames(ServerConfig(), ["manta", "other"])
     one, two = (client_of(engines, adapters) for _ in range(2))
     loaded = post(one, "/v1/load_lora_adapter", lora_name="a", lora_path="/a")
     assert (loaded.status_code, loaded.mimetype) == (200, "text/plain")
@@ -244,7 +244,7 @@ def test_a_name_comes_and_goes_as_in_vllm(engines: Engines) -> None:
 
 
 def test_a_name_of_the_folder_is_not_taken_away(engines: Engines, folder: Path) -> None:
-    client = client_of(engines, Adapters(ServerConfig(lora_dir=str(folder))))
+    client = client_of(engines, AdapterNames(ServerConfig(lora_dir=str(folder))))
     refused = refusal(post(client, "/v1/unload_lora_adapter", lora_name="one"), 404)
     assert refused["message"] == "the lora adapter 'one' is a folder of --lora-dir, and goes when that does"
 
@@ -281,7 +281,7 @@ def test_what_engines_refuse_gets_no_name(engines: Engines, tmp_path: Path) -> N
 
 def test_all_processes_see_the_same_names() -> None:
     """Also one that came later, and although another was killed while it wrote."""
-    adapters = Adapters(ServerConfig(lora_modules=("a=/a",)))
+    adapters = AdapterNames(ServerConfig(lora_modules=("a=/a",)))
     for act in (
         lambda: adapters.add(Module("b", "/b")) and adapters.remove("a") and not adapters.add(Module("b", "/c")),
         lambda: os.pwrite(adapters.fd, b'{"name": "torn, and longer than what is written next', adapters.size),
@@ -349,14 +349,14 @@ class FleetStandIn:
 
 def test_what_does_not_fit_the_model_is_found_by_its_engines() -> None:
     fleet: Any = FleetStandIn()
-    Adapters(ServerConfig(lora_modules=("a=/a",))).check(fleet)
+    AdapterNames(ServerConfig(lora_modules=("a=/a",))).check(fleet)
     with pytest.raises(ValueError, match=r"lora_modules has .bad.: /b/adapter_model\.safetensors is damaged"):
-        Adapters(ServerConfig(lora_modules=("a=/a", "bad=/b"))).check(fleet)
+        AdapterNames(ServerConfig(lora_modules=("a=/a", "bad=/b"))).check(fleet)
     assert fleet.closed
 
 
 def test_folders_are_checked_only_if_there_are_any() -> None:
-    Adapters(ServerConfig()).check_folders(EngineConfig())
+    AdapterNames(ServerConfig()).check_folders(EngineConfig())
 
 
 # --- a server ---------------------------------------------------------------------------------------------------------

@@ -79,6 +79,7 @@ def claude_blocks(message: dict[str, Any]) -> list[Block]:
 def claude_joined(found: list[dict[str, Any]]) -> dict[str, Any]:
     """As its SDK joins them: each event must be where it expects it."""
     parts = {"text_delta": "text", "thinking_delta": "thinking", "input_json_delta": "partial_json"}
+    assert found[1]["type"] == "ping"
     rest = iter(event for event in found if event["type"] != "ping")
     first = next(rest)
     message = first["message"]
@@ -138,6 +139,12 @@ def codex_blocks(response: dict[str, Any]) -> list[Block]:
     return found
 
 
+PARTS = {
+    "message": "output_text", "reasoning": "reasoning_text", "function_call": "function_call_arguments",
+    "custom_tool_call": "custom_tool_call_input",
+}  # fmt: skip
+
+
 def codex_joined(found: list[dict[str, Any]]) -> dict[str, Any]:
     """As the program reads them: the items that are done, and what the last event says."""
     for i, event in enumerate(found):
@@ -149,11 +156,16 @@ def codex_joined(found: list[dict[str, Any]]) -> dict[str, Any]:
     assert found[0]["response"]["id"] == last["id"]
     assert [event["item"] for event in found if event["type"] == "response.output_item.done"] == last["output"]
     for at, item in enumerate(last["output"]):
-        mine = [event for event in found if event.get("output_index") == at]
-        assert mine[0]["type"] == "response.output_item.added" and mine[0]["item"]["id"] == item["id"]
-        text = "".join(event["delta"] for event in mine if event["type"].endswith(".delta"))
+        mine, name = [event for event in found if event.get("output_index") == at], PARTS[item["type"]]
+        deltas = [event["delta"] for event in mine if event["type"].endswith(".delta")]
+        begin, end = ([], []) if "call" in item["type"] else (["content_part.added"], ["content_part.done"])
+        assert [event["type"].removeprefix("response.") for event in mine] == [
+            "output_item.added", *begin, *[f"{name}.delta"] * len(deltas), f"{name}.done", *end, "output_item.done"
+        ]  # fmt: skip
+        assert mine[0]["item"]["id"] == item["id"] and mine[0]["item"]["status"] == "in_progress"
+        assert {event["item_id"] for event in mine if "item_id" in event} == {item["id"]}
         whole = item.get("arguments", item.get("input"))
-        assert text == (item["content"][0]["text"] if whole is None else whole)
+        assert "".join(deltas) == (item["content"][0]["text"] if whole is None else whole)
     return last
 
 

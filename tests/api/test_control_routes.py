@@ -299,7 +299,7 @@ def test_a_server_sleeps_and_takes_other_weights(server: Server, tmp_path: Path)
     status, text = server.post("/collective_rpc", {"method": "block_bytes"})
     assert status == 200 and json.loads(text)["results"][0] > 0
     workers = server.family()
-    for call in ({"method": "load_adapter", "args": [0, "/nowhere"]}, {"method": "block_bytes", "args": [1]}):
+    for call in ({"method": "adapters.load", "args": [0, "/nowhere"]}, {"method": "block_bytes", "args": [1]}):
         status, text = server.post("/collective_rpc", call)
         assert status == 400 and ("block_bytes or facts alone" in text or "cannot be called" in text)
     assert server.family() == workers

@@ -263,14 +263,6 @@ def test_the_process_becomes_the_bench(monkeypatch):
     assert became == [(sys.executable, [sys.executable, str(ROOT / "bench" / "bench.py"), "ring", "--help"])]
 
 
-@pytest.mark.full
-def test_bench_gets_its_arguments():
-    done = subprocess.run(
-        [sys.executable, "server.py", "bench", "ring", "--help"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.startswith("usage: bench.py ring")
-
-
 def completions(line: str, place: int) -> set[str]:
     """What a shell would offer at the end of a line, whose word at `place` is the first argument."""
     asked = {"_ARGCOMPLETE": str(place), "_ARGCOMPLETE_IFS": "\n", "COMP_LINE": line, "COMP_POINT": str(len(line))}

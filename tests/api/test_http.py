@@ -89,10 +89,6 @@ def test_a_body_is_json_whatever_its_content_type_says(engine: ScriptedClient, c
         refusal(client_of(engine).post(COMPLETIONS, headers=page, **ask), 415)
 
 
-def test_a_form_with_files_is_415(http_client: FlaskClient) -> None:
-    refusal(http_client.post(COMPLETIONS, data=b"--a--", content_type="multipart/form-data; boundary=a"), 415)
-
-
 # --- pages of other origins ------------------------------------------------------------------------------------------
 
 PAGE = "https://page.example:8443"
@@ -211,29 +207,13 @@ def test_the_page_asks_for_nothing_outside_its_folder(engine: ScriptedClient) ->
 
 def test_a_page_whose_name_leads_to_loopback_reads_nothing(engine: ScriptedClient) -> None:
     """DNS rebinding: the browser takes the page's own name for the server's, so CORS does not stop it."""
-    mine = (
-        "localhost",
-        "LocalHost:8000",
-        "localhost.",
-        "127.0.0.1:1",
-        "127.1.2.3",
-        "[::1]",
-        "[::1]:8000",
-        "a.localhost",
-    )
-    others = (
-        "evil.example",
-        "evil.example:8000",
-        "127.0.0.1.evil.example",
-        "localhost.evil.example",
-        "192.168.0.1",
-        "x:y:1",
-    )
+    mine = ["localhost", "LocalHost:8000", "localhost.", "127.0.0.1:1", "127.1.2.3", "[::1]", "[::1]:8000"]
+    others = ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "localhost.evil.example", "192.168.0.1"]
     for address in ("127.0.0.1", "::1", "localhost"):
         local = client_of(engine, host=address, allowed_hosts=("box.lan",))
-        for host in (*mine, "box.lan", "BOX.lan:8000", ""):
+        for host in (*mine, "a.localhost", "box.lan", "BOX.lan:8000", ""):
             assert local.get("/v1/models", headers={"Host": host}).status_code == 200, host
-        for host in (*others, "a.box.lan"):
+        for host in (*others, "x:y:1", "a.box.lan"):
             assert "allowed_hosts" in refusal(local.get("/v1/models", headers={"Host": host}), 403)["message"], host
     for path in ("/live", "/health", "/", "/metrics", "/nope", "/explain/a", "/v1/responses/a"):
         refusal(client_of(engine).get(path, headers={"Host": others[0]}), 403)

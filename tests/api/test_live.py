@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import signal
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -32,7 +30,7 @@ from ring import Codec
 from sampling_params import SamplingParams
 from scripted import FACTS, TOKENIZER, ScriptedClient, refusal
 from sequence import Adapter, SequenceGroup
-from served import Server, engine_of, eventually, serving
+from served import Server, eventually
 from server import create_app
 
 
@@ -459,47 +457,6 @@ def test_after_a_mistake_of_ours_nobody_waits_for_ever(watching: Any, monkeypatc
 # --- the real thing --------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def starved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """With a pool that is too small for what comes, and a single viewer at a time."""
-    flags = [
-        "--threads",
-        "1",
-        "--block-size",
-        "16",
-        "--num-gpu-blocks-override",
-        "16",
-        "--max-model-len",
-        "128",
-        "--swap-space",
-        "1",
-    ]
-    flags += ["--preemption-mode", "swap", "--schedule-conservativeness", "0", "--max-live-viewers", "1"]
-    with serving(tmp_path_factory.mktemp("live"), *flags) as running:
-        yield running
-
-
-@contextlib.contextmanager
-def asked(server: Server) -> Iterator[HTTPResponse]:
-    with contextlib.closing(HTTPConnection("127.0.0.1", server.port, timeout=30)) as connection:
-        connection.request("GET", "/live")
-        yield connection.getresponse()
-
-
-@contextlib.contextmanager
-def live(server: Server) -> Iterator[HTTPResponse]:
-    """A stream, which may have to wait until the server has noticed that the last viewer has left."""
-    with contextlib.ExitStack() as stack:
-        responses: list[HTTPResponse] = []
-
-        def begun() -> bool:
-            responses.append(stack.enter_context(asked(server)))
-            return responses[-1].status == 200
-
-        eventually(begun)
-        yield responses[-1]
-
-
 def read(response: HTTPResponse) -> Any:
     """The next event; None at the end."""
     if not (line := response.readline()):
@@ -514,7 +471,9 @@ class Seen:
     def __init__(self, server: Server, count: int):
         self.server, self.count, self.rows, self.totals, self.blocks = server, count, [], Counter(), set()
         asker = threading.Thread(target=self.ask)
-        with live(server) as response:
+        with contextlib.closing(HTTPConnection("127.0.0.1", server.port, timeout=30)) as connection:
+            connection.request("GET", "/live")
+            response = connection.getresponse()
             assert response.headers["Content-Type"] == "text/event-stream"
             asker.start()
             while self.totals["finished"] < self.count:
@@ -539,40 +498,3 @@ def test_the_stream_shows_requests_that_run(server: Server) -> None:
     eventually(lambda: server.running() == 0)
     seen = Seen(server, 24)
     assert len(seen.blocks) == 1 and "running" in seen.states and not seen.totals["preempted"]
-
-
-@pytest.mark.full
-def test_the_stream_shows_requests_that_are_preempted(starved: Server) -> None:
-    seen = Seen(starved, 8)
-    assert seen.blocks == {16} and {"running", "swapped"} <= seen.states
-    assert seen.totals["out"] and seen.totals["preempted"]
-
-
-@pytest.mark.full
-def test_a_viewer_that_hangs_up_makes_room(starved: Server) -> None:
-    for _ in range(3):
-        with live(starved) as response, asked(starved) as refused:
-            assert read(response)["engines"] and refused.status == 429
-
-
-@pytest.mark.full
-def test_an_engine_that_dies_is_told_and_so_is_its_successor(starved: Server) -> None:
-    with live(starved) as response:
-        os.kill(engine_of(starved), signal.SIGKILL)
-        while not (event := read(response)).get("trouble"):
-            pass
-        assert event["engines"] == []
-        while not (event := read(response))["engines"]:
-            assert event["trouble"]
-        assert event["engines"][0]["counters"]["prompt_tokens"] == 0
-
-
-@pytest.mark.full
-def test_viewers_hold_up_no_end(starved: Server) -> None:
-    """The last test of this server."""
-    with live(starved) as response:
-        assert read(response)["engines"]
-        starved.process.send_signal(signal.SIGTERM)
-        while read(response):  # it has an end, where one that is cut off is an error
-            pass
-    assert starved.process.wait(20) == 0

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import random
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from config import DEMO
 from engine import LLM, SamplingParams
-from fake_worker import EOS, VOCAB, Engine, expected, known_logprobs, prompt, sample_seed
+from fake_worker import Engine, expected, known_logprobs, prompt, sample_seed
 from integrity import check_integrity
-from observe.journal import Journal, replay
 from outputs import Choices, Generation, RequestOutput
 from plan import EngineOutput, Logprobs, NewRow, StepPlan
 
@@ -139,13 +133,6 @@ def test_samples_share_a_prompt_that_is_scored_once():
         assert engine.token_logprobs["a", index] == scores_of(ids + answer, 2, 30)
 
 
-def test_a_beam_search_may_score_its_prompt():
-    engine, ids = Engine(max_num_batched_tokens=16), prompt(30)
-    engine.add("a", ids, n=2, use_beam_search=True, max_tokens=6, prompt_logprobs=1)
-    engine.run()
-    assert engine.scores["a"] == scores_of(ids, 1) and engine.finished == ["a"]
-
-
 @pytest.mark.parametrize("length", [1, 2, 31, 64])
 def test_no_tokens_of_output_may_be_asked_for(length):
     """Even where the prompt fills the context, and though the token that is dropped may be the end of sequence."""
@@ -187,23 +174,6 @@ def test_rows_that_want_none_decode_in_the_batch():
         engine.step()
     assert [seq.name for seq in engine.scheduler.lanes.all[0].decodes.current.seqs] == ["a"]
     engine.run()
-
-
-def test_a_journal_with_scores_is_replayed(tmp_path):
-    engine = Engine(num_blocks=16, max_model_len=48)
-    sizes = {"num_blocks": 16, "max_model_len": 48, "vocab_size": VOCAB, "eos_token_ids": [EOS]}
-    journal = Journal(str(tmp_path / "journal"), sizes, engine.scheduler)
-    for i in range(5):
-        journal.added(engine.add(str(i), prompt(24), max_tokens=9, prompt_logprobs=i % 3, logprobs=i).request)
-    while engine.scheduler.has_work():
-        journal.tick()
-        plan = engine.scheduler.schedule()
-        result = engine.worker.step(plan)
-        journal.planned(plan)
-        journal.landed(result)
-        engine.scheduler.update(plan, result)
-    scheduler = replay((tmp_path / "journal").read_text().splitlines())
-    assert not scheduler.has_work() and scheduler.step == engine.scheduler.step > 10
 
 
 # --- what a caller gets -----------------------------------------------------------------------------------------------
@@ -321,72 +291,6 @@ def test_a_beam_search_has_none_but_of_its_prompt(llm):
     assert len(output.prompt_logprobs) == len(output.prompt_token_ids) and output.outputs[0].logprobs is None
 
 
-def scored(output: RequestOutput) -> tuple[Any, ...]:
-    return output.prompt_logprobs, [(answer.token_ids, answer.logprobs) for answer in output.outputs]
-
-
-FEW = {"num_gpu_blocks_override": 24, "schedule_conservativeness": 0.0, "enable_prefix_caching": False}
-
-
-@pytest.mark.long
-def test_they_are_equal_to_the_bit_however_they_are_computed(make_llm, work):
-    """Alone, from the prefix cache, in chunks, after preemption either way, and after workers have died."""
-    prompts, asked = [prompt[:30] for prompt in work[0][:6]], (None, 1, 2)  # a prompt to be scored reads no cache
-    params = [replace(ASKED, n=1 + i % 2, temperature=i % 2, seed=i, prompt_logprobs=asked[i % 3]) for i in range(6)]
-
-    def run(batches: list[slice], deaths: int = 0, **fields) -> tuple[list[Any], dict[str, float]]:
-        llm = make_llm(batch_invariant=True, block_size=4, max_model_len=40, **fields)
-        step, steps = llm.core.advance, iter(range(10**6))
-
-        def step_and_die(*args: Any) -> Any:
-            news = step(*args)
-            if (at := next(steps)) and at % 3 == 0 and at <= 3 * deaths:
-                assert not llm.core._start_over(True, None)
-            return news
-
-        llm.core.advance = step_and_die
-        outputs = [o for batch in batches for o in llm.generate(prompts[batch], params[batch], use_tqdm=False)]
-        return [scored(output) for output in outputs[-6:]], llm.core.metrics()
-
-    alone, _ = run([slice(i, i + 1) for i in range(6)], enable_prefix_caching=False)
-    for happened, batches, fields in (
-        ("prefix_cache_hits_total", [slice(None)] * 2, {}),
-        ("num_recomputed_tokens_total", [slice(None)], {"max_num_batched_tokens": 16, "max_num_seqs": 8, "deaths": 3}),
-        ("num_preemptions_total", [slice(None)], FEW | {"preemption_mode": "recompute"}),
-        ("num_swapped_blocks_total", [slice(None)], FEW | {"preemption_mode": "swap", "swap_space": 0.01}),
-    ):
-        found, metrics = run(batches, **fields)
-        assert found == alone and metrics[happened] > 0, happened
-
-
-THEIRS = """
-import json, sys
-import torch, transformers
-from safetensors.torch import save_file
-
-folder, file, out = sys.argv[1:]
-model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-found = {}
-with torch.inference_mode():
-    for i, ids in enumerate(json.load(open(file))):
-        found[str(i)] = model(torch.tensor([ids])).logits[0].double().log_softmax(-1).float()
-save_file(found, out)
-"""
-
-
-def check_against_transformers(outputs: list[RequestOutput], params: list[SamplingParams], folder: Path) -> None:
-    """All log-probabilities of all outputs, each with one answer; transformers sees prompt and answer at once."""
-    from safetensors.torch import load_file
-
-    file, out = folder / "ids.json", folder / "api.logprobs.safetensors"
-    file.write_text(json.dumps([o.prompt_token_ids + o.outputs[0].token_ids for o in outputs]))
-    # -I, because transformers would take our `kernels` for a package of that name.
-    subprocess.run([sys.executable, "-I", "-c", THEIRS, DEMO, file, out], check=True, cwd=folder)
-    theirs = load_file(out)
-    for i, (output, asked) in enumerate(zip(outputs, params, strict=True)):
-        check(output, theirs[str(i)].double(), asked.logprobs, asked.prompt_logprobs)
-
-
 def with_chunks_and_preemption(
     llm: LLM, count: int, lengths: range
 ) -> tuple[list[RequestOutput], list[SamplingParams]]:
@@ -407,10 +311,3 @@ def test_they_are_the_models_own_with_chunks_and_preemption(make_llm):
     for output, asked in zip(*with_chunks_and_preemption(few, 6, range(30, 50)), strict=True):
         want = forced(few, output.prompt_token_ids + output.outputs[0].token_ids)
         check(output, want, asked.logprobs, asked.prompt_logprobs)
-
-
-@pytest.mark.parametrize("count", [pytest.param(8, marks=pytest.mark.full), pytest.param(200, marks=pytest.mark.long)])
-def test_they_are_those_of_transformers_with_chunks_and_preemption(make_llm, tmp_path, count):
-    few = make_llm(num_gpu_blocks_override=100, block_size=8, max_model_len=400, max_num_batched_tokens=96,
-                   max_num_seqs=24, schedule_conservativeness=0.0)  # fmt: skip
-    check_against_transformers(*with_chunks_and_preemption(few, count, range(150, 250)), tmp_path)

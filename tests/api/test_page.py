@@ -71,17 +71,6 @@ def test_an_answer_streams_and_stops(open_page: Callable[..., Page], server: Ser
     eventually(lambda: server.running() == 0)
 
 
-def test_an_answer_is_made_again(page: Page) -> None:
-    page.route(CHAT, surely)
-    ask(page, "What is 2 + 2?")
-    answered(page)
-    with page.expect_request(CHAT) as request:
-        page.get_by_role("button", name="Regenerate").click()
-    assert request.value.post_data_json["messages"] == [{"role": "user", "content": "What is 2 + 2?"}]
-    expect(answered(page)).to_have_text("4")
-    expect(page.locator(".versions")).to_have_text("‹2 / 2›")
-
-
 def test_settings_are_the_models_unless_they_say_otherwise(page: Page) -> None:
     with page.expect_request(CHAT) as request:
         ask(page, "Hi")

@@ -144,20 +144,6 @@ def test_usage_in_streams(http_client: FlaskClient, route: str) -> None:
         assert not any("usage" in event for event in sent)
 
 
-@pytest.mark.parametrize("stop", [None, "wör", "ld 日", "lo,", "nothing", ["本! H", "rld"]])
-@pytest.mark.parametrize("route", BODIES)
-def test_joined_stream_equals_the_whole(http_client: FlaskClient, route: str, stop: Any) -> None:
-    whole = post(http_client, route, max_tokens=30, stop=stop).json["choices"][0]
-    choices = [event["choices"][0] for event in events(post(http_client, route, max_tokens=30, stop=stop, stream=True))]
-    if route == CHAT:
-        assert "".join(choice["delta"].get("content", "") for choice in choices) == whole["message"]["content"]
-    else:
-        assert "".join(choice["text"] for choice in choices) == whole["text"]
-    for name in ("finish_reason", "stop_reason"):
-        assert choices[-1][name] == whole[name]
-    assert whole["stop_reason"] is None or whole["stop_reason"] in stop
-
-
 @pytest.mark.parametrize("route", BODIES)
 def test_a_stop_string_of_the_first_tokens_ends_no_stream(http_client: FlaskClient, route: str) -> None:
     """The engine's answer is one text again and again, so that what does not count at first does so the next time."""
@@ -176,29 +162,6 @@ def test_a_stop_string_of_the_first_tokens_ends_no_stream(http_client: FlaskClie
             pieces, answer = [choice["text"] for choice in choices], whole["text"]
         assert "".join(pieces) == answer == text
         assert (choices[-1]["finish_reason"], choices[-1]["stop_reason"]) == ("stop", stop)
-
-
-def test_a_stop_string_aborts_in_the_engine(http_client: FlaskClient, engine: ScriptedClient) -> None:
-    choice = post(http_client, COMPLETIONS, max_tokens=30, stop="wör").json["choices"][0]
-    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("Hello, ", "stop", "wör")
-    assert len(engine.aborted) == 1 and not engine.open
-
-
-def test_batches(http_client: FlaskClient) -> None:
-    prompts = ["a", "b", "c"]
-    whole = post(http_client, COMPLETIONS, prompt=prompts, max_tokens=6).json
-    assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2]
-    assert whole["usage"]["completion_tokens"] == 18
-    sent = events(post(http_client, COMPLETIONS, prompt=prompts, max_tokens=6, stream=True))
-    for choice in whole["choices"]:
-        texts = [c["text"] for event in sent for c in event["choices"] if c["index"] == choice["index"]]
-        assert "".join(texts) == choice["text"]
-
-
-def test_token_prompts(http_client: FlaskClient, engine: ScriptedClient) -> None:
-    for prompt in ([5, 6], [[5, 6]], [[5], [6]], ["a"]):
-        assert post(http_client, COMPLETIONS, prompt=prompt).status_code == 200
-    assert [ids for ids, _, _ in engine.added[:4]] == [[5, 6], [5, 6], [5], [6]]
 
 
 # --- several answers to a prompt -------------------------------------------------------------------------------------
@@ -302,33 +265,50 @@ def test_beams_come_as_the_engine_ranks_them(http_client: FlaskClient, engine: S
     assert engine.added[1][1].num_sequences == 3  # vLLM's habit: the width is n
 
 
+BOTH = tuple(BODIES)
+
+
 @pytest.mark.parametrize(
-    ("fields", "param", "words"),
+    ("routes", "fields", "param", "words"),
     [
-        ({"n": 3, "best_of": 2}, "best_of", ["best_of is 2", "n, 3"]),
-        ({"best_of": 3, "stream": True}, "stream", ["stream is true", "best_of 3", "n, 1"]),
-        ({"n": 2, "best_of": 3, "stream": True}, "stream", ["stream is true", "best_of 3", "n, 2"]),
-        ({"use_beam_search": True, "stream": True}, "stream", ["stream is true", "use_beam_search"]),
-        ({"use_beam_search": True, "n": 3, "beam_width": 2}, "beam_width", ["beam_width is 2", "n, 3"]),
-        ({"use_beam_search": True, "best_of": 2}, "best_of", ["best_of is 2", "use_beam_search"]),
-        ({"use_beam_search": True, "temperature": 0.5}, "temperature", ["0.5", "use_beam_search", "0 or 1"]),
-        ({"use_beam_search": True, "stop": "a"}, "stop", ["use_beam_search"]),
-        ({"use_beam_search": True, "logit_bias": {"1": 1}}, "logit_bias", ["use_beam_search", "left out"]),
-        ({"use_beam_search": True, "repetition_penalty": 1.5}, "repetition_penalty", ["1.5", "use_beam_search"]),
-        ({"logit_bias": {"7": 1, "x": 2, "8": 101}}, "logit_bias", ["'x': 2", "'8': 101", "-100 to 100"]),
-        ({"logit_bias": {"7": 1, "1024": 2, "1025": 1}}, "logit_bias", ["[1024, 1025]", "0 to 1023"]),
-        ({"n": 1025}, "n", ["n is 1025", "1024 (max_choices)"]),
-        ({"n": 513, "best_of": 1025}, "best_of", ["best_of is 1025", "1024 (max_choices)"]),
-        ({"n": 65537}, "n", ["n is 65537", "from 1 to 65536"]),
+        (BOTH, {"n": 3, "best_of": 2}, "best_of", ["best_of is 2", "n, 3"]),
+        (BOTH, {"best_of": 3, "stream": True}, "stream", ["stream is true", "best_of 3", "n, 1"]),
+        (BOTH, {"n": 2, "best_of": 3, "stream": True}, "stream", ["stream is true", "best_of 3", "n, 2"]),
+        (BOTH, {"use_beam_search": True, "stream": True}, "stream", ["stream is true", "use_beam_search"]),
+        (BOTH, {"use_beam_search": True, "n": 3, "beam_width": 2}, "beam_width", ["beam_width is 2", "n, 3"]),
+        (BOTH, {"use_beam_search": True, "best_of": 2}, "best_of", ["best_of is 2", "use_beam_search"]),
+        (BOTH, {"use_beam_search": True, "temperature": 0.5}, "temperature", ["0.5", "use_beam_search", "0 or 1"]),
+        (BOTH, {"use_beam_search": True, "stop": "a"}, "stop", ["use_beam_search"]),
+        (BOTH, {"use_beam_search": True, "logit_bias": {"1": 1}}, "logit_bias", ["use_beam_search", "left out"]),
+        (BOTH, {"use_beam_search": True, "repetition_penalty": 1.5}, "repetition_penalty", ["1.5", "use_beam_search"]),
+        (BOTH, {"logit_bias": {"7": 1, "x": 2, "8": 101}}, "logit_bias", ["'x': 2", "'8': 101", "-100 to 100"]),
+        (BOTH, {"logit_bias": {"7": 1, "1024": 2, "1025": 1}}, "logit_bias", ["[1024, 1025]", "0 to 1023"]),
+        (BOTH, {"n": 1025}, "n", ["n is 1025", "1024 (max_choices)"]),
+        (BOTH, {"n": 513, "best_of": 1025}, "best_of", ["best_of is 1025", "1024 (max_choices)"]),
+        (BOTH, {"n": 65537}, "n", ["n is 65537", "from 1 to 65536"]),
+        ([COMPLETIONS], {"logprobs": 21}, "logprobs", ["logprobs is 21", "0 to 20 (max_logprobs)"]),
+        ([CHAT], {"logprobs": True, "top_logprobs": 21}, "top_logprobs", ["top_logprobs is 21", "20 (max_logprobs)"]),
+        ([COMPLETIONS], {"prompt_logprobs": 21}, "prompt_logprobs", ["prompt_logprobs is 21", "20 (max_logprobs)"]),
+        ([CHAT], {"top_logprobs": 2}, "top_logprobs", ["top_logprobs is 2", "logprobs: true"]),
+        ([CHAT], {"logprobs": False, "top_logprobs": 2}, "top_logprobs", ["top_logprobs is 2", "logprobs: true"]),
+        ([COMPLETIONS], {"prompt_logprobs": 0, "stream": True}, "prompt_logprobs", ["prompt_logprobs is 0", "stream"]),
+        ([CHAT], {"prompt_logprobs": 2, "stream": True}, "prompt_logprobs", ["prompt_logprobs is 2", "stream"]),
+        ([COMPLETIONS], {"max_tokens": 0}, "max_tokens", ["max_tokens is 0", "echo and prompt_logprobs"]),
+        ([COMPLETIONS], {"max_tokens": 0, "logprobs": 1}, "max_tokens", ["max_tokens is 0"]),
+        ([CHAT], {"max_tokens": 0, "echo": True}, "max_tokens", ["max_tokens is 0"]),
+        ([COMPLETIONS], {"use_beam_search": True, "logprobs": 1}, "logprobs", ["logprobs is 1", "use_beam_search"]),
+        ([CHAT], {"use_beam_search": True, "logprobs": True}, "logprobs", ["logprobs is 0", "use_beam_search"]),
+        ([CHAT], {"continue_final_message": True, "add_generation_prompt": True}, "messages", ["exclude each other"]),
     ],
 )
 def test_what_does_not_go_together_is_400(
-    http_client: FlaskClient, engine: ScriptedClient, fields: dict[str, Any], param: str, words: list[str]
+    http_client: FlaskClient, engine: ScriptedClient, routes: Any, fields: dict[str, Any], param: str, words: list[str]
 ) -> None:
-    for route in BODIES:
+    for route in routes:
         error = refusal(post(http_client, route, **fields))
         assert error["param"] == param and all(word in error["message"] for word in words), error
     assert not engine.added
+    assert post(http_client, CHAT, top_logprobs=0).json["choices"][0]["logprobs"] is None  # as vLLM takes it
 
 
 def test_a_stop_string_ends_its_own_sample_only(http_client: FlaskClient, engine: ScriptedClient) -> None:

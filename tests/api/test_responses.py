@@ -16,7 +16,7 @@ from api.generation import ClientGone
 from api.options import ServerConfig
 from api.response_store import Kept, Store
 from api.responses import RESPONSES
-from scripted import BROKEN, CHAT, FACTS, MISSING, TEXT, TOKENIZER, ScriptedClient, client_of, refusal, told
+from scripted import BROKEN, FACTS, MISSING, TEXT, TOKENIZER, ScriptedClient, client_of, refusal, told
 from test_protocol import BAD, BAD_MESSAGES, IMAGE
 
 ASK, TALK, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
@@ -149,31 +149,6 @@ def test_input_is_a_conversation(
 ) -> None:
     ask(http_client, input=given)
     assert engine.added[0][0] == prompt_of(*messages)
-
-
-ORDER = ["created", "in_progress", "output_item.added", "content_part.added"]
-ORDER_OF_END = ["output_text.done", "content_part.done", "output_item.done", "incomplete"]
-
-
-def test_the_events_of_a_response_come_to_the_whole(http_client: FlaskClient) -> None:
-    whole, found = ask(http_client), typed_events(post(http_client, ASK, stream=True))
-    for i, event in enumerate(found):
-        check("ResponseStreamEvent")(event)
-        assert event["sequence_number"] == i
-    deltas = [event["delta"] for event in found if event["type"] == "response.output_text.delta"]
-    assert [event["type"] for event in found] == [
-        "response." + kind for kind in (*ORDER, *["output_text.delta"] * len(deltas), *ORDER_OF_END)
-    ]
-    text, last = whole["output"][0]["content"][0]["text"], found[-1]["response"]
-    assert text == "".join(deltas) == found[-4]["text"] == found[-3]["part"]["text"] and len(deltas) > 3
-    assert found[-2]["item"] == last["output"][0]
-    assert {event["item_id"] for event in found if "item_id" in event} == {last["output"][0]["id"]}
-    assert not found[0]["response"]["output"] and found[0]["response"]["status"] == "in_progress"
-    for name in set(whole) - {"id", "created_at", "output"}:
-        assert last[name] == whole[name], name
-    assert last["output"][0] == whole["output"][0] | {"id": last["output"][0]["id"]}
-    for response in (whole, last):
-        assert http_client.get(f"{ASK}/{response['id']}").json == response
 
 
 def test_a_stream_that_fails_says_so_in_its_last_event(http_client: FlaskClient, engine: ScriptedClient) -> None:
@@ -404,23 +379,6 @@ def test_a_message(http_client: FlaskClient, engine: ScriptedClient) -> None:
     assert (ended["stop_reason"], ended["stop_sequence"]) == ("end_turn", None)
 
 
-@pytest.mark.parametrize("more", [{}, {"stop_sequences": ["rld"], "max_tokens": 30}])
-def test_the_events_of_a_message_come_to_the_whole(http_client: FlaskClient, more: dict[str, Any]) -> None:
-    whole, found = post(http_client, TALK, **more).json, typed_events(post(http_client, TALK, stream=True, **more))
-    kinds = [event["type"] for event in found]
-    deltas = [event["delta"] for event in found if event["type"] == "content_block_delta"]
-    assert kinds == [
-        "message_start", "ping", "content_block_start", *["content_block_delta"] * len(deltas), "content_block_stop",
-        "message_delta", "message_stop",
-    ]  # fmt: skip
-    message, block = found[0]["message"], found[2]["content_block"]
-    assert message["content"] == [] and message["stop_reason"] is None and len(deltas) > 3
-    assert {delta.pop("type") for delta in deltas} == {"text_delta"} and {e.get("index", 0) for e in found} == {0}
-    block["text"] += "".join(delta["text"] for delta in deltas)
-    usage = message["usage"] | found[-2]["usage"]
-    assert message | found[-2]["delta"] | {"content": [block], "usage": usage, "id": whole["id"]} == whole
-
-
 BLOCK = {"type": "text", "text": "x"}
 
 
@@ -612,21 +570,6 @@ def test_bad_values_are_400_and_name_the_field(http_client: FlaskClient, engine:
     assert not engine.added
 
 
-@pytest.mark.parametrize("route", [ASK, TALK])
-def test_what_bars_tokens_reaches_the_engine(http_client: FlaskClient, engine: ScriptedClient, route: str) -> None:
-    assert post(http_client, route, bad_words=["Montague"], min_tokens=9).status_code == 200
-    ((_, params, _),) = engine.added
-    assert params.bad_word_ids == TOKENIZER.bad_word_ids(("Montague",)) and params.min_tokens == 9
-    for fields, message in (
-        ({"bad_words": ["a"] * 65}, "it must be a list of at most 64 strings"),
-        ({"bad_words": ["a b c d e f g h i j k l m n o p q"]}, "tokens; each must have from 1 to 16 tokens"),
-        ({"min_tokens": 10}, f"it must be at most max_{'output_' if route == ASK else ''}tokens, 9"),
-    ):
-        response = post(http_client, route, **fields)
-        told = refusal(response)["message"] if route == ASK else error_of(response, 400, "invalid_request_error")
-        assert next(iter(fields)) in told and message in told
-
-
 @pytest.mark.parametrize(("route", "name", "value"), NOT_YET_HERE)
 def test_what_cannot_be_done_yet_is_refused_by_name(
     http_client: FlaskClient, engine: ScriptedClient, route: str, name: str, value: Any
@@ -654,9 +597,3 @@ def test_an_answer_is_bounded_by_the_context(http_client: FlaskClient, engine: S
     assert not engine.added
     ask(http_client, max_output_tokens=None)
     assert engine.added[0][1].max_tokens == FACTS["max_model_len"] - len(prompt_of(("user", "Hi")))
-
-
-def test_other_routes_do_not_know_these_fields(http_client: FlaskClient) -> None:
-    for name in ("input", "instructions", "system", "previous_response_id", "text", "include"):
-        error = refusal(http_client.post(CHAT, json={"messages": HI, name: "x"}))
-        assert (error["param"], error["code"]) == (name, "unknown_parameter")

@@ -13,6 +13,7 @@ from api.options import ServerConfig
 from api.responses import input_items
 from counting import Compared
 from scripted import CHAT, FACTS, TOKENIZER, ScriptedClient, client_of, refusal
+from test_agents import Block, claude_blocks, claude_joined, codex_blocks, codex_joined
 from test_chat_tools import ADD, HERMES, OPEN, PLAIN, SUB, THINKS, TOOLS, streamed, talk
 from test_responses import ASK, COUNT, TALK, ask, check, error_of, post, typed_events
 from text.tools import call_grammar
@@ -22,17 +23,17 @@ FLAT = [{"type": "function", **tool["function"]} for tool in TOOLS]
 NO_MORE = {"description": None, "strict": None}  # what a response says of a tool that says nothing of it
 THEIRS = [{"name": t["name"], "description": "x", "input_schema": t["parameters"]} for t in FLAT]
 SCHEMA = {"properties": {"x": {"type": "integer"}}, "type": "object"}
-# What the model says, with its blocks as (kind, text or name, arguments).
-ANSWERS: list[tuple[str, str, list[tuple[str, ...]]]] = [
-    (HERMES, "Hello, wörld 日本!", [("content", "Hello, wörld 日本!")]),
-    (HERMES, "", [("content", "")]),
-    (HERMES, ADD, [("call", "add", '{"x": 1}')]),
-    (HERMES, f"I add. {ADD}\n{SUB}",
-     [("content", "I add."), ("call", "add", '{"x": 1}'), ("call", "sub", '{"x": [2, {"y": "}"}]}')]),
-    (THINKS, f"<think>hm</think>So: {ADD}", [("reasoning", "hm"), ("content", "So:"), ("call", "add", '{"x": 1}')]),
-    (OPEN, "hm</think>Hello", [("reasoning", "hm"), ("content", "Hello")]),
-    (OPEN, "hm", [("reasoning", "hm")]),
-]  # fmt: skip
+# What the model says, with its blocks as those of `test_agents`.
+ADDED, SUBBED = ("call", "add", {"x": 1}), ("call", "sub", {"x": [2, {"y": "}"}]})
+ANSWERS: list[tuple[str, str, list[Block]]] = [
+    (HERMES, "Hello, wörld 日本!", [("text", "Hello, wörld 日本!")]),
+    (HERMES, "", [("text", "")]),
+    (HERMES, ADD, [ADDED]),
+    (HERMES, f"I add. {ADD}\n{SUB}", [("text", "I add."), ADDED, SUBBED]),
+    (THINKS, f"<think>hm</think>So: {ADD}", [("thinking", "hm"), ("text", "So:"), ADDED]),
+    (OPEN, "hm</think>Hello", [("thinking", "hm"), ("text", "Hello")]),
+    (OPEN, "hm", [("thinking", "hm")]),
+]
 
 
 @pytest.fixture
@@ -64,45 +65,19 @@ def without_ids(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{key: value for key, value in item.items() if key not in ("id", "call_id")} for item in items]
 
 
-def block_of(item: dict[str, Any]) -> tuple[str, ...]:
-    if item["type"] == "function_call":
-        assert item["id"].startswith("fc_") and item["call_id"].startswith("call_")
-        return "call", item["name"], item["arguments"]
-    (part,) = item["content"]
-    kind = {"message": ("content", "output_text"), "reasoning": ("reasoning", "reasoning_text")}[item["type"]]
-    assert part["type"] == kind[1]
-    return kind[0], part["text"]
-
-
 @pytest.mark.parametrize(("template", "text", "blocks"), ANSWERS)
 def test_a_responses_items_and_its_events_come_to_the_same(
-    served: Any, engine: ScriptedClient, template: str, text: str, blocks: list[tuple[str, ...]]
+    served: Any, engine: ScriptedClient, template: str, text: str, blocks: list[Block]
 ) -> None:
     http_client, engine.says = served(template), text
     more = {"tools": FLAT, "max_output_tokens": 200}
     whole = ask(http_client, **more)
-    assert list(map(block_of, whole["output"])) == blocks and whole["status"] == "completed"
-    assert {item["status"] for item in whole["output"]} == {"completed"}
+    assert codex_blocks(whole) == blocks and {item["status"] for item in whole["output"]} == {"completed"}
+    calls = [item for item in whole["output"] if item["type"] == "function_call"]
+    assert all(call["id"].startswith("fc_") and call["call_id"].startswith("call_") for call in calls)
     assert whole["tool_choice"] == "auto" and whole["tools"] == [NO_MORE | tool for tool in FLAT]
-    found = typed_events(post(http_client, ASK, stream=True, **more))
-    for i, event in enumerate(found):
-        check("ResponseStreamEvent")(event)
-        assert event["sequence_number"] == i
-    last = found[-1]["response"]
+    last = codex_joined(typed_events(post(http_client, ASK, stream=True, **more)))
     assert without_ids(last["output"]) == without_ids(whole["output"]) and last["usage"] == whole["usage"]
-    for at, (item, (kind, *expected)) in enumerate(zip(last["output"], blocks, strict=True)):
-        mine = [event for event in found if event.get("output_index") == at]
-        kinds = [event["type"].removeprefix("response.") for event in mine]
-        name = {"content": "output_text", "reasoning": "reasoning_text", "call": "function_call_arguments"}[kind]
-        deltas = [event["delta"] for event in mine if event["type"] == f"response.{name}.delta"]
-        begin, end = ["content_part.added"], ["content_part.done"]
-        begin, end = ([], []) if kind == "call" else (begin, end)
-        assert kinds == [
-            "output_item.added", *begin, *[f"{name}.delta"] * len(deltas), f"{name}.done", *end, "output_item.done"
-        ]  # fmt: skip
-        assert "".join(deltas) == expected[-1] and mine[-1]["item"] == item
-        assert mine[0]["item"]["id"] == item["id"] and mine[0]["item"]["status"] == "in_progress"
-        assert {event["item_id"] for event in mine if "item_id" in event} == {item["id"]}
     assert http_client.get(f"{ASK}/{last['id']}").json == last
 
 
@@ -184,32 +159,6 @@ def test_log_probabilities_are_those_of_the_text_alone(
     assert [entry for logprobs in deltas for entry in logprobs] == (told if stream else [])
 
 
-def test_openais_sdk_runs_responses_with_tools(served: Any, engine: ScriptedClient) -> None:
-    import httpx2
-    import openai
-    from pydantic import BaseModel
-
-    class Sum(BaseModel):
-        x: int
-
-    app = served(THINKS).application
-    with (
-        httpx2.Client(transport=httpx2.WSGITransport(app=app)) as http,
-        openai.OpenAI(base_url="http://localhost/v1", api_key="none", http_client=http) as client,
-    ):
-        engine.says = f"<think>hm</think>{ADD}"
-        with client.responses.stream(model="manta", input="Hi", tools=FLAT) as stream:
-            kinds = [event.type for event in stream]
-            final = stream.get_final_response()
-        assert "response.function_call_arguments.done" in kinds and "response.reasoning_text.delta" in kinds
-        thought, call = final.output
-        assert thought.content[0].text == "hm" and json.loads(call.arguments) == {"x": 1}
-        engine.says = '{"x": 2}'
-        given = [*final.output, {"type": "function_call_output", "call_id": call.call_id, "output": "2"}]
-        found = client.responses.parse(model="manta", input=given, tools=FLAT, tool_choice="none", text_format=Sum)
-        assert found.output_parsed == Sum(x=2)
-
-
 # --- the tools of Codex -----------------------------------------------------------------------------------------------
 
 READ = {"type": "function", "name": "read", "parameters": {"type": "object", "properties": {"x": {"type": "string"}}}}
@@ -261,16 +210,11 @@ def test_a_call_comes_back_as_its_client_knows_the_tool(
     assert item["call_id"].startswith("call_") and item["status"] == "completed"
     assert whole["tools"] == [*spaces, PATCH]
     found = typed_events(post(http_client, ASK, stream=True, **fields))
-    for i, event in enumerate(found):
-        check("ResponseStreamEvent")(event)
-        assert event["sequence_number"] == i
-    assert without_ids(found[-1]["response"]["output"]) == without_ids(whole["output"])
+    assert without_ids(codex_joined(found)["output"]) == without_ids(whole["output"])
     mine = [event for event in found if event.get("output_index") == 1]
     key = "arguments" if item["type"] == "function_call" else "input"
-    name = f"{item['type']}_{key}"
-    deltas = [event["delta"] for event in mine if event["type"] == f"response.{name}.delta"]
-    assert mine[0]["item"][key] == "" and "".join(deltas) == item[key] == mine[-2][key] and all(deltas)
-    assert mine[-2]["type"] == f"response.{name}.done" and mine[-1]["item"] == found[-1]["response"]["output"][1]
+    deltas = [event["delta"] for event in mine if "delta" in event]
+    assert mine[0]["item"][key] == "" and item[key] == mine[-2][key] and all(deltas)
     assert len(deltas) > 5 or item[key] != SAID  # it comes as it is written
 
 
@@ -478,47 +422,15 @@ def test_what_a_response_takes_without_effect_is_named(served: Any, engine: Scri
 
 @pytest.mark.parametrize(("template", "text", "blocks"), ANSWERS)
 def test_a_messages_blocks_and_its_events_come_to_the_same(
-    served: Any, engine: ScriptedClient, template: str, text: str, blocks: list[tuple[str, ...]]
+    served: Any, engine: ScriptedClient, template: str, text: str, blocks: list[Block]
 ) -> None:
     http_client, engine.says = served(template), text
     more = {"tools": THEIRS, "max_tokens": 200}
     whole = post(http_client, TALK, **more).json
-    kinds = {"text": ("content", "text"), "thinking": ("reasoning", "thinking")}
-    for block, (kind, said, *arguments) in zip(whole["content"], blocks, strict=True):
-        if block["type"] == "tool_use":
-            assert (kind, block["name"], block["input"]) == ("call", said, json.loads(arguments[0])) and block["id"]
-        else:
-            assert kinds[block["type"]][0] == kind and block[kinds[block["type"]][1]] == said
-    called = any(kind == "call" for kind, *_ in blocks)
-    assert whole["stop_reason"] == ("tool_use" if called else "end_turn")
-    found = typed_events(post(http_client, TALK, stream=True, **more))
-    joined: list[dict[str, Any]] = []
-    for event in found:
-        if event["type"] == "content_block_start":
-            assert event["index"] == len(joined)
-            joined.append(event["content_block"])
-        if event["type"] == "content_block_delta":
-            assert event["index"] == len(joined) - 1
-            delta, block = event["delta"], joined[-1]
-            if delta["type"] == "input_json_delta":
-                block["partial"] = block.get("partial", "") + delta["partial_json"]
-            else:
-                key = {"text_delta": "text", "thinking_delta": "thinking"}[delta["type"]]
-                block[key] += delta[key]
-    for block in joined:
-        if "partial" in block:
-            block["input"] = json.loads(block.pop("partial"))
-    started = sum(event["type"] == "content_block_start" for event in found)
-    assert started == sum(event["type"] == "content_block_stop" for event in found) == len(joined)
-    assert [{k: v for k, v in b.items() if k != "id"} for b in joined] == [
-        {key: value for key, value in block.items() if key != "id"} for block in whole["content"]
-    ]
-    assert found[-2]["delta"]["stop_reason"] == whole["stop_reason"]
-    assert found[0]["message"]["usage"] | found[-2]["usage"] == whole["usage"]
-    thought = whole["usage"].get("output_tokens_details")
-    said = "".join(text for kind, text, *_ in blocks if kind == "reasoning")
+    joined = claude_joined(typed_events(post(http_client, TALK, stream=True, **more)))
+    assert claude_blocks(whole) == claude_blocks(joined) == blocks and joined["usage"] == whole["usage"]
     if "</think>" in template and "</think>" in text:
-        assert thought == {"thinking_tokens": len(tokens(said))}
+        assert whole["usage"]["output_tokens_details"] == {"thinking_tokens": len(tokens("hm"))}
 
 
 def test_turns_with_calls_and_their_results(served: Any, engine: ScriptedClient) -> None:

@@ -386,33 +386,6 @@ def test_a_token_that_ends_an_answer_is_told_with_the_last_event(
 # --- what does not go together ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("route", "fields", "param", "words"),
-    [
-        (COMPLETIONS, {"logprobs": 21}, "logprobs", ["logprobs is 21", "0 to 20 (max_logprobs)"]),
-        (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs", ["top_logprobs is 21", "20 (max_logprobs)"]),
-        (COMPLETIONS, {"prompt_logprobs": 21}, "prompt_logprobs", ["prompt_logprobs is 21", "20 (max_logprobs)"]),
-        (CHAT, {"top_logprobs": 2}, "top_logprobs", ["top_logprobs is 2", "logprobs: true"]),
-        (CHAT, {"logprobs": False, "top_logprobs": 2}, "top_logprobs", ["top_logprobs is 2", "logprobs: true"]),
-        (COMPLETIONS, {"prompt_logprobs": 0, "stream": True}, "prompt_logprobs", ["prompt_logprobs is 0", "stream"]),
-        (CHAT, {"prompt_logprobs": 2, "stream": True}, "prompt_logprobs", ["prompt_logprobs is 2", "stream"]),
-        (COMPLETIONS, {"max_tokens": 0}, "max_tokens", ["max_tokens is 0", "echo and prompt_logprobs"]),
-        (COMPLETIONS, {"max_tokens": 0, "logprobs": 1}, "max_tokens", ["max_tokens is 0"]),
-        (CHAT, {"max_tokens": 0, "echo": True}, "max_tokens", ["max_tokens is 0"]),
-        (COMPLETIONS, {"use_beam_search": True, "logprobs": 1}, "logprobs", ["logprobs is 1", "use_beam_search"]),
-        (CHAT, {"use_beam_search": True, "logprobs": True}, "logprobs", ["logprobs is 0", "use_beam_search"]),
-        (CHAT, {"continue_final_message": True, "add_generation_prompt": True}, "messages", ["continue_final_message"]),
-    ],
-)  # fmt: skip
-def test_what_does_not_go_together_is_400(
-    http_client: FlaskClient, engine: ScriptedClient, route: str, fields: dict[str, Any], param: str, words: list[str]
-) -> None:
-    error = refusal(post(http_client, route, **fields))
-    assert error["param"] == param and all(word in error["message"] for word in words), error
-    assert not engine.added
-    assert choice_of(http_client, CHAT, top_logprobs=0)["logprobs"] is None  # as vLLM takes it
-
-
 def test_caps(engine: ScriptedClient) -> None:
     http_client = client_of(engine, FACTS | {"max_logprobs": 2}, max_prompt_logprobs=60)
     assert "0 to 2 (max_logprobs)" in refusal(post(http_client, COMPLETIONS, logprobs=3))["message"]
@@ -502,44 +475,3 @@ def test_lm_evals_request(client: openai.OpenAI) -> None:
     )
     assert again.choices[0].logprobs.token_logprobs[1:] == pytest.approx(found.token_logprobs[1:-1], abs=1e-4)
     assert again.choices[0].text == Tokenizer(DEMO).decode(ids, skip_special_tokens=False)
-
-
-def test_chats_whole_and_streamed(client: openai.OpenAI) -> None:
-    fields: Any = {
-        "model": "demo", "messages": [{"role": "user", "content": "What is 23 + 58?"}], "seed": 7, "max_tokens": 24,
-        "logprobs": True, "top_logprobs": 5, "n": 2,
-    }  # fmt: skip
-    whole = client.chat.completions.create(**fields)
-    entries: dict[int, list[Any]] = {0: [], 1: []}
-    for chunk in client.chat.completions.create(stream=True, **fields):
-        for choice in chunk.choices:
-            entries[choice.index] += choice.logprobs.content if choice.logprobs else []
-    for choice in whole.choices:
-        assert [(e.token, e.bytes) for e in entries[choice.index]] == [
-            (e.token, e.bytes) for e in choice.logprobs.content
-        ]
-        for entry in choice.logprobs.content:
-            assert len(entry.top_logprobs) == 5
-            assert [t.logprob for t in entry.top_logprobs] == sorted(
-                (t.logprob for t in entry.top_logprobs), reverse=True
-            )
-            assert all(t.logprob == entry.logprob for t in entry.top_logprobs if t.token == entry.token)
-            assert sum(math.exp(t.logprob) for t in entry.top_logprobs) <= 1.0001
-
-
-def test_a_prompts_logprobs_are_those_that_it_would_be_drawn_with(client: openai.OpenAI) -> None:
-    answer = client.completions.create(
-        model="demo", prompt=["To be, or not to be"] * 2, n=2, max_tokens=3, temperature=0.5, seed=3, echo=True,
-        logprobs=2, extra_body={"prompt_logprobs": 0, "return_token_ids": True},
-    )  # fmt: skip
-    for choice in answer.choices:
-        ids, length = choice.prompt_token_ids, len(choice.prompt_token_ids)
-        first = answer.choices[0].logprobs.token_logprobs  # in a step with more rows, which may round differently
-        assert choice.logprobs.token_logprobs[1:length] == pytest.approx(first[1:length], abs=1e-4)
-        values = [table[str(id)]["logprob"] for id, table in zip(ids[1:], choice.prompt_logprobs[1:], strict=True)]
-        assert values == choice.logprobs.token_logprobs[1:length] and choice.prompt_logprobs[0] is None
-        assert choice.text.startswith("To be, or not to be")
-    no_tokens = client.chat.completions.create(
-        model="demo", messages=[{"role": "user", "content": "Hi"}], max_tokens=0, n=2, extra_body={"prompt_logprobs": 1}
-    )
-    assert no_tokens.usage.completion_tokens == 0 and len(no_tokens.prompt_logprobs) == no_tokens.usage.prompt_tokens

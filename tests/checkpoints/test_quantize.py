@@ -27,7 +27,7 @@ from device import quantize
 from device.calibrate import calibrate
 from device.coded import stored
 from device.loader import load_weights
-from device.quantize import Job, Options, main
+from device.quantize import QuantizeJob, QuantizeOptions, main
 from engine import LLM
 from model import Transformer
 from model_config import ModelConfig
@@ -62,9 +62,11 @@ def plain(folder: Path, raw: dict[str, Any], dtype: torch.dtype = torch.bfloat16
     return write(folder, raw | {"dtype": str(dtype).removeprefix("torch.")}, tensors, files)
 
 
-def job_of(folder: Path, scheme: str, **more: Any) -> Job:
-    options = Options(str(folder), "", scheme, **({"group_size": GROUP[scheme]} if scheme in GROUP else {}) | more)
-    return Job(options, find_model(EngineConfig(str(folder))))
+def job_of(folder: Path, scheme: str, **more: Any) -> QuantizeJob:
+    options = QuantizeOptions(
+        str(folder), "", scheme, **({"group_size": GROUP[scheme]} if scheme in GROUP else {}) | more
+    )
+    return QuantizeJob(options, find_model(EngineConfig(str(folder))))
 
 
 def tensors_in(folder: Path) -> dict[str, torch.Tensor]:

@@ -34,17 +34,11 @@ CLIENTS = {  # what is installed, and the script
     "langchain": ("langchain-openai==1.7.2", "use_langchain.py"),
     "litellm": ("litellm[mcp]==1.106.0", "use_litellm.py"),
     "openai-agents": ("openai-agents==0.24.0", "use_agents.py"),
-    "llama-index": (
-        "llama-index-llms-openai-like==0.8.1 llama-index-embeddings-openai-like==0.4.0", "use_llama_index.py",
-    ),
     "llm": ("llm==0.36", "use_llm.py"),
-    "instructor": ("instructor==1.17.0", "use_instructor.py"),
-    "pydantic-ai": ("pydantic-ai-slim[openai]==2.68.0", "use_pydantic_ai.py"),
-    "smolagents": ("smolagents[openai]==1.26.0", "use_smolagents.py"),
     "guidellm": ("guidellm==0.8.1", "use_guidellm.py"),
     "openai-node": ("openai@7.57.0", "use_openai.mjs"),
-    "claude-code": ("@anthropic-ai/claude-code@2.1.332 anthropic==2.12.0", "use_claude_code.py"),
-    "codex": ("@openai/codex@0.171.0 openai==3.54.0", "use_codex.py"),
+    "claude-code": ("@anthropic-ai/claude-code@2.1.332", "use_claude_code.py"),
+    "codex": ("@openai/codex@0.171.0", "use_codex.py"),
     "ai-sdk": ("ai@6.0.326 @ai-sdk/openai-compatible@2.0.92 zod@4.6.7", "use_ai_sdk.mjs"),
 }  # fmt: skip
 SHAPE = {

@@ -34,10 +34,6 @@ def call(name: str, **arguments: Any) -> str:
 CUT = '<tool_call>\n{"name": "%s", "arguments": {"%s": "ls -'  # the model ends in the middle of its call
 SEEN = "<think>I have seen it.</think>The file is there."
 SCRIPTS = {  # what the model says when it is asked to play one: its first answer, its second, …
-    "claude-bodies": [
-        f"<think>I should read it.</think>I read it.\n{call('Read', path='hello.py')}\n{call('Goal')}",
-        call("Write", path="a", content='"</tool_call>" {\n'), "It says hi.",
-    ],
     "claude-files": [
         "I write it.\n" + call("Write", file_path="hello.txt", content='Hello "world" </tool_call>\n\té日本\n'),
         CUT % ("Bash", "command"),
@@ -48,11 +44,6 @@ SCRIPTS = {  # what the model says when it is asked to play one: its first answe
     ],
     "claude-picture": [call("Read", file_path="pixel.png"), "It was a picture."],
     "claude-goes-on": ["We can still talk."],
-    "codex-bodies": [  # its second turn has two answers before it
-        f"<think>I should read it.</think>I read it.\n{call('Read', path='hello.py')}\n{call('crew__Start', task='x')}",
-        "", call("apply_patch", input='*** Begin Patch\n*** Add File: é.txt\n+"</tool_call>"\n*** End Patch\n'),
-        "It says hi.",
-    ],
     "codex-files": [
         "I write it.\n" + call("exec_command", cmd="printf 'Hello \"world\" </tool_call>\\n' > hello.txt"),
         CUT % ("exec_command", "cmd"),

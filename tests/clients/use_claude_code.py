@@ -1,4 +1,4 @@
-"""Claude Code, and the bodies that it sends by Anthropic's SDK, against a model that keeps to a script."""
+"""Claude Code against a model that keeps to a script."""
 
 import json
 import os
@@ -7,60 +7,10 @@ import sys
 from base64 import b64decode
 from pathlib import Path
 
-import anthropic
-
 sys.path.insert(0, str(Path(os.environ["CLIENTS"]).parent))
 import agent_bodies as bodies
 
 URL = os.environ["SCRIPTED_URL"]
-SCRIPT = "Please play claude-bodies."
-client = anthropic.Anthropic(base_url=URL, auth_token="none", max_retries=0, timeout=60)
-named = {"model", "messages", "system", "tools", "metadata", "max_tokens", "thinking", "context_management"}
-
-
-def fields(messages, **more):
-    """A body as the SDK's arguments."""
-    body = bodies.claude_code(messages, model="scripted", **more)
-    text = json.dumps(body).replace("What does hello.py do?", SCRIPT)
-    body = json.loads(text) | {"betas": bodies.CLAUDE_HEADERS["Anthropic-Beta"].split(",")}
-    body.pop("stream")
-    extra = {key: body.pop(key) for key in [*body] if key not in {*named, "output_config", "betas"}}
-    return body | {"extra_body": extra}
-
-
-def answers(messages, **more):
-    """The blocks of an answer; the same whole, from events, and as the SDK joins them."""
-    asked = fields(messages, **more)
-    with client.beta.messages.stream(**asked) as stream:
-        kinds = [event.type for event in stream]
-        final = stream.get_final_message()
-    assert kinds[0] == "message_start" and kinds[-1] == "message_stop", kinds
-    whole = client.beta.messages.create(**asked)
-    assert (whole.stop_reason, whole.usage) == (final.stop_reason, final.usage)
-    found = [
-        [block.model_dump(include={"type", "text", "thinking", "name", "input"}) for block in message.content]
-        for message in (whole, final)
-    ]
-    assert found[0] == found[1], found
-    return found[0]
-
-
-def by_the_sdk():
-    first, second, third = (answers(turn) for turn in bodies.CLAUDE_TURNS)
-    assert [block["type"] for block in first] == ["thinking", "text", "tool_use", "tool_use"], first
-    assert first[2]["input"] == {"path": "hello.py"} and first[3]["input"] == {}
-    assert second[0]["input"] == {"path": "a", "content": '"</tool_call>" {\n'}
-    assert [block["text"] for block in third] == ["It says hi."]
-    try:
-        client.beta.messages.create(**fields(bodies.claude_picture(shown=True)))
-    except anthropic.BadRequestError as error:
-        assert "could not process image" in str(error).lower(), error
-    else:
-        raise AssertionError("a picture is not refused")
-    assert answers(bodies.claude_picture(shown=False)) == third
-    asked = fields(bodies.CLAUDE_TURNS[1])
-    counted = client.beta.messages.count_tokens(**{key: asked[key] for key in ("model", "messages", "system", "tools")})
-    assert counted.input_tokens > 2000
 
 
 def run(prompt, *flags):
@@ -108,5 +58,4 @@ def by_the_program():
     assert lines[-1]["result"] == "We can still talk."
 
 
-by_the_sdk()
 by_the_program()

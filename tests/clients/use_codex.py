@@ -1,4 +1,4 @@
-"""Codex, and the bodies that it sends by OpenAI's SDK, against a model that keeps to a script."""
+"""Codex against a model that keeps to a script."""
 
 import json
 import os
@@ -7,48 +7,10 @@ import sys
 from base64 import b64decode
 from pathlib import Path
 
-import openai
-
 sys.path.insert(0, str(Path(os.environ["CLIENTS"]).parent))
 import agent_bodies as bodies
 
 URL = os.environ["SCRIPTED_URL"] + "/v1"
-SCRIPT = "Please play codex-bodies."
-SHOWN = {"type", "name", "namespace", "arguments", "input", "content", "status"}
-client = openai.OpenAI(base_url=URL, api_key="none", max_retries=0, timeout=60)
-
-
-def answers(items):
-    """The items of an answer; the same whole, and by the events of a stream."""
-    body = json.loads(json.dumps(bodies.codex(items, model="scripted")).replace("What does hello.py do?", SCRIPT))
-    body.pop("stream")
-    extra = {"extra_body": {"client_metadata": body.pop("client_metadata")}}
-    whole = client.responses.create(**body, **extra)
-    with client.responses.create(**body, **extra, stream=True) as stream:
-        events = list(stream)
-    assert events[0].type == "response.created" and events[-1].type == "response.completed", events[-1]
-    done = [event.item for event in events if event.type == "response.output_item.done"]
-    assert done == events[-1].response.output and events[-1].response.usage == whole.usage
-    found = [[item.model_dump(include=SHOWN) for item in output] for output in (whole.output, done)]
-    assert found[0] == found[1], found
-    return found[0]
-
-
-def by_the_sdk():
-    first, second, third = map(answers, bodies.CODEX_TURNS)
-    assert [item["type"] for item in first] == ["reasoning", "message", "function_call", "function_call"], first
-    assert (first[2]["name"], first[2]["arguments"]) == ("Read", '{"path": "hello.py"}')
-    assert (first[3]["namespace"], first[3]["name"]) == ("crew", "Start")
-    patch = '*** Begin Patch\n*** Add File: é.txt\n+"</tool_call>"\n*** End Patch\n'
-    assert (second[0]["type"], second[0]["name"], second[0]["input"]) == ("custom_tool_call", "apply_patch", patch)
-    assert [item["content"][0]["text"] for item in third] == ["It says hi."]
-    try:
-        answers(bodies.codex_picture(shown=True))
-    except openai.BadRequestError as error:
-        assert "does not represent a valid image" in str(error) and error.param.endswith(".image_url"), error
-    else:
-        raise AssertionError("a picture is not refused")
-    assert answers(bodies.codex_picture(shown=False)) == third
 
 
 def run(*arguments, code=0, model="scripted", provider="manta", variables=None):
@@ -100,5 +62,4 @@ def by_the_program():
     assert last() == "We can still talk."
 
 
-by_the_sdk()
 by_the_program()

@@ -35,12 +35,6 @@ def refused(kind, call, *words, **fields):
     raise AssertionError(f"{fields} is not refused")
 
 
-def models():
-    assert [model.id for model in client.models.list()] == ["demo"]
-    assert client.models.retrieve("demo").object == "model"
-    refused(openai.NotFoundError, client.models.retrieve, model="org/other")
-
-
 def chat():
     raw = client.chat.completions.with_raw_response.create(
         model="demo", messages=SUM, temperature=0, logprobs=True, top_logprobs=3, seed=1, n=2,
@@ -143,18 +137,6 @@ def objects():
         assert stream.get_final_response().output[0].arguments == call.arguments
 
 
-async def asynchronous_tools():
-    async with openai.AsyncOpenAI(base_url=URL, api_key="none", timeout=60) as asynchronous:
-        chats = asynchronous.chat.completions
-        called = await chats.parse(**PRODUCT, tools=[TOOL])
-        assert called.choices[0].message.tool_calls[0].function.parsed_arguments == TWELVE
-        parsed = await chats.parse(**PRODUCT, response_format=Multiply)
-        async with chats.stream(**PRODUCT, response_format=Multiply) as stream:
-            final = await stream.get_final_completion()
-        assert type(final.choices[0].message.parsed) is Multiply
-        assert final.choices[0].message.parsed == parsed.choices[0].message.parsed
-
-
 def errors():
     create = client.chat.completions.create
     error = refused(openai.BadRequestError, create, "temperature", model="demo", messages=SUM, temperature=-1)
@@ -203,7 +185,6 @@ def embeddings():
     assert len(embedder.embeddings.create(model="embedder", input=[5, 6], dimensions=8).data[0].embedding) == 8
 
 
-models()
 chat()
 streams()
 completions()
@@ -212,5 +193,4 @@ tools()
 objects()
 errors()
 asyncio.run(many())
-asyncio.run(asynchronous_tools())
 embeddings()

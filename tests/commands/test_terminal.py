@@ -25,8 +25,7 @@ import pytest
 from commands import terminal as ours
 from commands.terminal import Chat, Reply, TooLongError, printable
 from config import DEMO
-from sampling_params import SamplingParams
-from served import alive, eventually, serving
+from served import alive
 from server import main
 
 ROOT = Path(__file__).parent.parent.parent
@@ -167,16 +166,6 @@ def terminal(*argv: str) -> Iterator[Terminal]:
         os.close(it.master)
 
 
-@pytest.fixture(scope="module")
-def endless(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The demo with room for answers that take minutes, so that Ctrl-C always comes before their end."""
-    folder = tmp_path_factory.mktemp("endless") / "demo"
-    shutil.copytree(DEMO, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2**16}))
-    return str(folder)
-
-
 def check_talk(it: Terminal, questions: list[tuple[str, str]]) -> None:
     """Ask each question, whose answer begins like this and does not end by itself, stop it, and end with Ctrl-C."""
     it.until(r"/help lists the commands.*\s+> ")
@@ -197,12 +186,6 @@ def check_talk(it: Terminal, questions: list[tuple[str, str]]) -> None:
     it.until(r"Ctrl-C once more ends.*\s+> ")
     it.interrupt_prompt()
     assert it.process.wait(30) == 130
-
-
-@pytest.mark.full
-def test_a_conversation_at_a_terminal(endless):
-    with terminal("chat", endless, *ENGINE, "--ignore-eos") as it:
-        check_talk(it, [(SUM, "81"), ("What is 2 + 3?", "5")])
 
 
 def run(*argv: str, text: str = "", code: int = 0, **more: Any) -> subprocess.CompletedProcess[str]:
@@ -226,13 +209,6 @@ def test_a_conversation_by_a_pipe(tmp_path):
     last = done.stderr.splitlines()[-1]
     beginning = r"the conversation has become too long: this model's maximum context length is 64 tokens; "
     assert re.fullmatch(beginning + r".* it has \d+, .*; /reset forgets it", last)
-
-
-@pytest.mark.full
-def test_a_text_is_gone_on_from(llm):
-    params = SamplingParams(temperature=0, max_tokens=20)
-    text = llm.generate("To be, or", params, use_tqdm=False)[0].outputs[0].text
-    assert run("complete", *ENGINE, "--max-tokens", "20", text="To be, or\n").stdout.removesuffix("\n") == text
 
 
 @pytest.mark.full
@@ -299,27 +275,6 @@ def test_a_server_answers(server, monkeypatch, capsys):
     assert ask(monkeypatch, *begun, text="\n") == 2 and "the prompt is empty" in capsys.readouterr().err
     assert ask(monkeypatch, "chat", "other", "--url", url) == 2
     assert "has no model 'other'; it has 'demo'" in capsys.readouterr().err
-
-
-@pytest.mark.full
-def test_a_server_wants_its_key(tmp_path, monkeypatch, capsys):
-    with serving(tmp_path, "--threads", "1", "--api-key", "sesame") as server:
-        url = f"http://127.0.0.1:{server.port}"
-        assert ask(monkeypatch, "chat", "--url", url, "--api-key", "wrong") == 2
-        assert "server.py chat: error: the API key is missing or wrong" in capsys.readouterr().err
-        assert ask(monkeypatch, "chat", "--url", url, "--api-key", "sesame", text=f"{SUM}\n") == 0
-        assert capsys.readouterr() == ("81\n", "")
-
-
-@pytest.mark.full
-def test_ctrl_c_stops_what_a_server_does(endless, tmp_path):
-    with serving(tmp_path, "--threads", "1", "--model", endless) as server:
-        url = f"http://127.0.0.1:{server.port}"
-        with terminal("complete", "--url", url, "-p", "To", "--ignore-eos", "--max-tokens", "60000") as it:
-            it.until(r"\w{2}")
-            it.type("\x03")
-            assert it.process.wait(30) == 130
-        eventually(lambda: server.running() == 0)
 
 
 def test_an_output_that_takes_nothing_is_one_line(server):

@@ -27,8 +27,8 @@ from cpu.compiled import (
     INDUCTOR_FOLDER,
     MANY,
     Builder,
-    Job,
-    Late,
+    CompileJob,
+    PendingLibrary,
     compile_job,
     compile_ops,
     keep,
@@ -49,7 +49,7 @@ pytestmark = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang+
 class Here(Builder):
     """Compiles at once, in this process, which is faster for many small functions."""
 
-    def ask(self, job: Job) -> Late:
+    def ask(self, job: CompileJob) -> PendingLibrary:
         if not job.path():
             with torch.inference_mode(False):
                 compile_job(job)
@@ -62,7 +62,7 @@ def test_cpp_without_the_vectors_of_this_cpu_is_not_kept(monkeypatch, tmp_path):
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     open_folders()
-    job = Job("activate", ("silu", True), (("float32", (8, 64)),), ((0,),), 1)
+    job = CompileJob("activate", ("silu", True), (("float32", (8, 64)),), ((0,),), 1)
     for isa, capability in (("invalid", "AVX2"), ("avx2", "AVX512")):
         narrow = cpu_vec_isa.invalid_vec_isa if isa == "invalid" else cpu_vec_isa.VecAVX2()
         monkeypatch.setattr(cpu_vec_isa, "pick_vec_isa", lambda narrow=narrow: narrow)
@@ -75,14 +75,14 @@ def test_cpp_without_the_vectors_of_this_cpu_is_not_kept(monkeypatch, tmp_path):
 class Uncompiled(Builder):
     """Has the functions themselves in the place of their C++."""
 
-    def ask(self, job: Job) -> Late:
+    def ask(self, job: CompileJob) -> PendingLibrary:
         function = partial(getattr(compiled, job.name), *job.settings)
 
         def run(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
             made = function(*tensors)
             return [made] if isinstance(made, torch.Tensor) else made
 
-        return Late(run)
+        return PendingLibrary(run)
 
 
 @functools.cache
@@ -97,12 +97,12 @@ def both(name: str, cases: list[tuple], brief: Callable[[tuple], bool]) -> pytes
     return pytest.mark.parametrize(f"builder, {name}", plain + made)
 
 
-def small_job(size: int = 4) -> Job:
+def small_job(size: int = 4) -> CompileJob:
     """A job: SiLU of `size` elements a row."""
-    return Job("activate", ("silu", False), (("float32", (8, size)),), ((0,),), 1)
+    return CompileJob("activate", ("silu", False), (("float32", (8, size)),), ((0,),), 1)
 
 
-def settled(builder: Builder, job: Job) -> Late:
+def settled(builder: Builder, job: CompileJob) -> PendingLibrary:
     """What a job's process leaves, once it has ended."""
     late = builder.ask(job)
     for thread in builder.threads:
@@ -174,7 +174,7 @@ def test_a_folder_that_others_may_write_to_is_not_used(monkeypatch, tmp_path, ca
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (tmp_path / name).mkdir(parents=True)
     damage(tmp_path / name, how)
-    monkeypatch.setattr(Job, "load", None)
+    monkeypatch.setattr(CompileJob, "load", None)
     with caplog.at_level("INFO", logger="manta"):
         builder = Builder(1)
         assert builder.ask(small_job()).run is None and not builder.threads
@@ -183,7 +183,7 @@ def test_a_folder_that_others_may_write_to_is_not_used(monkeypatch, tmp_path, ca
         builder.wait()
 
 
-def test_what_a_killed_process_leaves_is_swept_and_what_is_at_work_stays(monkeypatch, tmp_path):
+def test_what_a_killed_process_leaves_is_swept_a_day_later(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     Builder(1)
     home = tmp_path / "manta" / "compiled"
@@ -195,7 +195,9 @@ def test_what_a_killed_process_leaves_is_swept_and_what_is_at_work_stays(monkeyp
         Builder(1)
         assert path.parent == home and path.is_dir()
         process.kill()
+    Builder(1)
     assert path.is_dir()
+    os.utime(path, (0, 0))  # long ago
     Builder(1)
     assert not path.exists()
 
@@ -267,7 +269,7 @@ def test_a_large_model_answers_while_its_cpp_is_made(monkeypatch, tmp_path):
     monkeypatch.setattr(cpu_weights, "SMALL", 1)
     allowed, jobs = threading.Event(), []
 
-    def make_later(builder: Builder, job: Job, late: Late) -> None:
+    def make_later(builder: Builder, job: CompileJob, late: PendingLibrary) -> None:
         jobs.append((builder, job))
         allowed.wait()
         with builder.room:

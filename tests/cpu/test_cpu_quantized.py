@@ -18,9 +18,9 @@ from cpu import ops as cpu_ops
 from cpu.quantized import (
     FEW,
     ROWS,
-    CodedExperts,
     CodedKernels,
     CodedLinear,
+    ExpertStack,
     Formula,
     IntegerLinear,
     RoundedLinear,
@@ -230,7 +230,7 @@ def test_experts_in_codes_are_the_ones_of_their_numbers(zeros):
     stacks = [drawn("int8", shape, 32, zeros) for shape in ((4, 64, 48), (4, 48, 32))]
     stacks = [stack._replace(scales=stack.scales / 64) for stack in stacks]
     packed = [pack_quantized(stack, find=uncompiled) for stack in stacks]
-    assert [type(each) for each in packed] == [CodedExperts] * 2 and packed[0].shape == (4, 64, 48)
+    assert [type(each) for each in packed] == [ExpertStack] * 2 and packed[0].shape == (4, 64, 48)
     x, weights = torch.randn(5, 48), torch.rand(5, 2)
     for ids in (torch.tensor([[0, 3], [3, 0], [0, 3], [2, 3], [3, 2]]), torch.full((5, 2), 9)):  # none is here
         plan = experts.plan_experts(weights, ids, 4)

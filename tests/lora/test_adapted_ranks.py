@@ -42,7 +42,7 @@ def answer(config: EngineConfig, adapter: Path, rank: int = 0, rendezvous: str =
     """Logits of the prompts, with the adapter and without, and the tokens that follow."""
     torch.set_num_threads(1)
     worker = start_worker(config, ModelConfig.from_folder(config.model), rank, rendezvous)
-    assert worker.load_adapter(2, state_of(str(adapter))) in (0, VIRTUAL)
+    assert worker.adapters.load(2, state_of(str(adapter))) in (0, VIRTUAL)
     prompts = FAMILIES[Path(config.model).name]["prompts"] * 2
     if not CASES[Path(config.model).name]:
         prompts = [[-1 - VIRTUAL - j for j in range(VIRTUAL)] + p if i < 2 else p for i, p in enumerate(prompts)]

@@ -175,7 +175,7 @@ def test_what_cannot_be_opened_is_told(folders: list[Path], tmp_path: Path, monk
     def broken(row: int, folder: str) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(core.executor.worker.adapters, "load", broken)
+    monkeypatch.setattr(core.executor.worker.adapters, "fill_row", broken)
     core.add(request("a", folders[0]))
     core.add(request("plain", None))
     found, errors, _ = run(core)

@@ -104,7 +104,7 @@ def test_logits_equal_pefts(checkpoints: Checkpoints, made: Path, name: str, ran
     folder, prompts = made / f"{name}-{rank}-{what}", FAMILIES[name]["prompts"] * 2
     oracle = load_file(folder / "oracle.safetensors")
     worker = make_worker(checkpoints / name, enable_lora=True, max_loras=2, max_cpu_loras=2, max_lora_rank=64)
-    assert not worker.load_adapter(1, str(folder))
+    assert not worker.adapters.load(1, str(folder))
     _, hidden = first_step(worker, prompts, [2, 2, 0, 0], adapters=[(1, 1)])
     counts = torch.tensor([len(p) for p in prompts])
     ours = worker.logits(hidden, torch.arange(4).repeat_interleave(counts)).split(counts.tolist())
@@ -138,8 +138,8 @@ def test_adapters_of_experts_are_refused_by_name(checkpoints: Checkpoints, made:
     worker = make_worker(checkpoints / "mixtral", enable_lora=True)
     folder = made / "mixtral-4"
     with pytest.raises(ValueError, match=r"target_parameters is \[.*'gate_up_proj'.*; it must be None"):
-        worker.adapters.load(0, str(folder))
+        worker.adapters.fill_row(0, str(folder))
     fields = json.loads((folder / CONFIG).read_text())  # whoever leaves the field out is told of a tensor
     (folder / CONFIG).write_text(json.dumps(fields | {"target_parameters": None}))
     with pytest.raises(ValueError, match=r"tensor '.*experts.*' is"):
-        worker.adapters.load(0, str(folder))
+        worker.adapters.fill_row(0, str(folder))

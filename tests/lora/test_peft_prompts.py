@@ -51,7 +51,7 @@ def test_logits_and_tokens_equal_pefts(checkpoints: Checkpoints, made: Path, nam
     oracle = load_file(folder / "oracle.safetensors")
     room = {"max_loras": 2, "max_cpu_loras": 2, "max_prompt_adapter_token": VIRTUAL + 2}
     worker = make_worker(checkpoints / name, enable_lora=True, **room)
-    assert worker.load_adapter(1, state_of(str(folder))) == VIRTUAL
+    assert worker.adapters.load(1, state_of(str(folder))) == VIRTUAL
     virtual = [-1 - (VIRTUAL + 2) - j for j in range(VIRTUAL)]
     rows = [virtual + prompt for prompt in prompts] + prompts
     own = [2 * (i < len(prompts)) for i in range(len(rows))]

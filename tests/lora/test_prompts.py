@@ -267,4 +267,4 @@ def test_models_with_inputs_for_each_layer_are_refused(tmp_path: Path, name: str
     """PEFT gives embeddings to such a model, which finds no ids to look its layers' inputs up for."""
     worker = make_worker(DATA / "families" / name, enable_lora=True, max_prompt_adapter_token=4)
     make_prompt(tmp_path, torch.randn(3, worker.model.config.hidden_size))
-    assert "has inputs for each layer, so no prompt adapters" in worker.load_adapter(0, str(tmp_path))
+    assert "has inputs for each layer, so no prompt adapters" in worker.adapters.load(0, str(tmp_path))

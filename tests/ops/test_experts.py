@@ -15,6 +15,7 @@ import reference
 from cpu import experts as cpu_experts
 from cpu import ops as cpu_ops
 from cpu import weights as cpu_weights
+from cpu.quantized import ExpertStack
 from examples import tried
 
 pytest.importorskip("triton")
@@ -187,7 +188,7 @@ def test_packed_experts(rows: str, dtype: torch.dtype) -> None:
         args[-1][:, 0] = 5
         packed = PackedOps(rows)
         check_experts(packed, args, 4, "silu", False)
-        assert packed.seen == {cpu_weights.PackedExperts}
+        assert packed.seen == {ExpertStack}
 
 
 class PackedOps:
@@ -197,7 +198,7 @@ class PackedOps:
         self.rows, self.seen, self.plan_experts = rows, set(), cpu_ops.plan_experts
 
     def pack(self, weight: torch.Tensor) -> Any:
-        packed = cpu_weights.PackedExperts(weight, self.rows)
+        packed = cpu_weights.pack_experts(weight, self.rows)
         assert packed.shape == weight.shape
         self.seen.add(type(packed))
         return packed

@@ -24,7 +24,7 @@ pytest.importorskip("triton")
 
 import kernels
 from ops import sampling
-from sampling_params import SamplingParams
+from sampling_params import COLUMNS, SamplingParams
 from test_kernels import BF16, F32, MANY, run
 
 
@@ -101,7 +101,8 @@ def check_sample(
     slots = ints(3, -1, 2)
     if ascending:  # with u close to 0 the first survivor is drawn, which is the logit at the threshold
         seeds[3] = reference.uniform(torch.arange(4096), known[3].expand(4096)).argmin()
-    args, x = (logits, slots, heats, top_ks, top_ps, min_ps, seeds, known), logits.float()
+    params = oracles.columns(heats, top_ks, top_ps, min_ps)
+    args, x = (logits, slots, params, seeds, known), logits.float()
     adjust = None
     if kinds is not None:
         fields = oracles.adjustments([0, 7, kinds, kinds], vocab)
@@ -154,25 +155,25 @@ CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def test_each_argument_of_sample_has_a_change() -> None:
-    told = [*inspect.signature(reference.sample).parameters, *reference.Adjust._fields]
-    assert sorted(set(told) - {"logits", "slots", "adjust"}) == sorted(CHANGES)
+    told = [*inspect.signature(reference.sample).parameters, *reference.Adjust._fields, *COLUMNS]
+    assert sorted(set(told) - {"logits", "slots", "params", "adjust"}) == sorted(CHANGES)
+    assert reference.SamplingColumns._fields == tuple(COLUMNS)
 
 
 def test_every_backend_honours_each_sampling_parameter(device: str) -> None:
     """One that passed over an argument would draw as if it had not changed."""
     count, vocab = 3, 48
-    state = {
-        "temperature": torch.full((count,), 1.5), "top_k": torch.full((count,), 40, dtype=torch.int32),
-        "top_p": torch.full((count,), 0.99), "min_p": torch.full((count,), 1e-5), "seeds": torch.arange(count),
-        "num_known": torch.arange(count, dtype=torch.int32),
-    }  # fmt: skip
+    params = {"temperature": 1.5, "top_k": 40.0, "top_p": 0.99, "min_p": 1e-5}
+    state = {name: torch.full((count,), params[name]) for name in COLUMNS}
+    state |= {"seeds": torch.arange(count), "num_known": torch.arange(count, dtype=torch.int32)}
     fields = dict(zip(reference.Adjust._fields, oracles.adjustments([7] * count, vocab, 3), strict=True))
     fields["bias_ids"] = torch.full_like(fields["bias_ids"], 2**31 - 1)
     fields["bias_ids"][:, :8], fields["biases"] = torch.arange(8), 4 * torch.rand(count, 1024)
     logits, slots, drawn = torch.randn(count, vocab), torch.arange(count, dtype=torch.int32), []
     guesses = torch.tensor([[-1, -1], [4, -1], [5, 6]]).int()
     for name in ("", *CHANGES):
-        args = [CHANGES[name](x) if name == key else x for key, x in state.items()]
+        changed = [CHANGES[name](x) if name == key else x for key, x in state.items()]
+        args = [oracles.columns(*changed[:-2]), *changed[-2:]]
         adjust = [CHANGES[name](x) if name == key else x for key, x in fields.items()]
         drafts = CHANGES[name](guesses) if name == "drafts" else guesses
         drawn.append(reference.sample(logits, slots, *args, reference.Adjust(*adjust), drafts))
@@ -220,14 +221,7 @@ def test_sample_may_bias_each_token(device: str, monkeypatch: pytest.MonkeyPatch
     fields = [field.clone() for field in oracles.adjustments([2] * 19, 19)]
     fields[3][:], fields[4][:] = 2**31 - 1, 0.0
     fields[3][:, 0], fields[4][:, 0] = torch.arange(19), 90.0
-    state = (
-        torch.full((19,), heat),
-        ints(*[3] * 19),
-        torch.ones(19),
-        torch.zeros(19),
-        torch.arange(19),
-        ints(*range(19)),
-    )
+    state = torch.tensor([heat, 3.0, 1.0, 0.0]).repeat(19, 1), torch.arange(19), ints(*range(19))
     got = run("sample", device, torch.randn(19, 19), ints(*range(19)), *state, kernels.Adjust(*fields))
     assert got.tolist() == list(range(19))
 
@@ -247,9 +241,9 @@ def test_sample_cuts_at_the_threshold(device: str, spread: float) -> None:
         (100, 0.7, 0.0),
         (9, 1.0, 0.4),
     ):
-        state = torch.ones(1), ints(top_k), torch.tensor([top_p]), torch.tensor([min_p]), seed[None], ints(0)
-        drawn = int(run("sample", device, logits, ints(0), *state))
-        allowed, _ = oracles.survivors(logits[0], top_k, float(state[2]), float(state[3]))
+        params = torch.tensor([[1.0, top_k, top_p, min_p]])
+        drawn = int(run("sample", device, logits, ints(0), params, seed[None], ints(0)))
+        allowed, _ = oracles.survivors(logits[0], top_k, float(params[0, 2]), float(params[0, 3]))
         assert drawn == int(allowed.nonzero()[0])
 
 
@@ -258,7 +252,8 @@ def test_a_row_of_nan_or_without_a_logit_above_minus_infinity_brings_minus_one(d
     """And its neighbours bring what they bring without it."""
     slots, heats = torch.arange(12, dtype=torch.int32), torch.tensor([0.0, 1.0, 1.0]).repeat(4)
     top_ps = torch.tensor([1.0, 1.0, 0.9]).repeat(4)
-    state = heats, ints(*[0] * 12), top_ps, torch.zeros(12), torch.arange(12), ints(*[5] * 12)
+    none = torch.zeros(12)
+    state = oracles.columns(heats, none, top_ps, none), torch.arange(12), ints(*[5] * 12)
     logits = torch.randn(12, vocab)
     for backend, sample in backends(device):
         before = sample(logits, slots, *state)
@@ -327,10 +322,7 @@ def test_what_is_barred_is_never_sampled(
         ints(7), torch.tensor([penalties]), torch.randint(0, 9, (1, vocab), generator=generator).int(), ids.int(),
         biases, torch.where(bits >= 2**31, bits - 2**32, bits).int()[None, None],
     )  # fmt: skip
-    state = (
-        torch.tensor([params.temperature]), ints(params.top_k), torch.tensor([params.top_p]),
-        torch.tensor([params.min_p]), torch.tensor([params.seed or 0]), ints(9),
-    )  # fmt: skip
+    state = torch.tensor([params.columns]), torch.tensor([params.seed or 0]), ints(9)
     x = oracles.adjusted(logits[0], 0, fields)
     assert (x[~allowed[:vocab]] == -torch.inf).all(), "a parameter makes a number of minus infinity"
     lost = bool(x.isnan().any()) or not (x > -torch.inf).any()
@@ -343,14 +335,14 @@ def test_what_is_barred_is_never_sampled(
 
 def test_sample_survives_a_tiny_temperature(device: str) -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0, -1.0]])
-    state = torch.tensor([1e-30]), ints(0), torch.tensor([0.5]), torch.zeros(1), torch.zeros(1).long(), ints(5)
+    state = torch.tensor([[1e-30, 0.0, 0.5, 0.0]]), torch.zeros(1).long(), ints(5)
     assert run("sample", device, logits, ints(0), *state).tolist() == [1]
 
 
 def test_a_seeded_draw_ignores_the_batch(device: str) -> None:
     logits, slots = torch.randn(3, 700), ints(2, 0, 1)
-    state = torch.full((3,), 0.8), ints(0, 5, 50), torch.tensor([1, 1, 0.9]), torch.zeros(3)
-    state = (*state, torch.arange(3), ints(9, 8, 7))
+    params = oracles.columns(torch.full((3,), 0.8), ints(0, 5, 50), torch.tensor([1, 1, 0.9]), torch.zeros(3))
+    state = params, torch.arange(3), ints(9, 8, 7)
     together = run("sample", device, logits, slots, *state)
     alone = [run("sample", device, logits[i : i + 1], slots[i : i + 1], *state) for i in (1, 2)]
     assert torch.equal(together[1:], torch.cat(alone))

@@ -18,7 +18,7 @@ from examples import tried
 pytest.importorskip("triton")
 
 import kernels
-from ops import lora
+from ops import lora, matmul
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 DTYPES = st.sampled_from([F32, BF16, F16])
@@ -90,7 +90,7 @@ def test_lora(
     plan = step.plan(ops, place)
     h = ops.lora_shrink(x.to(place), a.to(place), plan)
     assert h.shape == (step.tokens, slices * rank) and h.dtype == F32
-    assert ops is not kernels or not lora._counters(h.device).any()  # the next launch needs zeros
+    assert ops is not kernels or not matmul._counters(h.device).any()  # the next launch needs zeros
     h = h.cpu()
     h[~owned] = torch.nan
     got, there = y.to(place, copy=True), b.to(place)
@@ -167,7 +167,7 @@ def test_neighbouring_adapters_are_multiplied_together_where_that_is_little_more
     """On a CPU. Neither tokens that lie together, those of a prompt, are in a batch, nor adapters that nobody has."""
     rows = [(1, 1), (2, 3), (4, 1), (1, 1), (5, 40), (0, 1), (6, 1), (7, 1)] + [(6, 1), (2, 1)] * 20
     plan = new_step(8, rows).plan(cpu_ops, "cpu")
-    assert plan.runs == [cpu_lora.Run(4, 6, 46)]
+    assert plan.runs == [cpu_lora.AdapterRun(4, 6, 46)]
     assert [batch[:2] for batch in plan.batches] == [(0, 2), (3, 4), (5, 7)]
     assert [end - begin for _, _, begin, end in plan.batches] == [2 * 23, 1, 2 * 21]
 

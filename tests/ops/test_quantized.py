@@ -143,7 +143,7 @@ def test_quantized_linear(
     with pytest.MonkeyPatch.context() as patch:
         home = sys.modules[kernels.quantized_linear.__module__]  # another one for test_mutations.py
         patch.setattr(home, "PROGRAMS", programs)
-        patch.setattr(home, "_counters", zeros)
+        patch.setattr(matmul, "_counters", zeros)
         on_device = x.to(device), there(device, weight), None if bias is None else bias.to(device)
         got = kernels.quantized_linear(*on_device).cpu()
     want, naive = x.double() @ numbers.T, (x @ numbers.to(dtype).T).double()
@@ -340,7 +340,7 @@ def test_each_tile_of_outputs_counts_its_own_parts(device: str, monkeypatch: pyt
     counters = torch.zeros(matmul.LINEAR_COUNTERS, dtype=torch.int32, device=device)
     counters[0] = -99  # so the first tile waits for parts that never come
     monkeypatch.setattr(quantized, "PROGRAMS", 64)
-    monkeypatch.setattr(quantized, "_counters", lambda _: counters)
+    monkeypatch.setattr(matmul, "_counters", lambda _: counters)
     weight, numbers = random_weight("int4", 70, 1088, 128)
     x = torch.randn(2, 1088).to(F16)
     y = kernels.quantized_linear(x.to(device), there(device, weight)).cpu()

@@ -156,16 +156,6 @@ def test_a_client_that_leaves_takes_its_requests_along(served):
     other.shutdown()
 
 
-def test_abort_ends_a_request(served):
-    client = MPClient(served[1])
-    client.add_request(EngineCoreRequest("a", [5] * 10, SamplingParams(max_tokens=900, ignore_eos=True))).get(
-        timeout=30
-    )
-    client.abort("a")
-    assert client.utility("metrics")[0]["num_requests_running"] == 0
-    client.shutdown()
-
-
 def test_many_requests_of_one_client_and_one_that_is_given_up(served):
     core, address = served
     client, prompt = MPClient(address), [5, 6, 7]

@@ -383,62 +383,6 @@ def test_engines_come_and_go_under_streams(tmp_path: Path) -> None:
         server.assert_gone()
 
 
-@pytest.mark.long
-def test_an_engine_that_drains_ends_its_streams_first_and_a_dead_one_is_given_up(tmp_path: Path) -> None:
-    with serving(tmp_path, *FLAGS[:-2]) as server:  # one API process, whose router knows all
-        scale(server, 2)
-        eventually(lambda: set(counts(server, "num_requests_running")) == {"0", "1"}, 60)  # requests may go to both
-        readers = [Reader(server, prompt=f"{i} once", max_tokens=900) for i in range(2)]  # one for each engine
-        eventually(lambda: counts(server, "num_requests_running") == {"0": 1, "1": 1}, 20)
-        scale(server, 1)
-        eventually(lambda: scaling(server)["draining"] == 1, 10)
-        later = [Reader(server, prompt=f"{i} later", max_tokens=8) for i in range(4)]
-        for reader in later:
-            reader.join(30)
-            assert reader.ended and not reader.error
-        assert counts(server, "num_requests_running").get("1") == 1  # it had none of these
-        scale(server, 2)  # it is wanted again before it has ended
-        eventually(lambda: settled(server, 2), 10)
-        for reader in readers:
-            reader.join(90)
-            assert reader.ended and not reader.error
-        scale(server, 3)
-        eventually(lambda: 2 in engines(server), 20)
-        os.kill(engines(server)[2], signal.SIGKILL)  # while it loads
-        eventually(lambda: settled(server, 2), 30)
-        assert "does not start; 2 are wanted from now on" in server.log.read_text()
-        reader = Reader(server, prompt="0 once", max_tokens=900)
-        again = Reader(server, prompt="1 once", max_tokens=900)
-        eventually(lambda: counts(server, "num_requests_running") == {"0": 1, "1": 1}, 20)
-        scale(server, 1)
-        eventually(lambda: scaling(server)["draining"] == 1, 10)
-        os.kill(engines(server)[1], signal.SIGKILL)  # it is not replaced
-        eventually(lambda: settled(server, 1), 20)
-        for each in (reader, again):
-            each.join(90)
-        errors = [each.error for each in (reader, again) if each.error]
-        assert len(errors) == 1 and "the engine process has ended" in errors[0]["message"]
-        assert "another is started" not in server.log.read_text()
-
-
-@pytest.mark.long
-def test_an_engine_that_is_added_during_an_update_has_the_new_weights(tmp_path: Path) -> None:
-    with serving(tmp_path, *FLAGS, "--enable-control-routes") as server:
-        scale(server, 2)
-        eventually(lambda: 1 in engines(server), 20)
-        os.kill(added := engines(server)[1], signal.SIGSTOP)
-        assert server.post("/update_weights", {"model_path": DEMO}) == (200, '{"weights_version":1}')
-        assert scaling(server)["starting"] == 1
-        os.kill(added, signal.SIGCONT)
-        eventually(lambda: settled(server, 2))
-        eventually(lambda: set(counts(server, "num_requests_running")) == {"0", "1"})
-        bodies = [{"model": "demo", "prompt": f"{i} once", "max_tokens": 4} for i in range(8)]
-        answers = [json.loads(server.post("/v1/completions", body)[1]) for body in bodies]
-        assert {answer["system_fingerprint"] for answer in answers} == {"weights-1"}
-        assert min(counts(server, "generation_tokens_total").values()) > 0
-        assert "engine process 1 is started anew" in server.log.read_text()
-
-
 ASKED = {"prompt": "ROMEO:\n", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
 
 
@@ -514,14 +458,3 @@ def test_engines_that_come_and_go_have_the_weights_of_the_last_update(tmp_path: 
         scale(server, 3)
         eventually(lambda: "engine process 2 does not start" in server.log.read_text())
         assert settled(server, 2) and "has changed since version" in server.log.read_text()
-
-
-@pytest.mark.full
-def test_a_server_behind_others_balance_has_one_engine_with_its_rank(tmp_path: Path) -> None:
-    flags = ("--data-parallel-size", "2", "--data-parallel-external-lb", "--data-parallel-rank", "1")
-    with serving(tmp_path, *flags, "--threads", "1") as server:
-        reader = Reader(server, prompt="once", max_tokens=8)
-        reader.join(30)
-        assert reader.ended and not reader.error
-        assert set(counts(server, "num_requests_running")) == {"1"}
-        assert not any("manta: coordinator" in command(pid) for pid in server.family())

@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -36,10 +34,7 @@ from processes.handshake import MAGIC, NONCE, Refused, admit, differences, prove
 from processes.messages import Attach, Join, Load, Loads
 from ring import Codec
 from sampling_params import SamplingParams
-from served import ROOT, Server, alive, command, eventually, serving
-
-LONG = pytest.mark.long
-
+from served import ROOT, alive, command, eventually
 
 # --- who is let in ----------------------------------------------------------------------------------------------------
 
@@ -369,8 +364,6 @@ for thread in threads:
     thread.join()
 print(json.dumps(found))
 """
-GONE = "the engine process has ended"
-FAR = GONE + ", or its host is out of reach"
 
 
 class TwoHosts:
@@ -483,104 +476,7 @@ def test_two_hosts_answer_and_a_short_cut_costs_nobody_anything(two: TwoHosts) -
     assert two.processes[0].wait(30) == 0, two.log(0)
 
 
-@LONG
-def test_a_long_cut_ends_what_was_there_and_the_host_comes_back(two: TwoHosts) -> None:
-    load = two.load(8, 70)
-    time.sleep(4)
-    two.cut(60)
-    found = answers_of(load)
-    lost = [one for one in found if one["error"]]
-    assert 0 < len(lost) <= 8 + 8 and {one["error"] for one in lost} == {FAR}
-    assert {one["status"] for one in lost} <= {200, 503} and max(one["seconds"] for one in lost) < 30
-    later = [one for one in found if 10 < one["begun"] < 60]
-    assert len(later) > 50 and not any(one["error"] for one in later)  # by the other engine
-    eventually(two.both_serve, 30)
-
-
-KILLS = {  # host and process, and what those who read may be told
-    (0, "gate"): set(), (0, "coordinator"): set(), (0, "worker"): set(), (1, "worker"): set(), (0, "engine"): {GONE},
-    (1, "engine"): {FAR}, (1, "node"): {FAR}, (0, "api"): {None, "RemoteDisconnected", "ConnectionReset"},
-}  # fmt: skip
-
-
-@LONG
-@pytest.mark.parametrize("victim", KILLS, ids=lambda victim: f"{('server', 'node')[victim[0]]}-{victim[1]}")
-def test_whoever_is_killed_takes_only_its_own_along(two: TwoHosts, victim: tuple[int, str], capsys) -> None:
-    """At ten moments under 100 streams."""
-    rng, (host, name) = random.Random(str(victim)), victim
-    ends: Counter[str] = Counter()
-    for _ in range(10):
-        load = two.load(100, 8)
-        time.sleep(rng.uniform(1, 6))
-        os.kill(two.find(host, name), signal.SIGKILL)
-        if name == "node":
-            two.processes[1].wait(10)
-            two.processes[1] = two.start(1)
-        found = answers_of(load)
-        lost = [one for one in found if one["error"] or not one["ended"]]
-        ends += Counter({"answered": len(found) - len(lost), "cut": sum(one["status"] == 200 for one in lost)})
-        ends += Counter({"refused": sum(one["status"] != 200 for one in lost)})
-        for one in lost:
-            assert any(one["error"] == word or (word and word in (one["error"] or "")) for word in KILLS[victim]), one
-        assert len(lost) <= 110
-        eventually(two.both_serve, 90)
-    with capsys.disabled():
-        print(f"\n{host} {name}: {dict(ends)}")
-
-
-@LONG
-def test_when_the_server_is_killed_its_successor_finds_the_host(two: TwoHosts) -> None:
-    engine = two.find(1, "engine")
-    two.processes[0].kill()
-    two.processes[0].wait(10)
-    two.processes[0] = two.start(0)
-    eventually(two.both_serve, 90)
-    assert two.find(1, "engine") == engine  # which was kept, with its weights
-
-
-@LONG
-def test_whoever_is_started_anew_takes_the_weights_of_the_last_update(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    shared = ["--data-parallel-size", "2", "--data-parallel-size-local", "1", "--data-parallel-address", "127.0.0.1"]
-    shared += ["--data-parallel-rpc-port", str(port), "--threads", "1"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", handshake.SECRET: SECRET}
-    run = [sys.executable, "server.py", "--device", "cpu", "--dtype", "float32", "--headless"]
-    run += ["--data-parallel-start-rank", "1", *shared]
-    (tmp_path / "secret").write_text(SECRET)
-    flags = [*shared, "--data-parallel-secret-file", str(tmp_path / "secret"), "--enable-control-routes"]
-
-    def answers(server: Server) -> Counter[str | None]:
-        eventually(
-            lambda: all(f'num_requests_running{{engine="{i}"' in server.get("/metrics")[1] for i in range(2)), 90
-        )
-        bodies = [{"model": "demo", "prompt": f"{i} once", "max_tokens": 4} for i in range(8)]
-        told = [json.loads(server.post("/v1/completions", body)[1]) for body in bodies]
-        assert 'generation_tokens_total{engine="1"} 0' not in server.get("/metrics")[1]
-        return Counter(each.get("system_fingerprint") for each in told)
-
-    nodes = [subprocess.Popen(run, cwd=ROOT, env=environment)]
-    try:
-        with serving(tmp_path, *flags) as server:
-            assert answers(server) == {None: 8}
-            assert server.post("/update_weights", {"model_path": DEMO}) == (200, '{"weights_version":1}')
-            time.sleep(2)  # until the host has told the gate
-            nodes[0].terminate()
-            nodes[0].wait(30)
-            nodes.append(subprocess.Popen(run, cwd=ROOT, env=environment))
-            assert answers(server) == {"weights-1": 8}
-        with serving(tmp_path, *flags) as server:
-            assert answers(server) == {"weights-1": 8}
-    finally:
-        for node in nodes:
-            node.terminate()
-            node.wait(30)
-
-
 # --- several engines of a script --------------------------------------------------------------------------------------
-
-# Few KV blocks, because each engine has half of the requests.
-STARVED = {"num_gpu_blocks_override": 20, "block_size": 8, "max_model_len": 128, "schedule_conservativeness": 0.0}
 
 
 def test_a_script_has_several_engines(llm: LLM) -> None:
@@ -608,27 +504,3 @@ def test_a_script_has_several_engines(llm: LLM) -> None:
             _ = several.core
     with pytest.raises(ValueError, match="closed"):
         several.generate("a")
-
-
-@LONG
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"tensor_parallel_size": 2, "block_size": 8},
-        {"tensor_parallel_size": 2, **STARVED, "preemption_mode": "swap", "async_scheduling": False},
-        {"pipeline_parallel_size": 2, **STARVED, "preemption_mode": "recompute"},
-    ],
-    ids=str,
-)
-def test_several_engines_of_several_ranks_give_the_tokens_of_one(llm: LLM, fields: dict[str, Any]) -> None:
-    """Samples and beams among them; the second time prefixes are cached."""
-    from test_pipeline import MIXED, PROMPTS
-
-    def tokens(llm: LLM) -> list[list[list[int]]]:
-        outputs = llm.generate(PROMPTS, MIXED, use_tqdm=False)
-        return [[completion.token_ids for completion in output.outputs] for output in outputs]
-
-    with LLM(DEMO, data_parallel_size=2, device="cpu", dtype="float32", threads=1, **fields) as several:
-        assert tokens(several) == tokens(several) == tokens(llm)
-        told = several.get_metrics().values()
-        assert (sum(each["num_preemptions_total"] for each in told) > 0) == ("num_gpu_blocks_override" in fields)

@@ -5,9 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +12,6 @@ import pytest
 
 from config import DEMO
 from served import (
-    ROOT,
     STREAM,
     Reader,
     Server,
@@ -25,7 +21,6 @@ from served import (
     eventually,
     serving,
     worker_of,
-    workers_of,
 )
 
 TOKENS = 160  # of a stream, which takes long enough to kill something meanwhile
@@ -92,32 +87,6 @@ def restarts(server: Server) -> int:
     return server.log.read_text().count("new workers after ")
 
 
-@pytest.mark.long
-def test_streams_go_on_when_new_workers_die_while_they_start(two: Server, prompts: list[str], texts: list[str]) -> None:
-    """Some of these kills come within 100 ms of the one before, and find a process that has yet to import anything."""
-    engine = engine_of(two)
-    readers = [Reader(two, prompt=prompt, max_tokens=TOKENS) for prompt in prompts]
-    eventually(lambda: all(reader.text for reader in readers), 60)
-    killed = set()
-    for seconds in (0, 0.05, 0.1, 0.5, 1.0, 1.5):
-        time.sleep(seconds)
-        eventually(lambda: bool(set(workers_of(two)) - killed), 10)
-        for pid in set(workers_of(two)) - killed:
-            os.kill(pid, signal.SIGKILL)
-            killed.add(pid)
-    status, trouble = two.get("/health")
-    assert status == 503 and "rank 0 has died (SIGKILL)" in trouble
-    late = Reader(two, prompt=prompts[0], max_tokens=TOKENS)
-    for reader in readers:
-        reader.join(120)
-    assert [reader.text for reader in readers] == texts
-    assert all(reader.ended and not reader.error for reader in readers)
-    late.join(60)
-    assert late.text == texts[0] or "is not ready" in str(late.error)
-    assert engine_of(two) == engine and len(killed) == 6
-    eventually(lambda: two.get("/health")[0] == 200, 60)
-
-
 @pytest.mark.full
 def test_a_dead_engine_process_is_replaced(two: Server, prompts: list[str], texts: list[str]) -> None:
     readers = [Reader(two, prompt=prompt) for prompt in prompts[:4]]
@@ -182,31 +151,6 @@ def test_nothing_is_left_of_a_server_that_has_seen_deaths(tmp_path: Path) -> Non
         server.process.kill()
         server.process.wait()
         server.assert_gone()
-
-
-SCRIPT = """
-import os, signal
-from engine import LLM, SamplingParams
-llm = LLM(device="cpu", distributed_executor_backend="mp", threads=1, log_scheduler="/dev/full", trace="/dev/full")
-submit, count = llm.core.executor.submit, 0
-def submit_and_kill(plan):
-    global count
-    submit(plan)
-    count += 1
-    if count == 5:
-        os.kill(llm.core.executor.processes[0].pid, signal.SIGKILL)
-llm.core.executor.submit = submit_and_kill
-outputs = llm.generate(["To be"] * 3, SamplingParams(max_tokens=20, ignore_eos=True), use_tqdm=False)
-print([len(output.outputs[0].token_ids) for output in outputs], llm.core.workers.num_restarts)
-"""
-
-
-@pytest.mark.full
-def test_nothing_that_is_said_to_a_full_disk_ends_an_engine() -> None:
-    with open("/dev/full", "w") as full:
-        command = [sys.executable, "-c", SCRIPT]
-        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=full, timeout=120)
-    assert (done.returncode, done.stdout) == (0, b"[20, 20, 20] 1\n")
 
 
 @pytest.mark.full

@@ -110,19 +110,8 @@ def pieces_of(parser):
         texts += thinking.starts + thinking.ends + thinking.openers + thinking.closers
     texts += [text[: len(text) // 2] for text in texts]
     texts += [*"{}[]()<>:;,='\"\\ \n", "search", "add", "name", '"name": "search"', '"arguments": {"q": "x"}']
-    texts += [
-        "call:",
-        "q",
-        "a=1",
-        "1",
-        "True",
-        "functions.add:0",
-        "```json\n",
-        "functools",
-        " to=functions.add",
-        "é",
-        "\\u",
-    ]
+    texts += ["call:", "q", "a=1", "1", "True", "functions.add:0", "```json\n", "functools", "é", "\\u"]
+    texts += [" to=functions.add"]
     texts += [answer["text"] for answer in DATA["answers"] if answer["parser"] == parser][:4]
     return st.lists(st.sampled_from(texts), max_size=12)
 
