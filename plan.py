@@ -53,7 +53,7 @@ class NewRow:
     min_tokens: int = 0  # how many tokens must be sampled before one of `stops` may be drawn
     bad_words: list[list[int]] = field(default_factory=list)  # the last token of each is not drawn after the others
     pooling: PoolingParams | None = None  # what is made of the hidden states; None: the next token
-    constrained: bool = False  # each of its tokens is drawn under a mask, which heeds `allowed` and the like, too
+    constrained: bool = False  # needs a grammar mask, which already includes `allowed`, `stops` and `bad_words`
     masked_logprobs: bool = False  # its log-probabilities are taken over the tokens that the mask allows
     adapter: int = 0  # one more than the slot of its adapter; 0: it has none
 
