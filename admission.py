@@ -78,7 +78,7 @@ class Admission:
         (self.waiting if not alone or seq.group in alone else self.deferred).push(seq)
 
     def start_turn(self) -> None:
-        """Choose which suspects run alone next; all other sequences wait aside. Nothing may run or be swapped now."""
+        """Choose which suspects run alone next; all others are deferred. Nothing may run or be swapped now."""
         self.isolation.next_turn()
         for seq in [queue.pop(seq, Status.HELD) for queue in (self.waiting, self.deferred) for seq in [*queue]]:
             self._queue(seq)

@@ -49,7 +49,7 @@ class NewRow:
     allowed: dict[int, int] | None = None  # only these are drawn; None: any
     min_tokens: int = 0  # how many tokens must be sampled before one of `stops` may be drawn
     bad_words: list[list[int]] = field(default_factory=list)  # the last token of each is not drawn after the others
-    constrained: bool = False  # each of its tokens is drawn under a mask, which heeds `allowed` and the like, too
+    constrained: bool = False  # needs a grammar mask, which already includes `allowed`, `stops` and `bad_words`
 
     # What it tells beside its tokens.
     num_logprobs: int = -1  # -1: none wanted; 0: of the sampled token; k: of the k likeliest as well

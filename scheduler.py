@@ -478,9 +478,9 @@ class Scheduler:
         for lane in self.lanes.all:
             lane.flying = 0
         if cause and (blamed := self.admission.isolation.blame(lost, cause, seqs, self.requests.values())):
-            guilty, error = blamed
-            self.abort(guilty.request_id, reason="error")
-            outputs = [error_output(guilty.request_id, error, engine_fault=not lost)]
+            group, error = blamed
+            self.abort(group.request_id, reason="error")
+            outputs = [error_output(group.request_id, error, engine_fault=not lost)]
         self._recompute_running(now)
         self.admission.adapters.forget()
         if lost:
