@@ -20,8 +20,7 @@ if __name__ == "__main__":
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     for policy, color in (("fcfs", "gray"), ("own_policy:Shortest", "teal")):
         journal = f"{plot}.{color}.jsonl"
-        options = {"scheduling_policy": policy, "log_scheduler": journal, "max_num_seqs": 1, "threads": 1}
-        with LLM("demo", max_model_len=512, **options) as llm:
+        with LLM("demo", scheduling_policy=policy, log_scheduler=journal, max_num_seqs=1, threads=1) as llm:
             llm.generate([[5] * length for length in lengths], params, use_tqdm=False)
         plans = [line for line in map(json.loads, Path(journal).read_text().splitlines()) if "rows" in line]
         ends = {name: plan["step"] for plan in plans for name, _ in plan["rows"]}  # each request's last step
