@@ -29,7 +29,8 @@ def settle_head(source: str, config: ModelConfig) -> ModelConfig:
         return config
     paths = checkpoint_files(source)
     tables = find_tables(paths, config, Storage(paths, config.quantization))
-    differs = len(tables) == 2 and not equal(*(tensor for _, tensor in tables.values()))
+    stored = [tensor for _, tensor in tables.values()]
+    differs = len(stored) == 2 and not equal(stored[0], stored[1])
     return dataclasses.replace(config, tie_word_embeddings=not differs)
 
 
