@@ -15,7 +15,7 @@ from collections.abc import Sequence as Items
 
 from config import EngineConfig, load_named
 from kv_cache import Entry
-from plan import NewRow, StepPlan
+from plan import Adapter, NewRow, StepPlan
 from scheduling.adapters import AdapterSlots
 from scheduling.crash_isolation import CrashIsolation
 from scheduling.fair import Fair
@@ -82,6 +82,11 @@ class Admission:
         self.isolation.next_turn()
         for seq in [queue.pop(seq, Status.HELD) for queue in (self.waiting, self.deferred) for seq in [*queue]]:
             self._queue(seq)
+
+    def uses_adapter(self, adapter: Adapter) -> bool:
+        """Whether an unfinished group has this adapter."""
+        lines = (queue.lines for queue in (self.waiting, self.swapped, self.deferred))
+        return any(adapter in groups for groups in (self.adapters.users, *lines))
 
     def withdraw(self, seq: Sequence) -> None:
         """Take a sequence, which does not run, out of its queue for good."""

@@ -28,12 +28,11 @@ from config import PACKAGES, EngineConfig, lacking
 if lack := lacking(PACKAGES):
     raise ModuleNotFoundError(lack)
 
-from lora.adapter import LoRARequest
 from model_config import ModelConfig
 from observe.logs import logger, set_up
 from outputs import RequestOutput
 from plan import EngineCoreRequest, EngineOutput, Kwargs, Method
-from processes.child import watch_over
+from processes.child import NotStartedError, watch_over
 from processes.client import (
     GONE,
     SILENT,
@@ -47,7 +46,7 @@ from processes.client import (
 )
 from processes.engine_process import EngineProcess
 from ring import STALL
-from sampling_params import SamplingParams
+from sampling_params import LoRARequest, SamplingParams
 from text.prompts import InputProcessor, Prompt
 from tokenizer import NoTokenizer, Tokenizer, open_tokenizer
 
@@ -86,7 +85,7 @@ class AsyncMPClient:
     Its methods are the ones of that name there. A stream is an `AsyncStream`. `shutdown` also works without a loop.
 
     Raises:
-        EngineDeadError: the engine does not start; it has said why on stderr.
+        EngineDeadError: the engine does not start, and says why.
     """
 
     def __init__(self, config: EngineConfig):
@@ -96,8 +95,9 @@ class AsyncMPClient:
             self.resources.add(self.process.stop)
             try:
                 self.process.wait()
-            except SystemExit:
-                raise EngineDeadError("the engine process has not started; it has said why on stderr") from None
+            except NotStartedError as error:
+                why = error.why or "it has said why on stderr"
+                raise EngineDeadError(f"the engine process has not started: {why}") from None
             self.engine = MPClient(self.process.address)
             self.resources.add(weakly(self.engine.shutdown))  # its streams may lead to this
             self.engine.connection.up.wait(STALL)
@@ -171,7 +171,7 @@ class AsyncLLM:
 
     Raises:
         ValueError: the options or the model are not usable.
-        EngineDeadError: the engine does not start; it has said why on stderr.
+        EngineDeadError: the engine does not start, and says why.
     """
 
     def __init__(self, model: EngineConfig | str = EngineConfig.model, **fields: Any):

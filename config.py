@@ -12,6 +12,7 @@ import hashlib
 import importlib.util
 import inspect
 import json
+import math
 import os
 import re
 import subprocess
@@ -20,9 +21,8 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
-from processes.options import ClusterOptions, check_fields, option
 from speculation.options import SpeculativeConfig
 
 T = TypeVar("T")
@@ -77,36 +77,50 @@ def naming_nearest(cls: type[T]) -> type[T]:
     return cls
 
 
+def option(default: Any, help: str, low: float | None = None, high: float | None = None) -> Any:
+    """A field with its default, one line of help and a number's range; with help it is also a command-line flag."""
+    return dataclasses.field(default=default, metadata={"help": help, "low": low, "high": high})
+
+
+def check_fields(record: Any) -> None:
+    """Check each field of a dataclass of `option`s against its annotation and range.
+
+    Raises:
+        ValueError: names the field, the value received and what is allowed.
+    """
+    hints = get_type_hints(type(record))
+    for f in dataclasses.fields(record):
+        value, hint = getattr(record, f.name), hints[f.name]
+        low, high = f.metadata["low"], f.metadata["high"]
+        if get_origin(hint) is Literal:
+            if value not in get_args(hint):
+                raise ValueError(f"{f.name} is {value!r}; allowed: {', '.join(map(str, get_args(hint)))}")
+            continue
+        if get_origin(hint) is tuple:
+            if not (isinstance(value, tuple) and all(isinstance(item, str) for item in value)):
+                raise ValueError(f"{f.name} is {value!r}; it must be a list of strings")
+            continue
+        allowed = [a for a in get_args(hint) or (hint,) if a is not type(None)]
+        if value is None and type(None) in get_args(hint):
+            continue
+        numeric = float in allowed and isinstance(value, int) and not isinstance(value, bool)
+        if not (numeric or any(type(value) is a for a in allowed)):
+            raise ValueError(f"{f.name} is {value!r}; it must be of type {' or '.join(a.__name__ for a in allowed)}")
+        if low is not None and not low <= value <= (math.inf if high is None else high):
+            upper = "" if high is None else f" and at most {high}"
+            raise ValueError(f"{f.name} is {value!r}; it must be at least {low}{upper}")
+
+
 @naming_nearest
 @dataclass(frozen=True)
-class EngineConfig(ClusterOptions):
+class EngineConfig:
     """Options of one engine; the names are vLLM's. `LLM(model, **fields)` and the command line take the same ones."""
 
-    GROUPS: ClassVar[dict[str, tuple[str, ...]]] = {  # of the help
-        "model": (
-            "model", "revision", "download_dir", "hf_overrides", "quantization", "load_format",
-            "model_plugin", "skip_tokenizer_init", "task", "pooling_type", "generation_config", "seed"),
-        "device": ("device", "backend", "dtype", "enforce_eager", "compile", "threads", "batch_invariant"),
-        "memory and batches": (
-            "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_dtype",
-            "gpu_memory_utilization", "num_gpu_blocks_override", "swap_space", "enable_prefix_caching",
-            "num_state_snapshots"),
-        "scheduling": (
-            "scheduling_policy", "scheduler_delay_factor", "enable_chunked_prefill", "preemption_mode",
-            "schedule_conservativeness", "async_scheduling", "num_lookahead_slots", "speculative_config"),
-        "several devices, and processes": (
-            "tensor_parallel_size", "pipeline_parallel_size", "pipeline_layer_partition", "data_parallel_size",
-            "enable_expert_parallel", "distributed_executor_backend", "startup_timeout", "step_timeout",
-            "max_worker_restarts"),
-        "engines on several hosts, and a changing number of them": (
-            "data_parallel_backend", "data_parallel_size_local", "data_parallel_address", "data_parallel_rpc_port",
-            "data_parallel_secret_file", "headless", "data_parallel_start_rank", "data_parallel_external_lb",
-            "data_parallel_rank", "data_parallel_size_max"),
-        "adapters": ("enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank", "max_prompt_adapter_token"),
-        "limits of a request, and changes of its logits": ("max_logprobs", "logits_processors"),
-        "diagnostics": (
-            "log_level", "log_format", "disable_log_stats", "log_scheduler", "trace", "torch_profiler_dir",
-            "sanitize_kv"),
+    GROUPS: ClassVar[dict[str, str]] = {  # titles in the help, and the first option of each
+        "model": "model", "device": "device", "memory and batches": "max_model_len", "scheduling": "scheduling_policy",
+        "several devices, and processes": "tensor_parallel_size",
+        "engines on several hosts, and a changing number of them": "data_parallel_backend", "adapters": "enable_lora",
+        "limits of a request, and changes of its logits": "max_logprobs", "diagnostics": "log_level",
     }  # fmt: skip
     model: str = option(
         DEMO, "folder in Hugging Face layout, GGUF file, or id on the hub, like Qwen/Qwen3-0.6B (default: the demo)"
@@ -121,16 +135,49 @@ class EngineConfig(ClusterOptions):
     hf_overrides: str | None = option(
         None, "JSON object of fields of config.json with other values, null drops one; those of a text half are merged"
     )
-    snapshot: str = option("", "")  # the folder that the model was downloaded to, if it was; see `hub.find_model`
-    dtype: Literal["auto", "bfloat16", "float16", "float32", "half", "float"] = option(
-        "auto", "type of weights, activations and KV cache; auto: the checkpoint's, or one that a CPU is fast with"
+    quantization: Literal["auto", "int8", "int8_per_channel_weight_only", "int4", "fp8"] = option(
+        "auto", "auto keeps matrices as they are saved; others round plain ones; int8 rounds products' inputs, too"
     )
-    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3"] = option(
-        "auto", "the KV cache's type; auto: that of activations; fp8: e4m3, half as large, with the checkpoint's scales"
+    load_format: Literal["auto", "dummy"] = option("auto", "auto reads the safetensors; dummy makes up the weights")
+    model_plugin: tuple[str, ...] = option(
+        (), "module of one's own that adds families of models, parts of layers or schemes of weights, or several"
     )
+    skip_tokenizer_init: bool = option(False, "load no tokenizer: prompts and outputs are token ids alone")
+    task: Literal["auto", "generate", "embed", "score", "classify"] = option(
+        "auto",
+        "what prompts are turned into; auto: classify for a model with a classification head, embed for a folder of "
+        "sentence-transformers, else generate",
+    )
+    pooling_type: Literal["auto", "last", "mean", "cls", "max", "weightedmean", "mean_sqrt_len"] = option(
+        "auto", "which hidden states make an embedding; auto: what the model's folder says, else the last token's"
+    )
+    generation_config: Literal["auto", "none"] = option(
+        "auto", "auto: requests that do not set a sampling parameter get it from the model's generation_config.json"
+    )
+    seed: int = option(0, "seed of requests that bring none, and of dummy weights", 0, 2**63 - 1)
     device: Literal["auto", "cuda", "cpu"] = option("auto", "where the model runs; auto takes a GPU if there is one")
     backend: Literal["auto", "triton", "cpu", "reference"] = option(
         "auto", "kernels.py, cpu/ops.py or reference.py; auto is triton on cuda, cpu on cpu"
+    )
+    dtype: Literal["auto", "bfloat16", "float16", "float32", "half", "float"] = option(
+        "auto", "type of weights, activations and KV cache; auto: the checkpoint's, or one that a CPU is fast with"
+    )
+    enforce_eager: bool = option(
+        False, "on cuda: launch kernels one by one, with no CUDA graph of a decode step; on a CPU: make no C++"
+    )
+    compile: bool = option(
+        False,
+        "on a CPU: make C++ of what is between the products before the first request, not while the model serves; "
+        "and keep a second copy of the weights, compressed without loss, for one sequence at a time",
+    )
+    threads: int | None = option(
+        None,
+        "threads of each rank on a CPU (default: one for each core, but a small model leaves a core free)",
+        1,
+        4096,
+    )
+    batch_invariant: bool = option(
+        False, "logits bit-equal whatever runs beside a request, however it is chunked or cached; slower"
     )
     max_model_len: int | None = option(
         None, "tokens of a prompt and its output together (default: what the model allows)", 2, MAX_CONTEXT
@@ -144,8 +191,18 @@ class EngineConfig(ClusterOptions):
         2**20,
     )
     block_size: int = option(64, "tokens in one KV block; on cuda 16, 32, 64 or 128", 1, 4096)
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3"] = option(
+        "auto", "the KV cache's type; auto: that of activations; fp8: e4m3, half as large, with the checkpoint's scales"
+    )
     gpu_memory_utilization: float = option(0.9, "share of the GPU's memory that the engine may use", 0.01, 1.0)
     num_gpu_blocks_override: int | None = option(None, "number of KV blocks, instead of what fits", 1, 2**31)
+    swap_space: float | None = option(
+        None,
+        "GiB of host memory for swapped KV blocks and for cached prefixes that the device has no room for; default: 4, "
+        "or on a CPU, where it is the same memory, none unless preemption_mode is swap",
+        0.0,
+        2.0**20,
+    )
     enable_prefix_caching: bool = option(True, "reuse the KV blocks of equal prompt beginnings")
     num_state_snapshots: int | None = option(
         None,
@@ -153,9 +210,6 @@ class EngineConfig(ClusterOptions):
         "CPU no more than half of the free memory holds beside theirs)",
         0,
         2**20,
-    )
-    enable_chunked_prefill: bool = option(
-        True, "cut long prompts and run them beside decodes; else whole prompts first, and alone"
     )
     scheduling_policy: str = option(
         "auto",
@@ -166,35 +220,17 @@ class EngineConfig(ClusterOptions):
     scheduler_delay_factor: float = option(
         0.0, "without chunked prefill: wait this times the last prefill's seconds before the next one", 0.0, 1000.0
     )
+    enable_chunked_prefill: bool = option(
+        True, "cut long prompts and run them beside decodes; else whole prompts first, and alone"
+    )
     preemption_mode: Literal["auto", "recompute", "swap"] = option(
         "auto", "a preempted request computes its tokens again, or its KV blocks wait in host memory; auto: the cheaper"
-    )
-    swap_space: float | None = option(
-        None,
-        "GiB of host memory for swapped KV blocks and for cached prefixes that the device has no room for; default: 4, "
-        "or on a CPU, where it is the same memory, none unless preemption_mode is swap",
-        0.0,
-        2.0**20,
     )
     schedule_conservativeness: float = option(
         1.0, "share of running requests' expected growth that admission keeps free; 0 admits all that fits", 0.0, 10.0
     )
     async_scheduling: bool | None = option(
         None, "plan a step before the previous step's result is in; by default on cuda, and where workers are processes"
-    )
-    step_timeout: float | None = option(
-        None,
-        "seconds that a step may take before the workers are started anew (default: 20 times as long as warm-up says "
-        "that the largest step takes, at least 30)",
-        0.1,
-        1e6,
-    )
-    startup_timeout: float = option(1800.0, "seconds that workers, or an engine process, may take to start", 0.1, 1e6)
-    max_worker_restarts: int = option(
-        20, "times in a row, without a step that went through, that workers are started anew before the engine ends", 1
-    )
-    enforce_eager: bool = option(
-        False, "on cuda: launch kernels one by one, with no CUDA graph of a decode step; on a CPU: make no C++"
     )
     num_lookahead_slots: int = option(0, "KV slots that each sequence owns ahead of its tokens", 0, 1024)
     speculative_config: str | None = option(
@@ -203,6 +239,75 @@ class EngineConfig(ClusterOptions):
         'ngram (what followed the latest tokens before), mtp (the model\'s own head), with "model": FOLDER '
         "draft_model, eagle, eagle3, or MODULE:CLASS of one's own",
     )
+    tensor_parallel_size: int = option(1, "devices that each hold a share of every weight", 1, 64)
+    pipeline_parallel_size: int = option(
+        1, "stages, each of which holds some of the layers on devices of its own; steps follow each other through them",
+        1, 64,
+    )  # fmt: skip
+    pipeline_layer_partition: str | None = option(
+        None, "how many layers each stage holds, like 12,16 (default: so that all stages read as many bytes)"
+    )
+    data_parallel_size: int = option(
+        1, "engines, each with the whole model; the server divides requests among them", 1, 64
+    )
+    enable_expert_parallel: bool = option(
+        False, "divide a model's experts among all tensor and data ranks, each of which holds whole ones"
+    )
+    distributed_executor_backend: Literal["auto", "uni", "mp", "external_launcher", "torchrun", "ray"] = option(
+        "auto",
+        "uni: the worker in the engine's process; mp: each in its own; external_launcher: in those that torchrun or "
+        "Slurm's srun starts, for several hosts (torchrun is another name for it); ray: in actors on any host of a Ray "
+        "cluster; auto: uni on one device, but for a server mp, or ray where the ranks do not fit this host and Ray "
+        "runs",
+    )
+    startup_timeout: float = option(1800.0, "seconds that workers, or an engine process, may take to start", 0.1, 1e6)
+    step_timeout: float | None = option(
+        None,
+        "seconds that a step may take before the workers are started anew (default: 20 times as long as warm-up says "
+        "that the largest step takes, at least 30)",
+        0.1,
+        1e6,
+    )
+    max_worker_restarts: int = option(
+        20, "times in a row, without a step that went through, that workers are started anew before the engine ends", 1
+    )
+    data_parallel_backend: Literal["mp", "ray"] = option(
+        "mp",
+        "who starts these engines: mp: this server, and each host that is headless, its own; ray: Ray, on nodes of the "
+        "cluster that this machine belongs to",
+    )
+    data_parallel_size_local: int | None = option(
+        None, "how many of these engines run on this host (default: all); the others are on hosts that are headless",
+        0, 64,
+    )  # fmt: skip
+    data_parallel_address: str | None = option(
+        None, "address of the server's host, which listens there for the other hosts, and which they connect to"
+    )
+    data_parallel_rpc_port: int = option(29550, "port there", 1, 65535)
+    data_parallel_secret_file: str | None = option(
+        None, "file with the secret that all hosts share; MANTA_DATA_PARALLEL_SECRET is the other way to give it"
+    )
+    headless: bool = option(False, "run this host's engines for the server at data_parallel_address, without HTTP")
+    data_parallel_start_rank: int | None = option(None, "with headless: the first of this host's engines", 0, 63)
+    data_parallel_external_lb: bool = option(
+        False, "serve one of these engines alone, data_parallel_rank; the others have servers of their own, and "
+        "something before all of them divides requests",
+    )  # fmt: skip
+    data_parallel_rank: int = option(0, "with data_parallel_external_lb: which of the engines this is", 0, 63)
+    data_parallel_size_max: int | None = option(
+        None, "most engines that POST /scale may ask for (default: their number cannot be changed)", 1, 64
+    )
+    enable_lora: bool = option(False, "serve LoRA adapters of the model beside it")
+    max_loras: int = option(4, "adapters that requests of one step may have", 1, 1024)
+    max_cpu_loras: int | None = option(
+        None, "adapters that are kept in the host's memory (default: four times max_loras)", 1, 65536
+    )
+    max_lora_rank: int = option(16, "the highest rank of an adapter", 1, 256)
+    max_prompt_adapter_token: int = option(
+        0, "virtual tokens that an adapter may put before a prompt (0: no prompt adapters)", 0, 65536
+    )
+    max_logprobs: int = option(20, "likeliest tokens whose log-probabilities a request may ask for", 0, 1024)
+    logits_processors: tuple[str, ...] = option((), "MODULE:CLASS of one's own that changes logits, or several")
     log_level: Literal["debug", "info", "warning", "error"] = option(
         "info", "the least important that is logged to stderr; info has a line for each request, without its text"
     )
@@ -217,51 +322,10 @@ class EngineConfig(ClusterOptions):
     torch_profiler_dir: str | None = option(
         None, "folder for what torch's profiler records from start_profile to stop_profile; without it there is none"
     )
-    batch_invariant: bool = option(
-        False, "logits bit-equal whatever runs beside a request, however it is chunked or cached; slower"
-    )
     sanitize_kv: bool = option(False, "for debugging: check in every step that no request reads or writes another's KV")
-    generation_config: Literal["auto", "none"] = option(
-        "auto", "auto: requests that do not set a sampling parameter get it from the model's generation_config.json"
-    )
-    task: Literal["auto", "generate", "embed", "score", "classify"] = option(
-        "auto",
-        "what prompts are turned into; auto: classify for a model with a classification head, embed for a folder of "
-        "sentence-transformers, else generate",
-    )
-    pooling_type: Literal["auto", "last", "mean", "cls", "max", "weightedmean", "mean_sqrt_len"] = option(
-        "auto", "which hidden states make an embedding; auto: what the model's folder says, else the last token's"
-    )
-    logits_processors: tuple[str, ...] = option((), "MODULE:CLASS of one's own that changes logits, or several")
-    model_plugin: tuple[str, ...] = option(
-        (), "module of one's own that adds families of models, parts of layers or schemes of weights, or several"
-    )
-    enable_lora: bool = option(False, "serve LoRA adapters of the model beside it")
-    max_loras: int = option(4, "adapters that requests of one step may have", 1, 1024)
-    max_cpu_loras: int | None = option(
-        None, "adapters that are kept in the host's memory (default: four times max_loras)", 1, 65536
-    )
-    max_lora_rank: int = option(16, "the highest rank of an adapter", 1, 256)
-    max_prompt_adapter_token: int = option(
-        0, "virtual tokens that an adapter may put before a prompt (0: no prompt adapters)", 0, 65536
-    )
-    max_logprobs: int = option(20, "likeliest tokens whose log-probabilities a request may ask for", 0, 1024)
-    skip_tokenizer_init: bool = option(False, "load no tokenizer: prompts and outputs are token ids alone")
-    quantization: Literal["auto", "int8", "int8_per_channel_weight_only", "int4", "fp8"] = option(
-        "auto", "auto keeps matrices as they are saved; others round plain ones; int8 rounds products' inputs, too"
-    )
-    load_format: Literal["auto", "dummy"] = option("auto", "auto reads the safetensors; dummy makes up the weights")
-    compile: bool = option(
-        False,
-        "on a CPU: make C++ of what is between the products before the first request, not while the model serves; "
-        "and keep a second copy of the weights, compressed without loss, for one sequence at a time",
-    )
-    threads: int | None = option(
-        None,
-        "torch's threads in each rank on a CPU (default: a core each; a small model leaves the server one)",
-        1,
-        4096,
-    )
+    snapshot: str = option("", "")  # the folder that the model was downloaded to, if it was; see `hub.find_model`
+    expert_rendezvous: str = option("", "")  # a file by which the ranks of engines that share experts meet
+    lockstep: bool = option(False, "")  # these engines step together in waves, as a model with experts needs it
     beside_server: bool = option(False, "")  # whether a server's processes share the cores; set where they start
     num_host_blocks: int | None = option(None, "")  # instead of what fits; set where workers are started anew,
     num_host_states: int | None = option(None, "")  # as is this
@@ -269,7 +333,6 @@ class EngineConfig(ClusterOptions):
     weights_stamp: str = option("", "")  # what it looked like then; see `stamp_of`
     weights_version: int = option(0, "")  # how often weights were updated
     runs_functions: bool = option(False, "")  # whether the engine's clients may name functions for workers to run
-    seed: int = option(0, "seed of requests that bring none, and of dummy weights", 0, 2**63 - 1)
 
     @classmethod
     def of(cls, model: str | EngineConfig, **fields: Any) -> EngineConfig:
@@ -328,6 +391,40 @@ class EngineConfig(ClusterOptions):
         """Whether prompts are turned into vectors, and nothing is sampled; `models.pooling.settle_task` comes first."""
         return self.task in ("embed", "score", "classify")
 
+    @property
+    def world_size(self) -> int:
+        """Ranks of one engine: those of all its stages."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def max_engines(self) -> int:
+        """How many engines there can be in all."""
+        return max(self.data_parallel_size, self.data_parallel_size_max or 1)
+
+    @property
+    def data_parallel_sizes(self) -> range | None:
+        """How many engines there may be; None: their number is fixed.
+
+        An engine that shares experts has memory for the part that it starts with, so there cannot be fewer.
+        """
+        if self.data_parallel_size_max is None:
+            return None
+        return range(self.data_parallel_size if self.enable_expert_parallel else 1, self.max_engines + 1)
+
+    @property
+    def local_engines(self) -> int:
+        """How many of them can be on this host, which they share."""
+        if self.data_parallel_external_lb:
+            return 1
+        if self.data_parallel_backend == "ray":
+            return 0
+        return self.max_engines if self.data_parallel_size_local is None else self.data_parallel_size_local
+
+    @property
+    def first_rank(self) -> int:
+        """The first of this host's engines."""
+        return self.data_parallel_rank if self.data_parallel_external_lb else self.data_parallel_start_rank or 0
+
     def __post_init__(self) -> None:
         for name in ("hf_overrides", "speculative_config"):
             if isinstance(getattr(self, name), Mapping):
@@ -355,7 +452,17 @@ class EngineConfig(ClusterOptions):
             )
         self._check_stages()
         self._check_pairs()
-        self.check_hosts()
+        self._check_hosts()
+
+    def refuse(self, name: str, why: str) -> NoReturn:
+        """Raise a ValueError about an option's value."""
+        raise ValueError(f"{name} is {getattr(self, name)!r}; {why}")
+
+    def allow(self, when: str, name: str, *values: Any) -> None:
+        """Refuse another value of an option than these; the error says `when` that holds."""
+        if getattr(self, name) not in values:
+            words = ("left out" if value in (None, ()) else repr(value) for value in values)
+            self.refuse(name, f"{when} it must be {' or '.join(words)}")
 
     def _check_pairs(self) -> None:
         """Refuse options that do not go together."""
@@ -400,6 +507,49 @@ class EngineConfig(ClusterOptions):
         if listed is not None and (count := len(listed.split(","))) != stages:
             why = f"these are {count} counts; there must be one for each stage, and pipeline_parallel_size is {stages}"
             self.refuse("pipeline_layer_partition", why)
+
+    def _check_hosts(self) -> None:
+        """Refuse options about engines and hosts that do not go together."""
+        size, local, most = self.data_parallel_size, self.data_parallel_size_local, self.data_parallel_size_max
+        by_ray, external = self.data_parallel_backend == "ray", self.data_parallel_external_lb
+        several_hosts = by_ray or self.headless or (local is not None and local < size)
+        if by_ray:
+            when = "with data_parallel_backend 'ray', which starts each engine on a node that it chooses,"
+            self.allow(when, "headless", False)
+            self.allow(when, "data_parallel_size_local", None)
+            self.allow(when, "data_parallel_external_lb", False)
+            self.allow(when, "distributed_executor_backend", "auto", "mp", "uni")
+        elif several_hosts and self.data_parallel_address is None:
+            raise ValueError("data_parallel_address is not given; engines on several hosts need it")
+        if local is not None and not self.headless <= local <= size:
+            why = f"it must be from {int(self.headless)} to data_parallel_size, {size}"
+            self.refuse("data_parallel_size_local", why)
+        here = size if local is None else local
+        if not self.headless:
+            self.allow("on the server's host, without headless,", "data_parallel_start_rank", None)
+        elif (first := self.data_parallel_start_rank or 0) + here > size:
+            raise ValueError(
+                f"data_parallel_start_rank is {first}, with {here} engines here (data_parallel_size_local); the last "
+                f"one must be below data_parallel_size, {size}"
+            )
+        if external:
+            when = "with data_parallel_external_lb, where a host serves one engine,"
+            self.allow(when, "headless", False)
+            self.allow(when, "data_parallel_size_local", None)
+            self.allow(when, "data_parallel_size_max", None)
+        if self.data_parallel_rank >= self.max_engines:
+            self.refuse("data_parallel_rank", f"it must be below {self.max_engines}")
+        if most is not None and most < size:
+            self.refuse("data_parallel_size_max", f"it must be at least data_parallel_size, {size}")
+        if several_hosts or local is not None:
+            when = "with data_parallel_size_local, or engines on several hosts, which start and end there,"
+            self.allow(when, "data_parallel_size_max", None)
+        if several_hosts or external:
+            when = "with engines on several hosts, or behind several servers (data_parallel_external_lb),"
+            self.allow(when, "enable_expert_parallel", False)
+        if self.local_engines > 1 and self.distributed_executor_backend == "external_launcher":
+            why = "with distributed_executor_backend 'external_launcher', whose ranks are of one engine, it must be 1"
+            self.refuse("data_parallel_size", why)
 
 
 class HookError(ValueError):
@@ -486,11 +636,6 @@ def guarded(owner: type, name: str, check: Check | None) -> Callable[..., Any]:
         return returned
 
     return call
-
-
-def weights_in(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options or facts by which another engine loads the same weights."""
-    return {name: options[name] for name in ("weights", "weights_stamp", "weights_version")}
 
 
 def stamp_of(source: str) -> str:

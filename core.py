@@ -11,15 +11,14 @@ import dataclasses
 import operator
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import FIRST_COMPLETED, wait
-from functools import partial
 from itertools import chain
 from typing import Any
 
 from config import EngineConfig, FatalHookError, blame, step_tokens
 from device.workers import Workers, check_reloadable
-from executor import Peers, WorkerError
+from executor import ExpertPeers, WorkerError
 from executors.choose import new_executor
 from lora.registry import HostAdapters
 from model_config import ModelConfig
@@ -29,12 +28,12 @@ from observe.logs import StatLogger, logger, warn_once
 from observe.metrics import engine_metrics
 from observe.observers import observers_of
 from observe.profiles import Profiles
-from plan import PLACEHOLDER, EngineCoreRequest, Outputs, StateRoom, StepPlan, error_output
+from plan import PLACEHOLDER, Adapter, EngineCoreRequest, Outputs, StateRoom, StepPlan, error_output
 from ring import undisturbed
 from sampling_params import default_sampling
 from scheduler import Scheduler
 from scheduling.beam_search import BeamSearches
-from sequence import Adapter, Flight, SequenceGroup
+from sequence import Flight, SequenceGroup
 from text.grammar import COMPILE_TIMEOUT, Grammars, awaits_token
 
 UTILITIES = {  # the methods that clients may call by name, and the path from the core to each
@@ -107,7 +106,7 @@ class EngineCore:
         SystemExit: this process is a rank that has followed rank 0 to its end; see `executors/torchrun.py`.
     """
 
-    def __init__(self, config: EngineConfig, peers: Peers | None = None):
+    def __init__(self, config: EngineConfig, peers: ExpertPeers | None = None):
         # Replace the task `auto` by the model's own, with the options that follow from it.
         config, self.model_config = settle_task(config, ModelConfig.from_folder(config.folder, config.hf_overrides))
         check_reloadable(config)
@@ -130,15 +129,13 @@ class EngineCore:
         self.ahead = 2 if overlap else 1
         self.depth = config.pipeline_parallel_size - 1 + self.ahead
         self.paused: dict[str, EngineCoreRequest] = {}  # requests that wait for new weights
-        self.adapters = HostAdapters(config, self.workers.call, partial(is_used, self))
+        self.adapters = HostAdapters(config, self.workers.call, self._uses_adapter)
         self.workers.on_restart = self._reload_adapters
         self.pausing = False  # whether new requests must wait, because an update of weights is about to begin
         self.news = Outputs()  # what `tell` has not returned yet
         self.stat_logger = StatLogger(self.metrics)
         # Called after an update of weights, with the options for this engine's replacement.
         self.on_weights: Callable[[dict[str, Any]], None] = lambda options: None
-
-    metrics = engine_metrics
 
     @property
     def config(self) -> EngineConfig:
@@ -152,8 +149,7 @@ class EngineCore:
             ValueError: it can never run; see `Scheduler.add` and `check_pooling`.
         """
         r = request
-        places = self.paused, self.adapters.waiting, self.grammars.waiting, self.scheduler.requests
-        if any(r.request_id in place for place in (*places, self.searches.running)):
+        if any(r.request_id in requests for requests in (*self._unfinished(), self.searches.running)):
             raise ValueError(f"request id {r.request_id!r} is in use by a request in flight")
         if self.pausing:
             self.paused[r.request_id] = r
@@ -182,6 +178,11 @@ class EngineCore:
         except ValueError:
             self.scheduler.stats.refused()
             raise
+
+    def _uses_adapter(self, adapter: Adapter) -> bool:
+        """Whether an unfinished request has this adapter."""
+        compiling = self.grammars.waiting.values()
+        return self.scheduler.admission.uses_adapter(adapter) or any(r.adapter == adapter for r in compiling)
 
     def _reload_adapters(self) -> None:
         """New workers read the adapters anew; requests whose adapter is gone end.
@@ -246,13 +247,16 @@ class EngineCore:
     def abort_requests(self, names: list[str]) -> int:
         """End requests with an error, by their ids or those of their replies, or all of them; returns how many."""
         chosen = {*names}
-        places = self.paused, self.adapters.waiting, self.grammars.waiting, self.scheduler.requests
-        all_ids = dict.fromkeys(map(self.searches.owner, chain(*places)))
+        all_ids = dict.fromkeys(map(self.searches.owner, chain(*self._unfinished())))
         ids = [id for id in all_ids if not chosen or chosen & {id, id.rpartition("-")[0]}]
         for id in ids:
             self.abort(id)
             self.news.outputs.append(error_output(id, "the request was aborted (/abort_requests)"))
         return len(ids)
+
+    def _unfinished(self) -> tuple[Collection[str], ...]:
+        """The ids of requests that wait for new weights, for an adapter, for a grammar, and those in the scheduler."""
+        return self.paused, self.adapters.waiting, self.grammars.waiting, self.scheduler.requests
 
     def has_work(self) -> bool:
         """Whether a step would do anything, if only tell news."""
@@ -429,6 +433,15 @@ class EngineCore:
         self.on_weights(options)
         logger.info(f"weights updated from {options['weights']}: version {self.config.weights_version}")
         return self.config.weights_version
+
+    def metrics(self) -> dict[str, Any]:
+        """All of the engine's metrics, by their names in `observe.metrics.SERIES`."""
+        reports = self.scheduler.reports
+        metrics = engine_metrics(reports.metrics(), self.config, self.facts, self.workers.num_restarts)
+        if self.config.enable_lora:
+            waiting = [request.lora.lora_name for request in self.adapters.waiting.values() if request.lora]
+            metrics["lora_requests_info"] = reports.adapters(waiting)
+        return metrics
 
     def utility(self, method: str, *args: Any) -> Any:
         """Call one of `UTILITIES`; returns its result.

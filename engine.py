@@ -23,14 +23,13 @@ if lack := lacking(PACKAGES):
 from tqdm import tqdm
 
 from core import EngineCore
-from lora.adapter import LoRARequest
 from observe.logs import logger, set_up, warn_once
 from outputs import BeamSearchOutput, Choices, CompletionOutput, Logprob, PoolingRequestOutput, RequestOutput, beams_of
 from plan import EngineOutput, Kwargs, Method
 from processes.client import EngineDeadError, InprocClient, Stream, check_accepted
 from processes.pooling import PoolingFaces, drop
 from ring import undisturbed
-from sampling_params import BeamSearchParams, PoolingParams, SamplingParams, StructuredOutputsParams
+from sampling_params import BeamSearchParams, LoRARequest, PoolingParams, SamplingParams, StructuredOutputsParams
 from text.messages import chat_messages, template_variables
 from text.prompts import InputProcessor, Prompt, listed
 from tokenizer import NoTokenizer, Tokenizer, open_tokenizer
@@ -430,15 +429,17 @@ class LLM(PoolingFaces):
             raise ValueError(f"messages is {messages!r:.80}; {must}")
         fixed = add_generation_prompt, continue_final_message, tools, chat_template
         variables = template_variables(chat_template_kwargs or {})
-        rendered = [self.tokenizer.render(_messages(each), *fixed, **variables) for each in conversations]
+        try:
+            conversations = [chat_messages(conversation) for conversation in conversations]
+        except ValueError as error:
+            raise ValueError(f"messages: {error}") from None
+        rendered = [self.tokenizer.render(conversation, *fixed, **variables) for conversation in conversations]
         ids = [self.tokenizer.encode(text, add_special_tokens=False) for text in rendered]
         params = sampling_params or SamplingParams(**{"max_tokens": None} | self.client.facts["default_sampling"])
         end = self.tokenizer.turn_end(chat_template)  # trainers often name it nowhere else
         if end is not None and end not in self.client.facts["eos_token_ids"]:
-            if isinstance(params, SamplingParams):
-                params = _ended_by(params, end)
-            else:
-                params = [_ended_by(each, end) for each in params]
+            each = [params] * len(ids) if isinstance(params, SamplingParams) else params
+            params = [ended_by(param, end) for param in each]
         return self.generate(ids, params, use_tqdm, lora_request)
 
     def beam_search(
@@ -479,12 +480,6 @@ class LLM(PoolingFaces):
                     bar.update()
 
 
-def _ended_by(params: SamplingParams, end: int) -> SamplingParams:
+def ended_by(params: SamplingParams, end: int) -> SamplingParams:
+    """The parameters of an answer that this token ends, too."""
     return params if params.ignore_eos else dataclasses.replace(params, stop_token_ids=(*params.stop_token_ids, end))
-
-
-def _messages(conversation: Any) -> list[dict[str, Any]]:
-    try:
-        return chat_messages(conversation)
-    except ValueError as error:
-        raise ValueError(f"messages: {error}") from None

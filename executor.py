@@ -35,7 +35,7 @@ from config import EngineConfig, FatalHookError
 from device.serve import NEVER, SCRIPT, new_worker, script_of_caller, work
 from model_config import ModelConfig
 from observe.logs import logger, set_up
-from plan import Call, Kwargs, Met, Method, Reply, StepPlan, StepResult, joined
+from plan import Call, Kwargs, Method, Rendezvous, Reply, StepPlan, StepResult, joined
 from ring import BEAT, STALL, Codec, RingBuffer, RingTimeout, Watchdog
 
 TURN = 0.05  # seconds to wait for one rank's reply before looking at the next rank's
@@ -125,12 +125,12 @@ class UniExecutor:
         del self.worker
 
 
-class Peers(Protocol):
+class ExpertPeers(Protocol):
     """The engines that share a model's experts with this one; see `processes/lockstep.py`."""
 
     broken: bool
 
-    def meet(self, timeout: float) -> Met:
+    def meet(self, timeout: float) -> Rendezvous:
         """Wait for them; returns where the workers meet, and how many engines there are now."""
 
 
@@ -148,7 +148,7 @@ class MpExecutor:
     on_this_machine = True  # all workers are
     overlaps = True  # a step runs while the next one is planned
 
-    def __init__(self, config: EngineConfig, model_config: ModelConfig, peers: Peers | None = None):
+    def __init__(self, config: EngineConfig, model_config: ModelConfig, peers: ExpertPeers | None = None):
         process = multiprocessing.current_process()
         if getattr(process, "_inheriting", False):
             raise ValueError(
@@ -576,7 +576,7 @@ def local_backend(config: EngineConfig) -> str:
 
 
 def new_local_executor(
-    config: EngineConfig, model_config: ModelConfig, peers: Peers | None = None
+    config: EngineConfig, model_config: ModelConfig, peers: ExpertPeers | None = None
 ) -> UniExecutor | MpExecutor:
     """The executor of workers on this machine; see `executors/choose.py` for others. Raises what the executors do."""
     if local_backend(config) == "mp":

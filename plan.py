@@ -16,8 +16,7 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from config import HookError
-from lora.adapter import LoRARequest
-from sampling_params import PoolingParams, SamplingParams
+from sampling_params import LoRARequest, PoolingParams, SamplingParams
 
 Method = str | Callable[..., Any]  # one of CALLABLE, or a function whose first argument is a worker
 CALLABLE = "block_bytes", "facts"  # methods of `Worker` that callers may name, because these change nothing
@@ -212,6 +211,16 @@ class Outputs:
 # --- messages between processes ---------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """An adapter that the workers hold in a row of the host's memory."""
+
+    key: str  # says which folder it is from, and which state of that
+    row: int = field(compare=False)
+    name: str = field(compare=False, default="")
+    num_virtual_tokens: int = field(compare=False, default=0)  # that it puts before each prompt
+
+
 @dataclass(slots=True)
 class EngineCoreRequest:
     """Client to engine: a new request, of one prompt."""
@@ -342,7 +351,7 @@ Message = EngineCoreRequest | Abort | Call | Outputs | Reply | Health | StepPlan
 
 
 @dataclass(slots=True)
-class Met:
+class Rendezvous:
     """Coordinator to engines that share experts: all of them wait, so start workers that connect at `place`.
 
     Without a place, another engine has left, or waits, or there are to be fewer: break off, and wait for the next one.

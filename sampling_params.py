@@ -460,3 +460,26 @@ def default_sampling(config: EngineConfig) -> dict[str, Any]:
         path = os.path.join(config.folder, "generation_config.json")
         raise ValueError(f"{error}; {path} says so, and --generation-config none ignores it") from None
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class LoRARequest:
+    """The adapter that a request runs with; the signature is vLLM's.
+
+    Attributes:
+        lora_name: what answers and metrics call it.
+        lora_int_id: the caller's number of it, above 0.
+        lora_path: its folder.
+    """
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.lora_name, str) or not self.lora_name:
+            raise ValueError(f"lora_name is {self.lora_name!r}; it must be a text that is not empty")
+        if not isinstance(self.lora_int_id, int) or isinstance(self.lora_int_id, bool) or self.lora_int_id < 1:
+            raise ValueError(f"lora_int_id is {self.lora_int_id!r}; it must be a whole number of at least 1")
+        if not isinstance(self.lora_path, str) or not self.lora_path:
+            raise ValueError(f"lora_path is {self.lora_path!r}; it must be the path of a folder")

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from plan import StepPlan
+from plan import Adapter, StepPlan
 from sampling_params import PoolingParams, SamplingParams
 
 if TYPE_CHECKING:
@@ -155,16 +155,6 @@ class Beam(NamedTuple):
     written: int  # how many of the prompt's last tokens are the beam's output, which a grammar reads
     candidates: int  # likeliest next tokens that the search wants
     place: tuple[int, int] | None  # the search's number of arrival, and which of its requests this is; None: the first
-
-
-@dataclass(frozen=True, slots=True)
-class Adapter:
-    """An adapter that the workers hold in a row of the host's memory."""
-
-    key: str  # says which folder it is from, and which state of that
-    row: int = field(compare=False)
-    name: str = field(compare=False, default="")
-    num_virtual_tokens: int = field(compare=False, default=0)  # that it puts before each prompt
 
 
 @dataclass(slots=True, eq=False)

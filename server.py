@@ -61,7 +61,7 @@ from api.paths import paths_of
 from api.routes import Api
 from api.telemetry import Spans, check_telemetry
 from commands import batch, others, terminal
-from commands.flags import split_command, told_in_a_line
+from commands.flags import exit_on_mistake, split_command
 from commands.start import engines, read_configs, with_policy
 from processes.child import Board, listen
 from processes.fleet import prepare
@@ -201,7 +201,7 @@ def serve(argv: list[str]) -> None:
     If torchrun or `srun` has started this on every rank, rank 0 serves, and the other ranks end when it does.
     """
     parser, flags = server_flags(argv)
-    with told_in_a_line(parser):
+    with exit_on_mistake(parser):
         engine_config, config = read_configs(flags)
         config = with_all_keys(config, os.environ)
         if config.otlp_traces_endpoint:
@@ -218,7 +218,7 @@ def serve(argv: list[str]) -> None:
         check_address(config, address)
     board = Board()
     with engines("server", engine_config, board, secret) as fleet:
-        with told_in_a_line(parser):
+        with exit_on_mistake(parser):
             adapters.check(fleet)
 
         def make_app() -> Flask:

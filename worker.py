@@ -160,7 +160,8 @@ class Worker(Profiled):
         With pipeline stages only the first one checks: the others have the same tables, but not all token ids.
         """
         if self.config.sanitize_kv and self.pipeline.first:
-            self.sanitizer = KVSanitizer.of(self)
+            pools = self.pool, len(self.host_pool), self.state, self.model.layout.windows
+            self.sanitizer = KVSanitizer(*pools, self.states, len(self.host_states))
         self.arrange()
 
     def trace(self, on: bool) -> None:

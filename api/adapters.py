@@ -20,9 +20,10 @@ import msgspec
 from api.checks import in_parts
 from api.options import ServerConfig
 from config import EngineConfig
-from lora.adapter import CONFIG, LoRARequest, read_adapter, state_of
+from lora.adapter import CONFIG, read_adapter, state_of
 from processes.client import EngineDeadError
 from ring import nameless_file
+from sampling_params import LoRARequest
 
 if TYPE_CHECKING:
     from processes.fleet import Fleet

@@ -20,13 +20,12 @@ from api.checks import ApiError, too_long, without_folders
 from api.fields import PARAMS
 from api.options import ServerConfig
 from api.prompts import Prompt, Reading, structure_of
-from lora.adapter import LoRARequest
 from observe.logs import logger
 from outputs import Abort, Choices, Vector
 from plan import EngineCoreRequest, EngineOutput
 from processes.client import EngineDeadError, MPClient, Stream
 from processes.routing import DPClient
-from sampling_params import SamplingParams
+from sampling_params import LoRARequest, SamplingParams
 
 if TYPE_CHECKING:
     from api.routes import Api

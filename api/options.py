@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from processes.options import check_fields, option
+from config import check_fields, option
 
 FORMS = (  # of options that are texts
     ("allowed_origins", r"\*|null|[a-z][a-z0-9+.-]*://[^/\s*]+",
@@ -26,21 +26,9 @@ FORMS = (  # of options that are texts
 class ServerConfig:
     """Options of the HTTP server. Each cap refuses with a 400 (413, 429) that names it."""
 
-    GROUPS: ClassVar[dict[str, tuple[str, ...]]] = {
-        "server": (
-            "host", "port", "api_key", "api_key_file", "admin_key", "metrics_key", "metrics_prefix",
-            "served_model_name", "share_prefix_cache", "allowed_origins", "allowed_hosts", "root_path",
-            "api_server_count", "max_live_viewers", "max_stored_responses", "max_stored_response_bytes", "files_dir",
-            "max_file_bytes", "max_files_bytes", "drain_timeout", "enable_control_routes",
-            "enable_tokenizer_info_endpoint"),
-        "adapters": ("lora_modules", "lora_dir"),
-        "tools and reasoning": ("tool_call_parser", "reasoning_parser", "enable_auto_tool_choice"),
-        "limits of a request": (
-            "allow_unknown_fields", "trust_request_chat_template", "max_queue", "max_body_bytes",
-            "max_body_bytes_in_flight", "max_json_depth", "max_prompts", "max_choices", "max_output_tokens",
-            "max_stop_strings", "max_stop_length", "max_template_chars", "max_listed_tokens", "max_prompt_logprobs",
-            "max_output_logprobs", "clamp_max_tokens", "request_timeout", "body_timeout", "write_timeout"),
-        "diagnostics": ("otlp_traces_endpoint",),
+    GROUPS: ClassVar[dict[str, str]] = {  # titles in the help, and the first option of each
+        "server": "host", "adapters": "lora_modules", "tools and reasoning": "tool_call_parser",
+        "limits of a request": "allow_unknown_fields", "diagnostics": "otlp_traces_endpoint",
     }  # fmt: skip
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "port to listen on", 0, 65535)
@@ -53,24 +41,10 @@ class ServerConfig:
     )
     metrics_key: str | None = option(None, "key that alone opens /metrics (default: each API key does)")
     metrics_prefix: str = option("manta_", "what the names of /metrics begin with; vllm: makes them vLLM's")
+    served_model_name: tuple[str, ...] = option((), "name in the API, or several (default: the model's id or folder)")
     share_prefix_cache: bool = option(
         False, "let API keys reuse each other's prefixes; by the time it takes, one can tell what another has asked"
     )
-    allow_unknown_fields: bool = option(False, "ignore fields of a request that are unknown, instead of a 400")
-    served_model_name: tuple[str, ...] = option((), "name in the API, or several (default: the model's id or folder)")
-    lora_modules: tuple[str, ...] = option(
-        (), "NAME=PATH of an adapter that requests name as their model, or vLLM's JSON object; or several"
-    )
-    lora_dir: str | None = option(None, "folder with folders of adapters, each served by its folder's name")
-    tool_call_parser: str = option("auto", "form of calls in answers: auto (as the chat template has it), none, a name")
-    reasoning_parser: str = option("auto", "form of hidden reasoning: auto (as the chat template has it), none, a name")
-    enable_auto_tool_choice: bool = option(False, "is vLLM's and changes nothing: tool_choice auto is always there")
-    max_body_bytes: int = option(32 * 2**20, "size of a request's body", 1024)
-    max_body_bytes_in_flight: int = option(64 * 2**20, "bodies that arrive or are parsed at a time, before 429", 1024)
-    max_json_depth: int = option(32, "nesting of a request's JSON", 4, 200)
-    max_prompts: int = option(1024, "prompts in one request", 1)
-    max_choices: int = option(1024, "prompts times n, best_of or beam_width of one request", 1)
-    trust_request_chat_template: bool = option(False, "let a request bring the chat template that renders it")
     allowed_origins: tuple[str, ...] = option((), "origin of web pages that may call this (CORS), or several, or *")
     allowed_hosts: tuple[str, ...] = option(
         (), "name beside localhost, or several, by which a server without keys on a loopback address is called; *: any"
@@ -78,9 +52,8 @@ class ServerConfig:
     root_path: str = option(
         "", "path, like /llm, that a proxy in front of this server puts before all routes, and may cut off again"
     )
-    otlp_traces_endpoint: str | None = option(
-        None, "URL, like http://localhost:4318/v1/traces, to which a span of each request is sent (OpenTelemetry)"
-    )
+    api_server_count: int = option(1, "processes that speak HTTP and make text, all for one engine", 1, 64)
+    max_live_viewers: int = option(32, "viewers of /live at a time, in each API process, before 429", 0)
     max_stored_responses: int = option(1024, "responses that are kept; each API key has an equal share", 0)
     max_stored_response_bytes: int = option(2**28, "size of these, with conversations and events, shared alike", 1024)
     files_dir: str | None = option(
@@ -88,6 +61,29 @@ class ServerConfig:
     )
     max_file_bytes: int = option(200 * 2**20, "size of an upload to /v1/files", 1024)
     max_files_bytes: int = option(10 * 2**30, "size of all files in files_dir; each API key has an equal share", 1024)
+    drain_timeout: int = option(30, "seconds that running requests have to end after SIGTERM or Ctrl-C", 0)
+    enable_control_routes: bool = option(
+        False,
+        "have routes that change the server: /sleep, /wake_up, /update_weights, /collective_rpc, /start_profile, "
+        "/v1/load_lora_adapter, /reset_prefix_cache, /abort_requests",
+    )
+    enable_tokenizer_info_endpoint: bool = option(False, "have /tokenizer_info, which shows the chat template")
+    lora_modules: tuple[str, ...] = option(
+        (), "NAME=PATH of an adapter that requests name as their model, or vLLM's JSON object; or several"
+    )
+    lora_dir: str | None = option(None, "folder with folders of adapters, each served by its folder's name")
+    tool_call_parser: str = option("auto", "form of calls in answers: auto (as the chat template has it), none, a name")
+    reasoning_parser: str = option("auto", "form of hidden reasoning: auto (as the chat template has it), none, a name")
+    enable_auto_tool_choice: bool = option(False, "is vLLM's and changes nothing: tool_choice auto is always there")
+    allow_unknown_fields: bool = option(False, "ignore fields of a request that are unknown, instead of a 400")
+    trust_request_chat_template: bool = option(False, "let a request bring the chat template that renders it")
+    max_queue: int = option(4096, "answers in flight before 429; each sample or beam of a prompt is one", 1)
+    max_body_bytes: int = option(32 * 2**20, "size of a request's body", 1024)
+    max_body_bytes_in_flight: int = option(64 * 2**20, "bodies that arrive or are parsed at a time, before 429", 1024)
+    max_json_depth: int = option(32, "nesting of a request's JSON", 4, 200)
+    max_prompts: int = option(1024, "prompts in one request", 1)
+    max_choices: int = option(1024, "prompts times n, best_of or beam_width of one request", 1)
+    max_output_tokens: int = option(2**24, "prompts times choices times max_tokens of one request", 1)
     max_stop_strings: int = option(64, "stop strings in one request", 1)
     max_stop_length: int = option(512, "characters of one stop string or bad word", 1)
     max_template_chars: int = option(16 * 2**20, "characters that a chat template may render", 1024)
@@ -98,21 +94,13 @@ class ServerConfig:
         2**22, "log-probabilities of prompts that one reply may hold, counted with the likeliest tokens and n", 1
     )
     max_output_logprobs: int = option(2**22, "log-probabilities of answers in one reply, counted by max_tokens", 1)
-    max_live_viewers: int = option(32, "viewers of /live at a time, in each API process, before 429", 0)
-    max_queue: int = option(4096, "answers in flight before 429; each sample or beam of a prompt is one", 1)
-    max_output_tokens: int = option(2**24, "prompts times choices times max_tokens of one request", 1)
     clamp_max_tokens: bool = option(False, "cut max_tokens to what is left of the context, as /v1/messages always does")
     request_timeout: float = option(3600.0, "seconds that one request may take in all", 1)
     body_timeout: float = option(60.0, "seconds for a request's body to arrive", 1)
     write_timeout: float = option(60.0, "seconds that a client may take to read one event", 1)
-    drain_timeout: int = option(30, "seconds that running requests have to end after SIGTERM or Ctrl-C", 0)
-    enable_control_routes: bool = option(
-        False,
-        "have routes that change the server: /sleep, /wake_up, /update_weights, /collective_rpc, /start_profile, "
-        "/v1/load_lora_adapter, /reset_prefix_cache, /abort_requests",
+    otlp_traces_endpoint: str | None = option(
+        None, "URL, like http://localhost:4318/v1/traces, to which a span of each request is sent (OpenTelemetry)"
     )
-    enable_tokenizer_info_endpoint: bool = option(False, "have /tokenizer_info, which shows the chat template")
-    api_server_count: int = option(1, "processes that speak HTTP and make text, all for one engine", 1, 64)
 
     @property
     def shares(self) -> int:

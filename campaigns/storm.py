@@ -51,7 +51,7 @@ import hostile
 from config import DEMO
 from cpu.compiled import folder as compiled_folder
 from engine import LLM, SamplingParams
-from lora.adapter import LoRARequest
+from sampling_params import LoRARequest
 from sequence import derived_seed
 from storm_worlds import INT8, WORLDS, Broken, Server, World, adapters, limit
 

@@ -18,7 +18,7 @@ from api.adapters import AdapterNames
 from api.batch_file import Answers, BatchRun, count_lines, run_to_end
 from api.options import ServerConfig
 from api.routes import Api
-from commands.flags import OptionParser, refuse_given, told_in_a_line
+from commands.flags import OptionParser, exit_on_mistake, option_groups, refuse_given
 from commands.start import engines, read_configs, with_policy
 from config import EngineConfig
 from observe.logs import console
@@ -29,7 +29,7 @@ from tokenizer import Tokenizer
 LINES_PER_SEQUENCE = 2  # lines in flight for each sequence that runs, so that the next ones wait in the engine
 # Options of the server that mean nothing where there is no HTTP.
 HTTP_ONLY = (
-    *(name for name in ServerConfig.GROUPS["server"] if name != "served_model_name"),
+    *(name for name in option_groups(ServerConfig)["server"] if name != "served_model_name"),
     "otlp_traces_endpoint", "max_queue", "body_timeout", "write_timeout",
 )  # fmt: skip
 SERVER_ONLY = (
@@ -80,7 +80,7 @@ def main(argv: list[str]) -> None:
     """
     parser = new_parser()
     flags = parser.read(argv)
-    with told_in_a_line(parser):
+    with exit_on_mistake(parser):
         engine_config, config = read_flags(flags)
         engine_config, secret = prepare(engine_config)
         tokenizer = Tokenizer(engine_config.folder, config.max_template_chars)
@@ -90,7 +90,7 @@ def main(argv: list[str]) -> None:
         file, answers = open_files(flags.input_file, flags.output_file)
     board = Board()
     with engines("batch", engine_config, board, secret) as fleet:
-        with told_in_a_line(parser):
+        with exit_on_mistake(parser):
             adapters.check(fleet)
         # Each line is a greenlet, as each request is in an API process. Those are gunicorn's workers, which it patches.
         monkey.patch_all(os=False, signal=False, ssl=False, subprocess=False)

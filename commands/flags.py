@@ -28,12 +28,23 @@ FACTORS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**3
 class OptionClass(Protocol):
     """A dataclass of `config.option`s."""
 
-    GROUPS: ClassVar[dict[str, tuple[str, ...]]]  # the names of its options, by their titles in the help
+    GROUPS: ClassVar[dict[str, str]]  # titles in the help, and the first option of each
 
 
 def flag_fields(cls: type) -> list[dataclasses.Field[Any]]:
     """The fields of a dataclass of `option`s that are flags."""
     return [f for f in dataclasses.fields(cls) if f.metadata["help"]]
+
+
+def option_groups(cls: type[Options]) -> dict[str, list[str]]:
+    """The names of a dataclass's options, by their titles in the help."""
+    groups: dict[str, list[str]] = {title: [] for title in cls.GROUPS}
+    titles = {first: title for title, first in cls.GROUPS.items()}
+    title = ""
+    for f in flag_fields(cls):
+        title = titles.get(f.name, title)
+        groups[title].append(f.name)
+    return groups
 
 
 def whole(text: str) -> int:
@@ -74,7 +85,7 @@ class OptionParser(argparse.ArgumentParser):
         groups: dict[str, argparse._ArgumentGroup] = {}
         for cls in classes:
             hints, fields = get_type_hints(cls), {f.name: f for f in flag_fields(cls) if f.name not in self.known}
-            for title, names in cls.GROUPS.items():
+            for title, names in option_groups(cls).items():
                 if title not in groups:
                     groups[title] = self.add_argument_group(title)
                 for name in filter(fields.__contains__, names):
@@ -215,7 +226,7 @@ def words_of(cls: type[OptionClass], flags: argparse.Namespace) -> list[str]:
 
 
 @contextlib.contextmanager
-def told_in_a_line(parser: OptionParser) -> Iterator[None]:
+def exit_on_mistake(parser: OptionParser) -> Iterator[None]:
     """End the process where the `with` block raises: with code 2 and a line for a ValueError, with 130 after Ctrl-C."""
     try:
         yield

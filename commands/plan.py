@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from api.options import ServerConfig, with_all_keys
 from checkpoints.hub import find_model
-from commands.flags import OptionParser, from_flags, split_command, told_in_a_line
+from commands.flags import OptionParser, exit_on_mistake, from_flags, split_command
 from config import PACKAGES as OF_ENGINES
 from config import PROG, EngineConfig, lacking
 from model_config import ModelConfig
@@ -62,7 +62,7 @@ def server_flags(argv: list[str]) -> tuple[OptionParser, argparse.Namespace]:
 
 def show_plan(parser: OptionParser, flags: argparse.Namespace) -> None:
     """Print the plan that the flags ask for. Where there is none, end with a line that says why."""
-    with told_in_a_line(parser):
+    with exit_on_mistake(parser):
         if isinstance(size := flags.plan, str):
             if getattr(flags, "model", size) != size:
                 raise ValueError(f"--plan is followed by {size!r}, and the model is {flags.model!r}; give one of them")

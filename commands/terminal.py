@@ -29,10 +29,9 @@ from urllib.error import HTTPError
 
 from api.adapters import read_module
 from checkpoints.hub import find_model
-from commands.flags import OF_REQUESTS, OptionParser, from_flags, refuse_given, told_in_a_line, words_of
-from config import DEMO, PROG, EngineConfig
+from commands.flags import OF_REQUESTS, OptionParser, exit_on_mistake, from_flags, refuse_given, words_of
+from config import DEMO, PROG, EngineConfig, check_fields, option
 from executor import end_with_parent
-from processes.options import check_fields, option
 from sampling_params import SamplingParams
 from tokenizer import Tokenizer
 
@@ -59,12 +58,14 @@ Ctrl-C stops an answer; what it has said stays in the conversation.'''
 class AnswerOptions:
     """What both commands take beside the engine's options. None leaves it to the model, or to the server of `url`."""
 
-    GROUPS: ClassVar[dict[str, tuple[str, ...]]] = {
-        "answers": (*SAMPLING, "system", "prompt"), "instead of an engine": ("url", "api_key"),
-        "memory and batches": ("max_num_seqs",), "adapters": ("lora_modules",),
+    GROUPS: ClassVar[dict[str, str]] = {  # titles in the help, and the first option of each
+        "answers": "temperature", "instead of an engine": "url", "memory and batches": "max_num_seqs",
+        "adapters": "lora_modules",
     }  # fmt: skip
     url: str | None = option(None, "server that answers, like http://127.0.0.1:8000; MODEL is then one of its names")
     api_key: str | None = option(None, "that server's key (default: the first in the variable MANTA_API_KEY)")
+    max_num_seqs: int = option(1, "sequences in one step; more would only take memory", 1, 65536)
+    lora_modules: tuple[str, ...] = option((), "NAME=PATH of an adapter that answers, or several: then the first does")
     temperature: float | None = option(None, "0 takes the likeliest token; higher values vary more")
     top_p: float | None = option(None, "keep the likeliest tokens whose probabilities reach this sum")
     top_k: int | None = option(None, "keep so many of the likeliest tokens")
@@ -72,8 +73,6 @@ class AnswerOptions:
     max_tokens: int | None = option(None, "tokens of an answer (default: what the context holds, or the server says)")
     seed: int | None = option(None, "makes answers the same each time, and dummy weights")
     ignore_eos: bool | None = option(None, "go on where the model would end, for measurements")
-    max_num_seqs: int = option(1, "sequences in one step; more would only take memory", 1, 65536)
-    lora_modules: tuple[str, ...] = option((), "NAME=PATH of an adapter that answers, or several: then the first does")
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -398,7 +397,7 @@ def run(parser: OptionParser, cls: type[AnswerOptions], act: Callable[..., int],
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # what the terminal has no character for must end nothing
     try:
-        with told_in_a_line(parser), contextlib.ExitStack() as stack:
+        with exit_on_mistake(parser), contextlib.ExitStack() as stack:
             options = from_flags(cls, flags)
             sys.exit(act(partial(open_model, flags, options, stack), options))
     except OSError as error:  # stdout is full, or nobody reads it

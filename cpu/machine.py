@@ -72,8 +72,8 @@ def settle(threads: int | None, spare: bool = False, ranks: int = 1) -> None:
     """Let torch use `threads` threads.
 
     None means a thread for each core that this process may use, divided among `ranks` processes. With `spare` one core
-    stays free. In a small model two threads wait for each other at every product, and lose more to a third process
-    than the second thread brings.
+    stays free. In a small model threads wait for each other at every product. Where another process takes a core from
+    one of them for a moment, all of them stand still.
     """
     cores = available_cores()
     torch.set_num_threads(threads or max(1, (cores - spare) // ranks))

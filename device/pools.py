@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 
 from cpu import machine
 from device.memory import blocks_per_seq, check_pool, count_snapshots, fit_pool, largest_step
+from device.start import Start
 from device.upkeep import KeptWorker
 from device.warmup import prompts, some_logits
 from observe.logs import logger
 from plan import StepPlan
-
-if TYPE_CHECKING:
-    from device.startup import Start
 
 PINNED_SHARE = 0.5  # share of the host's free memory that the host pool may take beside a GPU; it is never swapped out
 SWAP_SPACE = 4.0  # GiB of the host pool, by default

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -26,6 +25,7 @@ from checkpoints.tied_head import settle_head
 from cpu import machine
 from device.coded import coded_tensors
 from device.loader import find_weights
+from device.start import Start
 from device.warmup import capture
 from lora.stacks import AdapterPool
 from model import Transformer
@@ -35,9 +35,6 @@ from parallel import Sampled
 from plan import KV_CACHE, WEIGHTS
 from speculation.proposer import add_draft, new_proposer, wanted_of
 from worker import Worker
-
-if TYPE_CHECKING:
-    from device.startup import Start
 
 Pools = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,15 +14,13 @@ from cpu import machine
 from device.dry_run import dry_worker
 from device.memory import captures_graphs, piece_sizes
 from device.piecewise import PiecewiseGraphs
+from device.start import Start
 from layers import Batch
 from model import Transformer
 from parallel import incoming_of
 from plan import NewRow, StepPlan
 from sampling_params import PoolingParams, SamplingParams
 from worker import StepRun, Worker
-
-if TYPE_CHECKING:
-    from device.startup import Start
 
 SOME_ROWS = 33  # products with weights in codes have a specialization for 17 to 64 rows
 

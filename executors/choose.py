@@ -6,7 +6,7 @@ import contextlib
 import os
 
 from config import EngineConfig
-from executor import MpExecutor, Peers, UniExecutor, local_backend, new_local_executor, visible_gpus
+from executor import ExpertPeers, MpExecutor, UniExecutor, local_backend, new_local_executor, visible_gpus
 from executors.ray_executor import RayExecutor, join_cluster
 from executors.torchrun import ExternalExecutor, lead_or_follow
 from model_config import ModelConfig
@@ -29,7 +29,7 @@ def choose_backend(config: EngineConfig, alone: bool) -> str:
 
 
 def new_executor(
-    config: EngineConfig, model_config: ModelConfig, peers: Peers | None = None
+    config: EngineConfig, model_config: ModelConfig, peers: ExpertPeers | None = None
 ) -> UniExecutor | MpExecutor:
     """The executor that the options ask for.
 

@@ -408,7 +408,7 @@ def in_short(error: Exception) -> str:
 # --- in an actor's process --------------------------------------------------------------------------------------------
 
 
-class Looked(NamedTuple):
+class ActorInfo(NamedTuple):
     """What an actor tells of its process before it runs."""
 
     pid: int
@@ -420,7 +420,7 @@ class Looked(NamedTuple):
 class RayWorker:
     """A rank's actor."""
 
-    def look(self, host: str) -> Looked:
+    def look(self, host: str) -> ActorInfo:
         """What the engine has to know of this process, which listens at its node's address `host` from now on."""
         import ray
 
@@ -428,7 +428,7 @@ class RayWorker:
         with listen(host) as free:
             port = free.getsockname()[1]
         gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
-        return Looked(os.getpid(), gpus, port, self.listener.getsockname()[:2])
+        return ActorInfo(os.getpid(), gpus, port, self.listener.getsockname()[:2])
 
     def run(
         self,

@@ -1,7 +1,4 @@
-"""What an adapter is to those who name it, and what its adapter_config.json says; nothing here needs torch.
-
-    LoRARequest     which adapter a request runs with
-    read_adapter    an adapter's folder, as PEFT saves it
+"""Reads the adapter_config.json of an adapter's folder, as PEFT saves it; nothing here needs torch.
 
 An adapter has for some modules of the model (linear layers and the table of embeddings, by the checkpoint's names) two
 matrices, A [r, in] and B [out, r]. There the model computes y = W x + scale B (A x). Of an embedding, x has a 1 for the
@@ -16,7 +13,6 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from config import read_json
@@ -38,29 +34,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {  # fields of the config that change the 
 REFUSED_PROMPTS: dict[str, tuple[Any, ...]] = {  # the same for prompt adapters
     "task_type": ("CAUSAL_LM",), "num_transformer_submodules": (1, None), "modules_to_save": (None, []),
 }  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class LoRARequest:
-    """The adapter that a request runs with; the signature is vLLM's.
-
-    Attributes:
-        lora_name: what answers and metrics call it.
-        lora_int_id: the caller's number of it, above 0.
-        lora_path: its folder.
-    """
-
-    lora_name: str
-    lora_int_id: int
-    lora_path: str
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.lora_name, str) or not self.lora_name:
-            raise ValueError(f"lora_name is {self.lora_name!r}; it must be a text that is not empty")
-        if not isinstance(self.lora_int_id, int) or isinstance(self.lora_int_id, bool) or self.lora_int_id < 1:
-            raise ValueError(f"lora_int_id is {self.lora_int_id!r}; it must be a whole number of at least 1")
-        if not isinstance(self.lora_path, str) or not self.lora_path:
-            raise ValueError(f"lora_path is {self.lora_path!r}; it must be the path of a folder")
 
 
 def read_adapter(

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 from config import EngineConfig
-from lora.adapter import LoRARequest, state_of
+from lora.adapter import state_of
 from observe.logs import logger
-from plan import EngineCoreRequest
-from sequence import Adapter
+from plan import Adapter, EngineCoreRequest
+from sampling_params import LoRARequest
 
 LOOK = 0.1  # seconds between two looks at what workers have read, where these run steps and would be held up
 PAUSE = 0.002  # the same where nothing but an adapter is waited for

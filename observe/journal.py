@@ -21,10 +21,10 @@ from typing import Any
 from config import EngineConfig
 from observe.files import DiagnosticFile
 from observe.observer import Observer
-from plan import Logprobs, StateRoom, StepPlan, StepResult, Verified
+from plan import Adapter, Logprobs, StateRoom, StepPlan, StepResult, Verified
 from sampling_params import PoolingParams, SamplingParams
 from scheduler import Scheduler
-from sequence import Adapter, Beam, Sequence, SequenceGroup
+from sequence import Beam, Sequence, SequenceGroup
 
 
 class Journal(Observer):

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+from config import EngineConfig
 from sequence import DecodeRows, Sequence
-
-if TYPE_CHECKING:
-    from core import EngineCore
 
 LATENCIES = (
     0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
@@ -230,17 +228,12 @@ class EngineStats:
         return {**self.counters, "request_success_total": dict(self.ended), **histograms, "step_phase_seconds": phases}
 
 
-def engine_metrics(core: EngineCore) -> dict[str, Any]:
-    """All of an engine's metrics, by their names in `SERIES`."""
+def engine_metrics(
+    counted: dict[str, Any], config: EngineConfig, facts: dict[str, Any], num_restarts: int
+) -> dict[str, Any]:
+    """All of an engine's metrics, by their names in `SERIES`: what its scheduler has `counted`, and the rest."""
     options = ("block_size", "enable_prefix_caching", "gpu_memory_utilization")
-    facts = {"cache_dtype": "cache_dtype", "num_cpu_blocks": "num_host_blocks", "num_gpu_blocks": "num_blocks"}
-    cache = {name: getattr(core.config, name) for name in options}
-    cache |= {name: core.facts[fact] for name, fact in facts.items()}
-    told = core.scheduler.reports.metrics() | {
-        "num_worker_restarts_total": core.workers.num_restarts,
-        "cache_config_info": {name: str(value) for name, value in cache.items()},
-    }
-    if core.config.enable_lora:
-        paused = [group.lora.lora_name for group in core.adapters.waiting.values() if group.lora]
-        told["lora_requests_info"] = core.scheduler.reports.adapters(paused)
-    return told
+    names = {"cache_dtype": "cache_dtype", "num_cpu_blocks": "num_host_blocks", "num_gpu_blocks": "num_blocks"}
+    cache = {name: getattr(config, name) for name in options} | {name: facts[fact] for name, fact in names.items()}
+    labels = {name: str(value) for name, value in cache.items()}
+    return counted | {"num_worker_restarts_total": num_restarts, "cache_config_info": labels}

@@ -23,7 +23,6 @@ from plan import StepPlan
 
 if TYPE_CHECKING:
     from batch_state import BatchState
-    from worker import Worker
 
 POISON = -0x5A5A5A5A5A5A5A5B  # a sequence hashes to it with a chance of one in 2^64
 FACTORS = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB)  # splitmix64's, odd, without the sign bit
@@ -99,14 +98,6 @@ class KVSanitizer:
         self.state_shadow, self.host_state_shadow = (Shadow(rows, 1, device) for rows in (len(states), num_host_states))
         for poisoned in (pool, states):
             poisoned.fill_(torch.nan)
-
-    @classmethod
-    def of(cls, worker: Worker) -> KVSanitizer:
-        """The sanitizer of a worker whose pools are empty."""
-        pools = worker.pool, len(worker.host_pool), worker.state, worker.model.layout.windows
-        return cls(*pools, worker.states, len(worker.host_states))
-
-    # --- what a plan changes ----------------------------------------------------------------------------------------
 
     def follow(self, plan: StepPlan, adapters: Sequence[int] = ()) -> None:
         """Apply a plan's differences, after the worker has moved its blocks, and poison what the plan has freed.

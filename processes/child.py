@@ -27,16 +27,17 @@ import select
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
 from io import FileIO
 from typing import Any, NoReturn
 
-from config import run_file
+from config import PROG, run_file
 from executor import is_stopped
-from observe.logs import logger
+from observe.logs import console, logger
 from plan import Health
 from processes.connection import ACCEPTED, accept, limit_sends, read_frames, to_frame
 from processes.messages import Message
@@ -49,6 +50,15 @@ LOOK = 1.0  # seconds between two looks at a child, and between two of its heart
 SEND_TIMEOUT = 30  # seconds that a client may leave its socket full before it counts as gone
 HEARTBEAT = 1.0  # seconds between two heartbeats on a socket
 BUSY, IDLE = b".", b"-"  # a heartbeat
+FAILURE = "failure"  # in place of facts: why the process cannot start
+
+
+class NotStartedError(SystemExit):
+    """A process could not start: it ends this one, which was to have it. `why` is empty if only stderr says why."""
+
+    def __init__(self, code: int, why: str = ""):
+        super().__init__(code)
+        self.why = why
 
 
 class Child:
@@ -89,6 +99,7 @@ class Child:
         self.address, self.listener = ends or socket.socketpair()
         self.owned = [] if ends else [self.address, self.listener]
         self.facts: dict[str, Any] = {}
+        self.failure = ""  # why it has not started, if it has told
         self.idle = 0
         self.failures, self.not_before = 0, 0.0
         self._launch()
@@ -127,10 +138,14 @@ class Child:
         """Read the process's facts, which are the first thing that it says; False if it has ended without them."""
         line = self.from_child.readline()
         self.starting = False
-        if line:
-            self.facts = json.loads(line)
-            self.on_ready()
-        return bool(line)
+        if not line:
+            return False
+        if why := (facts := json.loads(line)).get(FAILURE):
+            self.failure = why
+            return False
+        self.facts = facts
+        self.on_ready()
+        return True
 
     def tell(self, options: dict[str, Any]) -> None:
         """Change options of the process, and of its successors."""
@@ -141,13 +156,13 @@ class Child:
         """Wait until it is ready.
 
         Raises:
-            SystemExit: it could not start, and either it has said why or this does.
+            NotStartedError: it could not start, and either it has said why or this does.
         """
         while (ready := self.progress(LOOK)) is None:
             pass
         if not ready:
             code = self.process.wait()
-            raise SystemExit(code if code > 0 else 2)
+            raise NotStartedError(code if code > 0 else 2, self.failure)
 
     def progress(self, timeout: float = 0) -> bool | None:
         """Whether the process has become ready or failed to start; None: neither in so many seconds."""
@@ -238,6 +253,11 @@ class Child:
             self.process.wait()
 
 
+def weights_in(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options or facts by which another engine loads the same weights."""
+    return {name: options[name] for name in ("weights", "weights_stamp", "weights_version")}
+
+
 def watch_over(check: Callable[[], None], ended: threading.Event, seconds: float = LOOK) -> None:
     """Call `check` now and then, in a thread of its own, until the end."""
     try:
@@ -286,6 +306,13 @@ class ParentPipe:
             out.write(json.dumps(facts) + "\n")
         os.set_blocking(self.out, False)  # a parent that does not read them must not hold up anything
         threading.Thread(target=self._beat, daemon=True).start()
+
+    def fail(self, why: str) -> NoReturn:
+        """Say why the process cannot start, on stderr and to the parent, and end it."""
+        console.error(f"{PROG}: error: {why}")
+        with contextlib.suppress(OSError):
+            os.write(self.out, json.dumps({FAILURE: why}).encode() + b"\n")
+        sys.exit(2)
 
     def _beat(self) -> None:
         while True:

@@ -23,19 +23,13 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from plan import Abort, Call, EngineCoreRequest, EngineOutput, Health, Kwargs, Method, Outputs, Reply, reference_to
-from processes.connection import GRACE, Connection
+from processes.connection import GONE, GRACE, OUT_OF_REACH, SILENT, Connection, EngineDeadError
 from processes.messages import Message
+from processes.suspects import Suspects
 from ring import undisturbed
-
-if TYPE_CHECKING:
-    from processes.suspects import Suspects
-
-GONE = "the engine process has ended"
-OUT_OF_REACH = "the engine process has ended, or its host is out of reach"
-SILENT = "the engine process gives no sign of life"
 
 
 def patience(method: str, args: Sequence[Any]) -> float:
@@ -43,10 +37,6 @@ def patience(method: str, args: Sequence[Any]) -> float:
     if method == "sleep":
         return args[2] if len(args) > 2 else 0  # its level, mode and timeout
     return float("inf") if method == "update_weights" else 0
-
-
-class EngineDeadError(RuntimeError):
-    """The engine process is gone, and this request with it, or it does not answer."""
 
 
 class EngineCoreClient(ABC):

@@ -25,6 +25,13 @@ from ring import BEAT, STALL, Codec, Watchdog
 
 ACCEPTED = b"\0"  # the first byte that a process sends when it accepts a connection
 GRACE = 1.0  # seconds that a request waits for the successor of a process that has ended
+GONE = "the engine process has ended"
+OUT_OF_REACH = "the engine process has ended, or its host is out of reach"
+SILENT = "the engine process gives no sign of life"
+
+
+class EngineDeadError(RuntimeError):
+    """The engine process is gone, and this request with it, or it does not answer."""
 
 
 def to_frame(codec: Codec, message: Message) -> bytes:

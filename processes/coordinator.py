@@ -12,7 +12,7 @@ import socket
 import time
 
 from executor import name_process
-from plan import Met
+from plan import Rendezvous
 from processes.child import Child, FrameServer, ParentPipe
 from processes.lockstep import Meetings, Waves
 from processes.messages import Load, Loads, Meet, Message, Resize, Routed, Subscribe, WaveReport
@@ -79,7 +79,7 @@ class Coordinator:
             if (rank := self.engines.pop(client, None)) is not None:
                 self.loads[rank] = IDLE
 
-    def _send(self, messages: dict[socket.socket, Met]) -> None:
+    def _send(self, messages: dict[socket.socket, Rendezvous]) -> None:
         for engine, news in messages.items():
             if news.place and self.waves.meeting != news.name:
                 self.waves = Waves(news.name)

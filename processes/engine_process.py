@@ -10,17 +10,16 @@ import dataclasses
 import queue
 import signal
 import socket
-import sys
 import time
 from collections import defaultdict, deque
 from typing import Any
 
-from config import PROG, TENSORS, VERSION, EngineConfig, FatalHookError, weights_in
+from config import TENSORS, VERSION, EngineConfig, FatalHookError
 from core import GLANCE, EngineCore
 from executor import MpExecutor, WorkerError, end_with_parent, name_process, visible_gpus
 from observe.logs import console, logger, set_up, start_log
-from plan import Abort, Call, EngineCoreRequest, Health, Met, Outputs, Reply, error_output
-from processes.child import Child, FrameServer, ParentPipe
+from plan import Abort, Call, EngineCoreRequest, Health, Outputs, Rendezvous, Reply, error_output
+from processes.child import Child, FrameServer, ParentPipe, weights_in
 from processes.client import patience
 from processes.connection import Connection
 from processes.lockstep import Lockstep, Peers
@@ -58,7 +57,7 @@ class EngineServer:
         self.load = Load(core.config.data_parallel_rank, 0, 0)  # as the coordinator knows it
         self.peers, self.lockstep = peers, None
         if coordinator and core.config.lockstep:
-            self.lockstep = Lockstep(self.load.rank, peers.met if peers else Met())
+            self.lockstep = Lockstep(self.load.rank, peers.met if peers else Rendezvous())
         self.coordinator: Connection | None = None
         if coordinator:
             self.coordinator = Connection(coordinator, self._receive, self._introduce, send_timeout=COORDINATOR_TIMEOUT)
@@ -228,8 +227,7 @@ def engine_main() -> None:
     try:
         core = EngineCore(config, peers)
     except (ValueError, WorkerError, ConnectionError) as error:
-        console.error(f"{PROG}: error: {error}")
-        sys.exit(2)
+        parent.fail(str(error))
     if config.data_parallel_rank == config.first_rank:
         console.info(f"Manta {VERSION}: {start_log(core.facts, core.executor.note())}")
     server = EngineServer(core, parent.listener, coordinator, peers)

@@ -13,18 +13,29 @@ import dataclasses
 import itertools
 import os
 import socket
-import sys
 import time
 from collections.abc import Iterator
 from typing import Any
 
 from checkpoints.hub import find_model
-from config import PROG, EngineConfig, stamp_of, weights_in
+from config import PROG, EngineConfig, stamp_of
 from executor import visible_gpus
 from executors.torchrun import lead_or_follow
 from model_config import ModelConfig
 from observe.logs import console, logger
-from processes.child import ABSENT, DRAINING, LOOK, READY, STARTING, Board, Child, listen, watch_over
+from processes.child import (
+    ABSENT,
+    DRAINING,
+    LOOK,
+    READY,
+    STARTING,
+    Board,
+    Child,
+    NotStartedError,
+    listen,
+    watch_over,
+    weights_in,
+)
 from processes.client import BackgroundResources, MPClient
 from processes.coordinator import CoordinatorProcess
 from processes.engine_process import EngineProcess, sizes_of
@@ -81,13 +92,13 @@ class Fleet:
         """Start the engines, and wait until they are ready, those of other hosts as well.
 
         Raises:
-            SystemExit: one does not start, or engines differ in what clients have to know; it has been said why.
+            NotStartedError: one does not start, or engines differ in what clients have to know; it has been said why.
         """
         try:
             self._start()
         except ValueError as error:
             console.error(f"{PROG}: error: {error}")
-            sys.exit(2)
+            raise NotStartedError(2, str(error)) from None
 
     def _start(self) -> None:
         if self.coordinator:
@@ -132,7 +143,7 @@ class Fleet:
                 if self.launcher.trouble:
                     raise ValueError(self.launcher.trouble)
         if not ready:
-            sys.exit(2)
+            raise NotStartedError(2, gate.failure)
 
     def _take_weights(self, facts: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
         """Start engines here anew if other hosts have kept newer weights, from before this server; returns their facts.
@@ -285,7 +296,7 @@ class FleetClient(DPClient):
     They are programs of their own, and do not import the script. So it needs no guard of its `__main__` for them.
 
     Raises:
-        ValueError: the options do not fit this machine, or an engine does not start, which has said why on stderr.
+        ValueError: the options do not fit this machine, or an engine does not start, and says why.
     """
 
     def __init__(self, config: EngineConfig):
@@ -297,8 +308,9 @@ class FleetClient(DPClient):
             launched = launch(dataclasses.replace(config, runs_functions=True), board, secret)
             try:
                 self.fleet = fleet = resources.stack.enter_context(launched)
-            except SystemExit:
-                raise ValueError("the engine processes have not started; they have said why on stderr") from None
+            except NotStartedError as error:
+                why = error.why or "they have said why on stderr"
+                raise ValueError(f"the engine processes have not started: {why}") from None
             self.facts, addresses = fleet.facts, [fleet.ends[rank][0] for rank in fleet.ranks]
             coordinator = fleet.coordinator.address if fleet.coordinator else None
             super().__init__(addresses, coordinator, fleet.new_router(), board, resources=resources)

@@ -21,15 +21,15 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from config import EngineConfig, weights_in
+from config import EngineConfig
 from executor import name_process
 from observe.logs import Repeated, logger, set_up
-from processes.child import Child, ParentPipe
+from processes.child import Child, ParentPipe, weights_in
 from processes.connection import accept, to_frame
 from processes.handshake import (
     HANDSHAKE_TIMEOUT,
     PAUSE,
-    Refused,
+    HandshakeError,
     admit,
     differences,
     hand_over,
@@ -75,7 +75,7 @@ class Places:
 
     @contextlib.contextmanager
     def place(self, sock: socket.socket, host: str) -> Iterator[None]:
-        """A connection has a place inside the `with` block; Refused is raised if another one was given it."""
+        """A connection has a place inside the `with` block; HandshakeError is raised if another one was given it."""
         with self.lock:
             self._make_room(host)
             self.taken[sock] = host
@@ -84,7 +84,7 @@ class Places:
         except OSError:
             if sock in self.taken:
                 raise
-            raise Refused("others came, and it had said nothing for the longest time") from None
+            raise HandshakeError("others came, and it had said nothing for the longest time") from None
         finally:
             with self.lock:
                 self.taken.pop(sock, None)

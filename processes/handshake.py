@@ -40,7 +40,7 @@ SHARED = (
 )  # fmt: skip
 
 
-class Refused(ConnectionError):
+class HandshakeError(ConnectionError):
     """The other side is not who it should be, or cannot work together with this one. It would not help to try again."""
 
 
@@ -120,14 +120,14 @@ def read_exactly(sock: socket.socket, size: int, until: float | None = None) -> 
 
 
 def read_message(sock: socket.socket, codec: Codec, until: float | None = None) -> Any:
-    """Read one message without consuming the next one; raises what `read_exactly` does, and Refused if it is none."""
+    """Read one message without consuming the next one; raises what `read_exactly` does, or a HandshakeError."""
     (length,) = struct.unpack("<I", read_exactly(sock, 4, until))
     if length > MOST_BYTES:
-        raise Refused(f"a message of {length} bytes; at most {MOST_BYTES} are allowed")
+        raise HandshakeError(f"a message of {length} bytes; at most {MOST_BYTES} are allowed")
     try:
         return codec.decode(read_exactly(sock, length, until))
     except (ValueError, KeyError):
-        raise Refused("what was sent is no message") from None
+        raise HandshakeError("what was sent is no message") from None
 
 
 def _proof(secret: str, role: bytes, first: bytes, second: bytes) -> bytes:
@@ -143,11 +143,11 @@ def admit(sock: socket.socket, secret: str) -> None:
     until, mine = time.monotonic() + HANDSHAKE_TIMEOUT, os.urandom(NONCE)
     sock.sendall(MAGIC + mine)
     if read_exactly(sock, len(MAGIC), until) != MAGIC:
-        raise Refused("it does not speak the protocol")
+        raise HandshakeError("it does not speak the protocol")
     theirs = read_exactly(sock, NONCE, until)
     if not hmac.compare_digest(read_exactly(sock, NONCE, until), _proof(secret, b"node", mine, theirs)):
         sock.sendall(bytes(NONCE))
-        raise Refused("it has another secret")
+        raise HandshakeError("it has another secret")
     sock.sendall(_proof(secret, b"gate", theirs, mine))
     sock.settimeout(None)
 
@@ -156,16 +156,16 @@ def prove(sock: socket.socket, secret: str) -> None:
     """The dialling side of a new connection.
 
     Raises:
-        Refused: the other side does not know the secret, or is no gate.
+        HandshakeError: the other side does not know the secret, or is no gate.
         OSError: the connection is lost.
     """
     until, mine = time.monotonic() + HANDSHAKE_TIMEOUT, os.urandom(NONCE)
     if read_exactly(sock, len(MAGIC), until) != MAGIC:
-        raise Refused("it is not a server of this protocol")
+        raise HandshakeError("it is not a server of this protocol")
     theirs = read_exactly(sock, NONCE, until)
     sock.sendall(MAGIC + mine + _proof(secret, b"node", theirs, mine))
     if not hmac.compare_digest(read_exactly(sock, NONCE, until), _proof(secret, b"gate", mine, theirs)):
-        raise Refused("it has another secret")
+        raise HandshakeError("it has another secret")
     sock.settimeout(None)
 
 

@@ -22,7 +22,7 @@ from processes.engine_process import EngineProcess
 from processes.handshake import (
     HANDSHAKE_TIMEOUT,
     PAUSE,
-    Refused,
+    HandshakeError,
     hand_over,
     keep_up,
     listed,
@@ -77,7 +77,7 @@ class Node:
             try:
                 with self._dial(Join(self.name, self.ranks, settings)) as link:
                     self._follow(link)
-            except Refused as error:
+            except HandshakeError as error:
                 self.refused = f"{server} does not let this host in: {error}"
                 self.answered.set()
             except OSError as error:
@@ -92,7 +92,7 @@ class Node:
         answer = read_message(link, codec, time.monotonic() + HANDSHAKE_TIMEOUT)
         link.settimeout(None)
         if answer.refusal:
-            raise (Refused if answer.final else ConnectionError)(answer.refusal)
+            raise (HandshakeError if answer.final else ConnectionError)(answer.refusal)
         logger.info(f"joined the server at {place_of(self.config)} with {listed(self.ranks)}")
         self.trouble = ""
         with self.lock:

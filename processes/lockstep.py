@@ -26,7 +26,7 @@ import queue
 import socket
 
 from executor import meeting_place
-from plan import Health, Met
+from plan import Health, Rendezvous
 from processes.connection import Connection
 from processes.messages import Meet, Wave, WaveReport
 
@@ -36,7 +36,7 @@ WAVE_STEPS = 32  # steps by which a wave goes on (vLLM's number); a report must 
 class Lockstep:
     """An engine's part in a wave after a meeting: how many steps it has run, and how many all engines will run."""
 
-    def __init__(self, rank: int, met: Met):
+    def __init__(self, rank: int, met: Rendezvous):
         self.rank, self.met = rank, met
         self.steps = self.end = 0
         self.joined = False  # whether the coordinator has said where the others are
@@ -109,8 +109,8 @@ class Peers:
 
     def __init__(self, coordinator: socket.socket, rank: int):
         self.rank, self.turn = rank, 0
-        self.met, self.broken = Met(), False
-        self.news: queue.SimpleQueue[Met] = queue.SimpleQueue()
+        self.met, self.broken = Rendezvous(), False
+        self.news: queue.SimpleQueue[Rendezvous] = queue.SimpleQueue()
         self.waiting = False
         self.connection = Connection(coordinator, self._receive, self._introduce)
 
@@ -118,13 +118,13 @@ class Peers:
         """Tell a coordinator that does not know this engine yet where it is."""
         connection.send(Meet(self.rank, self.turn if self.waiting else 0, self.met.engines))
 
-    def _receive(self, message: Met | Health) -> None:
-        if isinstance(message, Met):
+    def _receive(self, message: Rendezvous | Health) -> None:
+        if isinstance(message, Rendezvous):
             self.broken = not message.place
             if message.place:
                 self.news.put(message)
 
-    def meet(self, timeout: float) -> Met:
+    def meet(self, timeout: float) -> Rendezvous:
         """Wait for the other engines; returns where the workers meet. A TimeoutError if they do not come in time."""
         while not self.news.empty():
             self.news.get()
@@ -151,12 +151,12 @@ class Meetings:
         self.waiting: set[int] = set()
         self.place = contextlib.ExitStack()  # closes the file of the latest meeting
 
-    def resize(self, size: int) -> dict[socket.socket, Met]:
+    def resize(self, size: int) -> dict[socket.socket, Rendezvous]:
         """There are to be so many engines from the next meeting on; returns what to send to which engines."""
         self.size = size
         return self._gather() or (self._break_off() if self.met > size else {})
 
-    def update(self, client: socket.socket, message: Meet | None) -> dict[socket.socket, Met]:
+    def update(self, client: socket.socket, message: Meet | None) -> dict[socket.socket, Rendezvous]:
         """Take an engine's message, or None if it has left; returns what to send to which engines."""
         if message is None:
             rank, _ = self.turns.pop(client)
@@ -172,20 +172,20 @@ class Meetings:
         self.turns[client] = said
         if not message.turn:
             self.met = max(self.met, message.engines)
-            return {client: Met()} if self.waiting or self.met > self.size else {}
+            return {client: Rendezvous()} if self.waiting or self.met > self.size else {}
         self.waiting.add(message.rank)
         return self._gather() or self._break_off()
 
-    def _break_off(self) -> dict[socket.socket, Met]:
-        return {other: Met() for other, (rank, _) in self.turns.items() if rank not in self.waiting}
+    def _break_off(self) -> dict[socket.socket, Rendezvous]:
+        return {other: Rendezvous() for other, (rank, _) in self.turns.items() if rank not in self.waiting}
 
-    def _gather(self) -> dict[socket.socket, Met]:
+    def _gather(self) -> dict[socket.socket, Rendezvous]:
         """What to send if all wait."""
         if not self.waiting.issuperset(range(self.size)):
             return {}
         self.waiting.difference_update(range(self.size))
         before, self.place = self.place, contextlib.ExitStack()
-        met = Met(self.place.enter_context(meeting_place()), os.urandom(8).hex(), self.size)
+        met = Rendezvous(self.place.enter_context(meeting_place()), os.urandom(8).hex(), self.size)
         before.close()
         self.met = self.size
         return {engine: met for engine, (rank, _) in self.turns.items() if rank < self.size}

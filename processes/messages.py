@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import plan
-from plan import Met
+from plan import Rendezvous
 
 
 @dataclass(slots=True)
@@ -116,6 +116,6 @@ class Attach:
 
 
 ToCoordinator = Load | Subscribe | Routed | WaveReport | Meet | Resize
-FromCoordinator = Loads | Wave | Met
+FromCoordinator = Loads | Wave | Rendezvous
 AmongHosts = Join | Joined | Ready | Dial | Attach
 Message = plan.Message | ToCoordinator | FromCoordinator | AmongHosts

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
-from config import PROG, VERSION, EngineConfig
+from config import VERSION, EngineConfig
 from executor import name_process
 from executors.ray_executor import (
     devices_of,
@@ -31,7 +30,7 @@ from executors.ray_executor import (
     room_of_nodes,
     settle,
 )
-from observe.logs import console, logger, set_up
+from observe.logs import logger, set_up
 from processes.child import LOOK, Child, ParentPipe
 from processes.headless import follow
 
@@ -171,8 +170,7 @@ def launcher_main() -> None:
             hosts = RayHosts(config, parent.options["secret"], insist)
         except ValueError as error:
             if not insist:
-                console.error(f"{PROG}: error: {error}")
-                sys.exit(2)
+                parent.fail(str(error))
             logger.warning(f"{error}; this is tried again")
             time.sleep(LONGEST_PAUSE / 16)
     parent.ready({"address": hosts.address})

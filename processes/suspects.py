@@ -10,7 +10,7 @@ from collections.abc import Collection
 
 from observe.logs import logger
 from plan import EngineCoreRequest, EngineOutput, error_output
-from processes.client import GONE, EngineDeadError
+from processes.connection import GONE, EngineDeadError
 
 MIN_DEATHS = 3  # of engine processes before a request is held to be guilty: somebody may kill two by hand
 REFUSED = 600.0  # seconds in which it is refused

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable
 
-from plan import StepPlan
+from plan import Adapter, StepPlan
 from scheduling.policy import place
-from sequence import Adapter, Sequence
+from sequence import Sequence
 
 
 class AdapterSlots:

@@ -11,9 +11,10 @@ from heapq import heappop, heappush
 from typing import Any
 
 from config import EngineConfig
+from plan import Adapter
 from scheduling.policy import Policy
 from scheduling.reserve import allowance
-from sequence import Adapter, Flight, Sequence, SequenceGroup, Status
+from sequence import Flight, Sequence, SequenceGroup, Status
 
 UNPLACED = 2**62  # class of a sequence that stands behind another one of its client
 OUTPUT_WEIGHT = 2  # what a token of output counts, where one of the prompt counts 1 (as in the paper of `Fair`)

@@ -8,10 +8,11 @@ from collections.abc import Sequence as Items
 from itertools import chain
 from numbers import Real
 from operator import attrgetter
-from typing import Any
+from typing import Any, Self
 
 from config import Check, EngineConfig
-from sequence import Adapter, Flight, Sequence, SequenceGroup, Status
+from plan import Adapter
+from sequence import Flight, Sequence, SequenceGroup, Status
 
 place = attrgetter("key")  # of a sequence: what queues are sorted by
 
@@ -60,8 +61,14 @@ class Policy(SequenceQueue):
     after `yields` do nothing here: they tell a policy what becomes of requests.
     """
 
+    def __new__(cls, *args: Any) -> Self:
+        """Make the queue here, so that a class of a user's may have an `__init__` that calls no other."""
+        policy = super().__new__(cls)
+        SequenceQueue.__init__(policy, Status.WAITING)
+        return policy
+
     def __init__(self, config: EngineConfig):
-        super().__init__(Status.WAITING)
+        """Read the options that the policy needs."""
 
     def rank(self, group: SequenceGroup) -> int:
         """The class of a request, the first part of its sequences' keys: the lowest goes first."""

@@ -17,8 +17,9 @@ from config import DEMO
 from core import EngineCore
 from engine import LLM, SamplingParams
 from integrity import check_integrity
-from lora.adapter import CONFIG, WEIGHTS, LoRARequest, read_adapter
+from lora.adapter import CONFIG, WEIGHTS, read_adapter
 from plan import EngineCoreRequest
+from sampling_params import LoRARequest
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 TABLES = ("embed_tokens", "word_embeddings")  # of embeddings, in the families that these adapters are for

@@ -15,11 +15,11 @@ from collections.abc import Callable
 
 from config import EngineConfig
 from integrity import check_integrity
-from plan import Logprobs, StateRoom, StepPlan, StepResult, Verified
+from plan import Adapter, Logprobs, StateRoom, StepPlan, StepResult, Verified
 from sampling_params import SamplingParams
 from scheduler import Scheduler
 from scheduling.beam_search import Answer, BeamSearches, beam_search, num_candidates
-from sequence import Adapter, Sequence, SequenceGroup, derived_seed
+from sequence import Sequence, SequenceGroup, derived_seed
 
 VOCAB, EOS = 50, 7
 NUM_MOVES = 7  # kinds of moves in a plan

@@ -208,10 +208,5 @@ def worker_of(server: Server) -> int:
     return next(pid for pid in server.family() if "libtorch" in Path(f"/proc/{pid}/maps").read_text())
 
 
-def workers_of(server: Server) -> list[int]:
-    """The processes that hold the model, or are about to."""
-    return [pid for pid in server.family() if re.match(".*spawn_main|manta: worker", command(pid))]
-
-
 def api_of(server: Server) -> list[int]:
     return [pid for pid in server.family() if "manta: api" in command(pid)]

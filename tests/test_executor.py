@@ -33,7 +33,7 @@ from executor import (
 )
 from forked import forked_workers
 from integrity import check_integrity
-from plan import EngineCoreRequest, Met, StepPlan
+from plan import EngineCoreRequest, Rendezvous, StepPlan
 from processes.client import EngineDeadError
 from ring import Watchdog
 from served import alive, eventually, tell_time
@@ -444,9 +444,9 @@ def test_engines_that_break_off_do_so_in_the_midst_of_steps_and_as_often_as_they
     core, peers = mp_llm.core, SimpleNamespace(broken=False)
     sizes: list[int] = []
 
-    def meet(timeout: float) -> Met:
+    def meet(timeout: float) -> Rendezvous:
         peers.broken = False
-        return Met("file:///nowhere", "", 1)
+        return Rendezvous("file:///nowhere", "", 1)
 
     def launch(config: EngineConfig, *args: Any) -> None:
         sizes.append(config.data_parallel_size)

@@ -21,7 +21,8 @@ import reference
 from config import DEMO, EngineConfig
 from device import loader, startup
 from device.loader import load_weights
-from device.startup import Start, start_worker
+from device.start import Start
+from device.startup import start_worker
 from engine import LLM, SamplingParams
 from model import Transformer
 from model_config import ModelConfig

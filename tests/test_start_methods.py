@@ -303,7 +303,7 @@ def test_its_caller_may_run_the_loop(monkeypatch, llm):
 @pytest.mark.full
 def test_what_does_not_start_says_so(monkeypatch, make_llm, capfd):
     monkeypatch.setenv(OWN_PROCESS, "1")
-    with pytest.raises(ValueError, match="have said why on stderr"):
+    with pytest.raises(ValueError, match="have not started: max_model_len is 1000000"):
         make_llm(max_model_len=10**6)
     assert "error: max_model_len is 1000000" in capfd.readouterr().err
 

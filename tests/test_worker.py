@@ -26,7 +26,7 @@ from device.compile_guard import CompileGuard
 from device.exchanges import make_up
 from device.piecewise import PiecewiseGraphs
 from device.pools import pinned
-from device.startup import Start
+from device.start import Start
 from device.upkeep import KeptWorker
 from device.warmup import graph_sizes
 from plan import StepPlan, bit_words

@@ -7,10 +7,9 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NotRequired, TypedDict
 
-from lora.adapter import LoRARequest
 from outputs import Choices
 from plan import EngineCoreRequest
-from sampling_params import SamplingParams
+from sampling_params import LoRARequest, SamplingParams
 from tokenizer import NoTokenizer, Tokenizer
 
 

@@ -23,10 +23,10 @@ from api.adapters import AdapterNames, Module, read_module
 from api.options import ServerConfig
 from api.routes import Api
 from config import EngineConfig
-from lora.adapter import LoRARequest
 from plan import EngineCoreRequest
 from processes.child import Board
 from processes.client import Stream
+from sampling_params import LoRARequest
 from scripted import BODIES, FACTS, TOKENIZER, ScriptedClient, events, post, refusal
 from served import Server, alive, eventually, serving
 from server import create_app, main

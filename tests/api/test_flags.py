@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from api.options import ServerConfig
-from commands.flags import OptionParser, flag_fields, from_flags, refuse_given, split_command
+from commands.flags import OptionParser, flag_fields, from_flags, option_groups, refuse_given, split_command
 from commands.plan import COMMANDS, PACKAGES, size_or_model
 from commands.terminal import ChatOptions
 from config import EngineConfig
@@ -144,7 +144,7 @@ def test_help_has_groups_and_tells_each_default_once(capsys):
 
 def test_every_option_is_in_one_group():
     for cls in (EngineConfig, ServerConfig):
-        listed = [name for names in cls.GROUPS.values() for name in names]
+        listed = [name for names in option_groups(cls).values() for name in names]
         assert sorted(listed) == sorted(f.name for f in flag_fields(cls))
 
 

@@ -23,13 +23,13 @@ from api.routes import Api
 from api.viewers import CACHED, FREE, MOST_UNREAD, SHARED, blocks_of
 from fake_worker import Engine, prompt
 from observe.live import LINGER, MAX_MOVED, MAX_REQUESTS, MAX_STEPS, Recorder
-from plan import Reply
+from plan import Adapter, Reply
 from processes.child import Board
 from processes.client import EngineDeadError
 from ring import Codec
 from sampling_params import SamplingParams
 from scripted import FACTS, TOKENIZER, ScriptedClient, refusal
-from sequence import Adapter, SequenceGroup
+from sequence import SequenceGroup
 from served import Server, eventually
 from server import create_app
 

@@ -36,7 +36,8 @@ from device.memory import (
     plan_memory,
     settle_tokens,
 )
-from device.startup import Start, print_plan, start_worker
+from device.start import Start
+from device.startup import print_plan, start_worker
 from model import Transformer
 from model_config import ModelConfig
 from models import logprobs

@@ -22,7 +22,8 @@ from batch_state import BatchState, Rows
 from config import EngineConfig
 from device import startup, warmup
 from device.compile_guard import CompileGuard
-from device.startup import Start, start_worker
+from device.start import Start
+from device.startup import start_worker
 from model_config import ModelConfig
 from models.families import FAMILIES
 from parallel import Pipeline, Sampled

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from lora.adapter import CONFIG, MOST_CHARS, MOST_KEYS, WEIGHTS, LoRARequest, read_adapter
+from lora.adapter import CONFIG, MOST_CHARS, MOST_KEYS, WEIGHTS, read_adapter
 from lora.registry import state_of
+from sampling_params import LoRARequest
 
 PROMPTS: dict[str, Any] = {"peft_type": "PROMPT_TUNING", "task_type": "CAUSAL_LM", "num_virtual_tokens": 8}
 

@@ -23,11 +23,12 @@ from engine import LLM, SamplingParams
 from executor import MpExecutor
 from forked import forked_workers
 from integrity import check_integrity
-from lora.adapter import WEIGHTS, LoRARequest
+from lora.adapter import WEIGHTS
 from lora.registry import state_of
 from oracle_checks import make_core as small_core
 from outputs import RequestOutput
 from random_checkpoints import DATA
+from sampling_params import LoRARequest
 
 FEW = ROOMY | {"num_gpu_blocks_override": 40, "max_model_len": 120, "schedule_conservativeness": 0.0}
 SPEECH = "Enter the KING, with a torch, and speaks to the SERVANT of it.\n\n"

@@ -18,7 +18,8 @@ from config import DEMO
 from core import EngineCore
 from forked import forked_workers
 from integrity import check_integrity
-from lora.adapter import CONFIG, WEIGHTS, LoRARequest
+from lora.adapter import CONFIG, WEIGHTS
+from sampling_params import LoRARequest
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ from model import Transformer
 from model_config import ModelConfig
 from models.expert_ranks import ExpertGroup
 from parallel import Group, Pipeline
-from plan import EngineCoreRequest, Met, NewRow, StepPlan
+from plan import EngineCoreRequest, NewRow, Rendezvous, StepPlan
 from processes.child import DRAINING, READY, STARTING, Board
 from processes.client import EngineDeadError, MPClient
 from processes.fleet import launch
@@ -266,12 +266,12 @@ def test_engines_meet_as_soon_as_all_wait() -> None:
     first = meetings.update(b, Meet(1, 1))
     assert set(first) == {a, b} and first[a] == first[b] and Path(first[a].place.removeprefix("file://")).exists()
     assert meetings.update(b, Meet(1, 1)) == {}  # it has met already
-    assert meetings.update(b, Meet(1, 2)) == {a: Met()}  # its workers are gone, so the other breaks off
+    assert meetings.update(b, Meet(1, 2)) == {a: Rendezvous()}  # its workers are gone, so the other breaks off
     second = meetings.update(a, Meet(0, 2))
     assert set(second) == {a, b} and second[a].name != first[a].name
-    assert meetings.update(b, None) == {a: Met()}  # the engine is gone
+    assert meetings.update(b, None) == {a: Rendezvous()}  # the engine is gone
     assert meetings.update(a, Meet(0, 3)) == {}
-    assert meetings.update(late, Meet(1, 0)) == {late: Met()}  # it is back, and does not know that it has to wait
+    assert meetings.update(late, Meet(1, 0)) == {late: Rendezvous()}  # it is back, and does not know that it must wait
     assert set(meetings.update(late, Meet(1, 1))) == {a, late}
     for used in (a, b, late):
         used.close()
@@ -283,19 +283,22 @@ def test_engines_meet_anew_when_there_are_to_be_more_or_fewer() -> None:
     assert meetings.update(b, Meet(1, 1))[a].engines == 2
     assert meetings.resize(3) == {}  # they go on until it is there
     assert meetings.update(new, Meet(2, 0)) == {}
-    assert meetings.update(new, Meet(2, 1)) == {a: Met(), b: Met()}
-    assert meetings.update(a, Meet(0, 2)) == {b: Met()}
+    assert meetings.update(new, Meet(2, 1)) == {a: Rendezvous(), b: Rendezvous()}
+    assert meetings.update(a, Meet(0, 2)) == {b: Rendezvous()}
     assert {met.engines for met in meetings.update(b, Meet(1, 2)).values()} == {3}
-    assert meetings.resize(2) == dict.fromkeys((a, b, new), Met())
-    assert meetings.update(new, Meet(2, 2)) == {a: Met(), b: Met()}  # it does not know yet that it is one too many
-    assert meetings.update(new, None) == {a: Met(), b: Met()}
-    assert meetings.update(b, Meet(1, 3)) == {a: Met()}
+    assert meetings.resize(2) == dict.fromkeys((a, b, new), Rendezvous())
+    assert meetings.update(new, Meet(2, 2)) == {
+        a: Rendezvous(),
+        b: Rendezvous(),
+    }  # it is one too many
+    assert meetings.update(new, None) == {a: Rendezvous(), b: Rendezvous()}
+    assert meetings.update(b, Meet(1, 3)) == {a: Rendezvous()}
     fewer = meetings.update(a, Meet(0, 3))
     assert set(fewer) == {a, b} and fewer[a].engines == 2
-    assert meetings.resize(3) == {} and meetings.update(new, Meet(2, 1)) == {a: Met(), b: Met()}
-    assert meetings.update(a, Meet(0, 4)) == {b: Met()} and meetings.update(b, Meet(1, 4))[new].engines == 3
-    assert meetings.update(new, None) == {a: Met(), b: Met()}  # it has not started
-    assert meetings.update(a, Meet(0, 5)) == {b: Met()} and meetings.update(b, Meet(1, 5)) == {}
+    assert meetings.resize(3) == {} and meetings.update(new, Meet(2, 1)) == {a: Rendezvous(), b: Rendezvous()}
+    assert meetings.update(a, Meet(0, 4)) == {b: Rendezvous()} and meetings.update(b, Meet(1, 4))[new].engines == 3
+    assert meetings.update(new, None) == {a: Rendezvous(), b: Rendezvous()}  # it has not started
+    assert meetings.update(a, Meet(0, 5)) == {b: Rendezvous()} and meetings.update(b, Meet(1, 5)) == {}
     assert set(meetings.resize(2)) == {a, b}  # and is given up: the two wait for nobody else
     for used in (a, b, new):
         used.close()
@@ -304,15 +307,18 @@ def test_engines_meet_anew_when_there_are_to_be_more_or_fewer() -> None:
 def test_a_new_coordinator_breaks_off_a_meeting_with_one_engine_too_many() -> None:
     before, after, (a, b) = Meetings(3), Meetings(2), [socket.socket() for _ in range(2)]
     assert before.update(a, Meet(0, 0, 3)) == before.update(b, Meet(1, 0, 3)) == {}
-    assert before.resize(2) == {a: Met(), b: Met()}  # it was told after it had heard of the engines, or else before
-    assert after.update(a, Meet(0, 0, 3)) == {a: Met()} and after.update(b, Meet(1, 0, 3)) == {b: Met()}
+    assert before.resize(2) == {
+        a: Rendezvous(),
+        b: Rendezvous(),
+    }  # it heard of the engines first
+    assert after.update(a, Meet(0, 0, 3)) == {a: Rendezvous()} and after.update(b, Meet(1, 0, 3)) == {b: Rendezvous()}
     assert Meetings(3).update(a, Meet(0, 0, 2)) == {}  # they go on until the third one is there
     for used in (a, b):
         used.close()
 
 
 def test_steps_of_another_meeting_do_not_count() -> None:
-    waves, engine = Waves("new"), Lockstep(0, Met("", "new", 1))
+    waves, engine = Waves("new"), Lockstep(0, Rendezvous("", "new", 1))
     assert waves.update(WaveReport(0, 64, True, "old", 1)) is None
     assert waves.update(engine.join()) == Wave(0, "new")
     engine.update(Wave(64, "old"))

@@ -16,8 +16,8 @@ import pytest
 from engine import SamplingParams
 from fake_worker import EOS, VOCAB, Engine, FakeWorker, prompt
 from observe.journal import Journal, replay
-from plan import StateRoom, StepResult
-from sequence import Adapter, SequenceGroup
+from plan import Adapter, StateRoom, StepResult
+from sequence import SequenceGroup
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 

@@ -28,8 +28,7 @@ from hypothesis import strategies as st
 from config import EngineConfig
 from engine import LLM
 from executor import visible_gpus
-from lora.adapter import LoRARequest
-from plan import EngineCoreRequest, Health, Met
+from plan import EngineCoreRequest, Health, Rendezvous
 from processes.child import READY, Board
 from processes.client import EngineDeadError, MPClient, Stream
 from processes.connection import Connection
@@ -39,7 +38,7 @@ from processes.fleet import check_engines
 from processes.lockstep import WAVE_STEPS, Lockstep, Waves
 from processes.messages import Load, Loads, Routed, Subscribe, Wave, WaveReport
 from processes.routing import CLOSE, WAITING, DPClient, Router
-from sampling_params import SamplingParams
+from sampling_params import LoRARequest, SamplingParams
 from served import Reader, alive, command, counts, eventually, serving
 
 
@@ -134,7 +133,7 @@ def test_a_new_coordinator_takes_up_the_wave_that_the_engines_know_of():
 
 
 def test_an_engine_ignores_waves_that_are_stale():
-    engine = Lockstep(0, Met(engines=2))
+    engine = Lockstep(0, Rendezvous(engines=2))
     assert engine.report(True) is None  # where the others are is not known yet
     engine.update(Wave(64))  # it has replaced another engine
     assert engine.steps == 64 and not engine.running
@@ -153,7 +152,7 @@ def test_an_engine_ignores_waves_that_are_stale():
 def test_engines_in_lockstep_stop_at_the_same_step(seed: int, size: int) -> None:
     """Whoever is slow and however late messages are; one engine and the coordinator are replaced on the way."""
     rng = random.Random(seed)
-    waves, engines = Waves(), [Lockstep(rank, Met(engines=size)) for rank in range(size)]
+    waves, engines = Waves(), [Lockstep(rank, Rendezvous(engines=size)) for rank in range(size)]
     reports = [deque([engine.join()]) for engine in engines]  # on their way to the coordinator
     told: list[deque[Wave]] = [deque() for _ in engines]  # and from there
     work = [0] * size  # steps that each engine needs for its requests
@@ -181,7 +180,7 @@ def test_engines_in_lockstep_stop_at_the_same_step(seed: int, size: int) -> None
             work[rank] += rng.randrange(1, 90)
         if events == 200:  # an engine dies with what it had, and another takes its place
             engines[rank], work[rank], told[rank], reports[rank] = (
-                Lockstep(rank, Met(engines=size)),
+                Lockstep(rank, Rendezvous(engines=size)),
                 0,
                 deque(),
                 deque(),

@@ -26,11 +26,11 @@ from network import ip, two_namespaces
 from plan import Health
 from processes import handshake
 from processes.child import Board
-from processes.client import MPClient
+from processes.client import EngineDeadError, MPClient, Stream
 from processes.connection import Connection, to_frame
 from processes.fleet import Fleet
 from processes.gate import GateProcess
-from processes.handshake import MAGIC, NONCE, Refused, admit, differences, prove, read_secret, settings_of
+from processes.handshake import MAGIC, NONCE, HandshakeError, admit, differences, prove, read_secret, settings_of
 from processes.messages import Attach, Join, Load, Loads
 from ring import Codec
 from sampling_params import SamplingParams
@@ -74,7 +74,7 @@ def test_who_knows_the_secret_is_let_in_and_does_not_send_it():
 
 def test_with_another_secret_both_sides_refuse():
     raised, _ = meet(SECRET, SECRET + ".")
-    assert [type(error) for error in raised] == [Refused, Refused]
+    assert [type(error) for error in raised] == [HandshakeError, HandshakeError]
     assert {str(error) for error in raised} == {"it has another secret"}
 
 
@@ -84,7 +84,7 @@ def test_a_gate_that_does_not_know_the_secret_is_refused():
     with gate, node:
         gate.sendall(MAGIC + bytes(NONCE))
         threading.Thread(target=lambda: gate.sendall(gate.recv(1024)[-NONCE:]), daemon=True).start()
-        with pytest.raises(Refused, match="another secret"):
+        with pytest.raises(HandshakeError, match="another secret"):
             prove(node, SECRET)
 
 
@@ -186,7 +186,10 @@ def test_a_link_that_is_lost_is_made_again_and_streams_go_on(pair: Pair):
     pair.servers.publish(Health("a word"))
     eventually(lambda: client.trouble == "a word", 10)
     assert client.connection.socket is first  # neither end needs the link
+    stream = client.streams["a"] = Stream()
     first.shutdown(socket.SHUT_RDWR)
+    with pytest.raises(EngineDeadError, match="or its host is out of reach: a word"):
+        stream.get(timeout=10)
     eventually(lambda: client.connection.socket is not first and client.trouble is None, 10)
     assert not node.refused
     client.shutdown()

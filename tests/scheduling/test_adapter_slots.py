@@ -8,11 +8,11 @@ import pytest
 
 from fake_worker import Engine, adapted_seed, expected, prompt
 from integrity import check_integrity
-from plan import PLACEHOLDER, StepPlan
+from plan import PLACEHOLDER, Adapter, StepPlan
 from sampling_params import SamplingParams
 from scheduling.adapters import AdapterSlots
 from scheduling.reports import Timeline, WaitClock
-from sequence import Adapter, Sequence, SequenceGroup, Status
+from sequence import Sequence, SequenceGroup, Status
 
 
 def loads(engine: Engine) -> list[tuple[int, int]]:

@@ -11,11 +11,10 @@ import pytest
 from config import DEMO, EngineConfig
 from counting import lines_run
 from fake_worker import VOCAB, Engine, prompt
-from lora.adapter import LoRARequest
 from lora.registry import HostAdapters
-from plan import EngineCoreRequest, StepResult
-from sampling_params import SamplingParams
-from sequence import Adapter, SequenceGroup
+from plan import Adapter, EngineCoreRequest, StepResult
+from sampling_params import LoRARequest, SamplingParams
+from sequence import SequenceGroup
 from text.grammar import Grammars
 
 FEW, MANY = 40, 640  # requests that wait

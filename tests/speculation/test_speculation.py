@@ -209,7 +209,7 @@ def test_what_came_before_is_proposed(
 ) -> None:  # fmt: skip
     """A repeated word is taken at a stroke, and a journal of it can be replayed, without the grammar."""
     monkeypatch.setattr(Drafting, "price", lambda drafting, rows: 0.0)  # whatever else the machine does
-    monkeypatch.setattr("scheduling.grammar.PATIENCE", 60.0)
+    monkeypatch.setattr("text.grammar.PATIENCE", 60.0)
     file = tmp_path / "steps.jsonl"
 
     def ask(of: LLM) -> list[RequestOutput]:
