@@ -36,7 +36,7 @@ def flag_fields(cls: type) -> list[dataclasses.Field[Any]]:
     return [f for f in dataclasses.fields(cls) if f.metadata["help"]]
 
 
-def option_groups(cls: type[Options]) -> dict[str, list[str]]:
+def option_groups(cls: type[OptionClass]) -> dict[str, list[str]]:
     """The names of a dataclass's options, by their titles in the help."""
     groups: dict[str, list[str]] = {title: [] for title in cls.GROUPS}
     titles = {first: title for title, first in cls.GROUPS.items()}

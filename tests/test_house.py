@@ -65,7 +65,7 @@ EVERY_FILE = [
 MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 24, 700, 80, 750
 MOST_STORY_LINES = 6850
 MOST_LINES = {
-    ".": 10770, "api": 6308, "checkpoints": 3149, "commands": 950, "cpu": 2742, "device": 3821, "executors": 962,
+    ".": 10770, "api": 6281, "checkpoints": 3149, "commands": 957, "cpu": 2742, "device": 3821, "executors": 962,
     "lora": 910, "models": 3744, "observe": 1552, "ops": 3007, "processes": 3805,
     "scheduling": 1845, "speculation": 720, "text": 4837,
 }  # fmt: skip
