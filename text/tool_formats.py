@@ -489,8 +489,7 @@ class HarmonyFormat:
         source.in_reasoning = False
         if found:
             yield from source.space()
-        end = yield from source.follows(*self.ends)
-        yield content(end * marked)
+        yield content((yield from source.follows(*self.ends)) * marked)
 
     def write_answer(self, lark: Lark, tools: Sequence[Tool], required: bool) -> str:
         """The grammar of an answer: after messages of reasoning, and where no call is required others, one call."""
