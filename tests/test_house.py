@@ -47,7 +47,7 @@ FLOORS = [
     "outputs", "cpu", "models", "checkpoints", "tokenizer", "observe", "batch_state", "plan", "model", "layers",
     "parallel", "model_config", "kernels", "ops", "sampling_params", "reference", "config", "setup",
 ]  # fmt: skip
-WITH_CIRCLES = ("models.", "scheduling.", "device.exchanges")
+WITH_CIRCLES = ("models.", "scheduling.", "device.exchanges", "device.phases")
 MOST_ARROWS_UP = 20  # pairs of a file or folder and a higher one from which it imports something
 ROOMS = [path.parent.name for path in sorted(ROOT.glob("*/__init__.py"))]
 FILES = {  # by the names that an import has
