@@ -85,8 +85,8 @@ class Admission:
 
     def uses_adapter(self, adapter: Adapter) -> bool:
         """Whether an unfinished group has this adapter."""
-        lines = (queue.lines for queue in (self.waiting, self.swapped, self.deferred))
-        return any(adapter in groups for groups in (self.adapters.users, *lines))
+        queues = self.waiting, self.swapped, self.deferred
+        return adapter in self.adapters.users or any(adapter in queue.lines for queue in queues)
 
     def withdraw(self, seq: Sequence) -> None:
         """Take a sequence, which does not run, out of its queue for good."""
