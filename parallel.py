@@ -28,7 +28,6 @@ from batch_state import BatchState, Rows, to_device
 
 if TYPE_CHECKING:
     from models.expert_ranks import ExpertGroup
-    from worker import StepRun, Worker
 
 HEAD = 4096  # bytes of a message that travel with its length, so that most messages take one broadcast
 
@@ -283,36 +282,39 @@ class Sampled:
                 ops.put_drafts(state.token_ids, state.num_known, state.num_drafts, owners, made)
 
 
-def add_stages(w: Worker) -> None:
-    """Add the phases of a stage: hidden states go to the next one, and sampled tokens from the last one to all."""
+def add_stages(w: Any) -> None:
+    """Add the phases of a stage: hidden states go to the next one, and sampled tokens from the last one to all.
 
-    def forget(run: StepRun) -> None:
+    `w` is the `Worker`, and `run` a `StepRun`: files that import this one.
+    """
+
+    def forget(run: Any) -> None:
         if run.plan.new:
             w.sampled.forget([row.slot for row in run.plan.new])
 
-    def take(run: StepRun) -> None:  # before the plan, which may say that a grammar takes fewer of the drafts
+    def take(run: Any) -> None:  # before the plan, which may say that a grammar takes fewer of the drafts
         w.mark("receive")
         w.take_sampled(run.plan.rows)
 
-    def receive(run: StepRun) -> None:
+    def receive(run: Any) -> None:
         w.mark("receive")
         x = incoming_of(w, run.shape.tokens)
         run.incoming = w.incoming[: run.shape.tokens].copy_(x) if run.graph and x is not None else x
 
-    def hand_on(run: StepRun) -> None:  # in place of sampling: the step's tokens are computed, and others come later
+    def hand_on(run: Any) -> None:  # in place of sampling: the step's tokens are computed, and others come later
         run.result = run.hidden
         if not w.pooler:
             w.mark("post_update")
             none, starts = run.hidden.new_empty(0, dtype=torch.int64), w.state.sample_starts[: run.shape.rows + 1]
             w.state.update(w.ops, run.batch.slots, run.batch.starts, torch.zeros_like(starts), none)
 
-    def send(run: StepRun) -> None:
+    def send(run: Any) -> None:
         if not w.pipeline.last:
             w.pipeline.send(run.result.clone() if run.graph else run.result)
         if not w.pooler and len(run.rows.sampling):
             w.sampled.follow(run.rows, run.result)
 
-    def report(run: StepRun) -> None:
+    def report(run: Any) -> None:
         run.launched.rows, run.launched.unfinished.token_ids = None, [-1] * len(run.plan.rows)
 
     w.plan_phases.insert(0, forget)
@@ -325,7 +327,7 @@ def add_stages(w: Worker) -> None:
         w.forward_phases[w.forward_phases.index(w.score) :] = [hand_on]
 
 
-def incoming_of(w: Worker, tokens: int) -> torch.Tensor | None:
+def incoming_of(w: Any, tokens: int) -> torch.Tensor | None:
     """The previous stage's output for a step of so many tokens; the first stage has none."""
     if w.pipeline.first:
         return None

@@ -40,22 +40,26 @@ class NewRow:
     num_computed: int = 0  # how many of the tokens are in the cache already
     sampling: tuple[float, ...] = SamplingParams(temperature=0.0).columns
     seed: int = 0
-    num_logprobs: int = -1  # -1: none wanted; 0: of the sampled token; k: of the k likeliest as well
-    # (k, first, end): log-probabilities of the known tokens from `first` on and below `end`, and of the k likeliest
-    score: tuple[int, int, int] | None = None
-    name: str = ""  # of the request and sample, for the KV sanitizer
+    stops: dict[int, int] = field(default_factory=dict)  # these tokens end the sequence; see `bit_words`
+
+    # What changes logits. Sets of tokens are kept as bits, because many rows may have the same long list.
     penalties: tuple[float, float, float] | None = None  # repetition, frequency and presence; None: they change nothing
     num_prompt: int = 0  # how many of the tokens are the prompt, where there are penalties or bad words
     logit_bias: dict[int, float] | None = None
-    # Sets of tokens are kept as bits (`bit_words`), because many rows may have the same long list.
     allowed: dict[int, int] | None = None  # only these are drawn; None: any
-    stops: dict[int, int] = field(default_factory=dict)  # these end the sequence
     min_tokens: int = 0  # how many tokens must be sampled before one of `stops` may be drawn
     bad_words: list[list[int]] = field(default_factory=list)  # the last token of each is not drawn after the others
-    pooling: PoolingParams | None = None  # what is made of the hidden states; None: the next token
     constrained: bool = False  # each of its tokens is drawn under a mask, which heeds `allowed` and the like, too
+
+    # What it tells beside its tokens.
+    num_logprobs: int = -1  # -1: none wanted; 0: of the sampled token; k: of the k likeliest as well
     masked_logprobs: bool = False  # its log-probabilities are taken over the tokens that the mask allows
+    # (k, first, end): log-probabilities of the known tokens from `first` on and below `end`, and of the k likeliest
+    score: tuple[int, int, int] | None = None
+    pooling: PoolingParams | None = None  # what is made of the hidden states; None: the next token
+
     adapter: int = 0  # one more than the slot of its adapter; 0: it has none
+    name: str = ""  # of the request and sample, for the KV sanitizer
 
 
 def bit_words(token_ids: Iterable[int]) -> dict[int, int]:
@@ -71,13 +75,12 @@ class StepPlan:
     """What a step changes and runs. A steady decode step carries its rows and little else."""
 
     step: int
-    # (slot, tokens to compute); rows whose tokens are a known one and drafts come first
-    rows: list[tuple[int, int]] = field(default_factory=list)
-    drafts: dict[int, int] = field(default_factory=dict)  # by slot: how many of its row's tokens may be drafts
-    propose: int = 0  # drafts that rows which sample get for a later step, at most
+    released: list[int] = field(default_factory=list)  # slots whose sequence has left; applied before `new`
     new: list[NewRow] = field(default_factory=list)
     new_blocks: list[tuple[int, list[list[int]]]] = field(default_factory=list)  # (slot, what each table grew by)
-    released: list[int] = field(default_factory=list)  # slots whose sequence has left; applied before `new`
+    # (slot, tokens to compute); rows whose tokens are a known one and drafts come first
+    rows: list[tuple[int, int]] = field(default_factory=list)
+
     # Blocks to move before the step runs, in this order; a block that an earlier one frees, a later one may fill.
     swap_out: list[tuple[int, int]] = field(default_factory=list)  # (device block, host block)
     num_beside: int = 0  # how many of the last `swap_out` moves may run during the step; it leaves their blocks alone
@@ -88,11 +91,13 @@ class StepPlan:
     state_in: list[tuple[int, int]] = field(default_factory=list)  # (host row, slot)
     # (from, to): snapshot to slot, or slot to snapshot. No row is in both columns.
     state_copies: list[tuple[int, int]] = field(default_factory=list)
-    # (host row, slot) of adapters to load before the step
-    adapters: list[tuple[int, int]] = field(default_factory=list)
+
+    drafts: dict[int, int] = field(default_factory=dict)  # by slot: how many of its row's tokens may be drafts
+    propose: int = 0  # drafts that rows which sample get for a later step, at most
     # For each constrained row that samples: its slot, and the tokens that may be drawn, as a row of `Adjust.bitmask`.
     # A row with drafts has one mask more after each of them that its grammar takes; others are no drafts any more.
     masks: list[tuple[int, bytes]] = field(default_factory=list)
+    adapters: list[tuple[int, int]] = field(default_factory=list)  # (host row, slot) of those to load before the step
     freed: list[int] = field(default_factory=list)  # for the KV sanitizer: blocks that hold nothing any more
 
 

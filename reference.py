@@ -873,7 +873,7 @@ def sample(
         assert drafts.shape[1] < adjust.bitmask.shape[1]
         for row in (adjust.adjustments[slot] * (slots >= 0)).nonzero()[:, 0].tolist():
             adjust.apply(x[row], int(slot[row]), drafts[row, : after[row]])
-    c = SamplingColumns(*params[slot].T[:, :, None])
+    c = SamplingColumns(*params[slot][:, :, None].unbind(1))
     greedy, heat = x.argmax(-1), c.temperature
     x = x.clamp(max=FLOAT_MAX)  # keeps x - peak a number where a logit is infinite
     peak, warm = x.amax(-1, keepdim=True), torch.where(heat > 0, heat, 1.0)

@@ -55,6 +55,11 @@ from typing import Any
 if not __package__:  # from a clone: the engine's files lie one folder up
     sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent / "demo")]
 
+from config import VERSION, EngineConfig, lacking
+
+if lack := lacking(("numpy",)):
+    sys.exit(lack)
+
 import bench_engine
 import bench_policies
 import bench_scheduler
@@ -62,7 +67,6 @@ import bench_serve
 import bench_speculation
 import bench_structured
 import simulated
-from config import VERSION, EngineConfig
 from peers import WEIGHTS
 from plan import EngineCoreRequest, StepResult
 from sampling_params import SamplingParams

@@ -503,69 +503,27 @@ KNOWN = {  # what people know a family by, where its name does not say it
     "YiForCausalLM": "Yi (its first files)",
 }  # fmt: skip
 BEGIN, END = "<!-- the table: python campaigns/family_campaign.py --table -->", "<!-- its end -->"
-TRAITS = {  # what a row's field says, in words
-    "norm": {"layer": "LayerNorm", "either": "RMSNorm or LayerNorm"}, "unit_offset": {True: "norms stored minus 1"},
-    "norm_weight": {False: "norms without weights"}, "gated": {False: "MLP without gate"},
-    "qk_norm": {"head": "q/k norm", "heads": "q/k norm by head", "all": "q/k norm over all heads",
-                "after": "q/k norm after RoPE", "unit": "q/k norm without weights"},
-    "rope": {"listed": "some layers without RoPE", "windowed": "RoPE in window layers"},
-    "window": dict.fromkeys(("pattern", "attention_types"), "sliding windows in some layers"),
-    "chunked": {True: "attention chunks"},
-    "local_rope": {"rope_local_base_freq": "two RoPEs", "unscaled": "two RoPEs"}, "caps": {True: "soft-capping"},
-    "sinks": {True: "attention sinks"}, "alibi": {True: "ALiBi", "alibi": "optional ALiBi"},
-    "clip": {"clip_qkv": "clipped q, k and v"},
-    "latent": {True: "latent attention"}, "parallel": {True: "parallel MLP"},
-    "full_heads": {True: "other heads in full-attention layers"}, "v_norm": {True: "v norm"},
-    "blocks": {True: "some layers without attention, MLPs of several sizes"},
-    "kv_shared": {"num_kv_shared_layers": "shared keys and values"},
-    "layer_inputs": {"hidden_size_per_layer_input": "per-layer embeddings"},
-    "streams": {"altup_num_inputs": "AltUp, LAuReL, sparse gates"},
-    "delta": {"split": "gated delta rule in some layers", "by_heads": "gated delta rule in some layers"},
-    "out_gate": {True: "gated attention"},
-    "embed_scale": {"sqrt": "scaled embeddings", "mup_enabled": "optionally scaled embeddings"},
-    "interleaved": {True: "interleaved RoPE"},
-}  # fmt: skip
+
+
+def known_as(name: str) -> str:
+    """What users call a family."""
+    return KNOWN.get(name, name.removesuffix("ForCausalLM").removesuffix("LMHeadModel"))
 
 
 def table() -> str:
-    """The families, what sets each apart, and how many of its drawn shapes passed, as a table in Markdown."""
-    from random_checkpoints import REMOTE
-
-    found = json.loads(RESULT.read_text())
-    remote = {case["architecture"]: case["config"].replace("Config", "ForCausalLM") for case in REMOTE.values()}
-    lines = ["| `architectures` | known as | differences from Llama | shapes that passed |", "|---|---|---|---|"]
-    for name, row in FAMILIES.items():
-        traits = [words.get(getattr(row, field)) for field, words in TRAITS.items()]
-        if isinstance(row.parallel, str):
-            traits.append("optional parallel MLP")
-        if row.residual_scale:
-            scores = ", scores" if row.attention_scale else ""
-            traits.append(f"scaled embeddings, residuals{scores} and logits")
-        if row.name("embed_norm"):
-            traits.append("norm of embeddings")
-        if name == "BaichuanForCausalLM":
-            traits.append("ALiBi (13B), normalized head (Baichuan 2)")
-        if row.name("positions"):
-            traits.append("learned positions")
-        if row.names.get("attn_out"):
-            traits.append("norms after attention and MLP")
-        if r := row.routing:
-            scoring = {"expert_selection_fn": "softmax or sigmoid", "mixer": "SparseMixer"}.get(r.scoring, r.scoring)
-            traits.append(f"experts ({scoring}{', in groups' if r.grouped else ''}{', shared' if r.shared else ''})")
-        base = name.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
-        passed = found.get(name)
-        tried = f"{passed['passed']} of {passed['drawn']}" if passed else f"1, as `{remote.get(name, 'none')}`"
-        told = ", ".join(trait for trait in traits if trait) or "only biases, names or sizes"
-        told = "" if name == "LlamaForCausalLM" else told
+    """The families by the names that users know, as a table in Markdown. A star: tested on one shape alone."""
+    drawn = json.loads(RESULT.read_text())
+    lines = ["| known as | `architectures` |", "|---|---|"]
+    for name in sorted(FAMILIES, key=lambda name: known_as(name).lower()):
         names = ", ".join(f"`{each}`" for each in (name, *(alias for alias, of in ALIASES.items() if of == name)))
-        lines.append(f"| {names} | {KNOWN.get(name, base)} | {told} | {tried} |")
+        star = "" if name in drawn else "\\*"
+        lines.append(f"| {known_as(name)}{star} | {names} |")
     return "\n".join(lines)
 
 
 def short_list() -> str:
     """The families in one line, for the README."""
-    names = [KNOWN.get(name, name.removesuffix("ForCausalLM").removesuffix("LMHeadModel")) for name in FAMILIES]
-    return f"{len(FAMILIES)} families: {'; '.join(sorted(names, key=str.lower))}."
+    return f"{len(FAMILIES)} families: {'; '.join(sorted(map(known_as, FAMILIES), key=str.lower))}."
 
 
 def with_table(page: str) -> str:

@@ -120,7 +120,7 @@ class HeaderReader:
             tensors, values = self.scalar("Q"), self.scalar("Q")
             if max(tensors, values) > MOST_NAMES:
                 raise ValueError(f"{tensors} tensors and {values} values; there may be {MOST_NAMES} of each")
-            metadata = dict(self.pair() for _ in range(values))
+            metadata = {self.text(): self.value(self.scalar("I")) for _ in range(values)}
             infos = dict(self.info() for _ in range(tensors))
             if len(infos) < tensors:
                 raise ValueError("two tensors have one name")
@@ -177,10 +177,6 @@ class HeaderReader:
     def text(self) -> str:
         """A string."""
         return self.texts(1)[0]
-
-    def pair(self) -> tuple[str, Any]:
-        """A name of the metadata, and its value."""
-        return self.text(), self.value(self.scalar("I"))
 
     def value(self, kind: int) -> Any:
         """A value of this type; lists of lists are not read, as in llama.cpp."""

@@ -28,11 +28,6 @@ def rounded(numbers: torch.Tensor, kind: str) -> Packed:
     return Packed(coordinates(tuple(numbers.shape)), lambda *places: numbers[places].float(), coded_as, read_codes)
 
 
-def kind_of_head(kind: str) -> str:
-    """As which kind a head is rounded beside matrices of a kind: to 8 bits, as no later layer evens its errors out."""
-    return "int8" if kind == "int8" else "int8_per_channel_weight_only"
-
-
 def codes_of(values: torch.Tensor, kind: str) -> torch.Tensor:
     """The codes that have these values: int8, or e4m3 if the kind is fp8."""
     return values.to(torch.float8_e4m3fn if kind == "fp8" else torch.int8)

@@ -46,7 +46,7 @@ def sample(
         logits = logits.to(torch.float32, copy=True)
         for row in (adjust.adjustments[slot] * (slots >= 0)).nonzero()[:, 0].tolist():
             adjust.apply(logits[row], int(slot[row]), drafts[row][drafts[row] >= 0])
-    c = SamplingColumns(*params[slot].T)
+    c = SamplingColumns(*params[slot].unbind(1))
     heat, ids = c.temperature, _argmax(logits)
     peak = logits.gather(1, ids[:, None]).float().clamp(max=FLOAT_MAX)  # so that x - peak is a number
     lost = ~(peak[:, 0] > -math.inf)

@@ -18,7 +18,7 @@ import torch
 
 from checkpoints.dequantize import CodedAs, CodedRows, Packed, Stored, axes, common_group, in_quarters, paired, unpaired
 from checkpoints.hub import checkpoint_files
-from checkpoints.rounding import GROUPS, kind_of_head
+from checkpoints.rounding import GROUPS
 from config import EngineConfig
 from layers import Owner
 from lora.stacks import AdaptedLinear
@@ -214,7 +214,8 @@ def kinds_to_round(model: Transformer, wanted: Parts, head: bool = True) -> dict
     kinds = {key(weight): model.coded for weight in weights if torch.is_tensor(weight)}
     if head and kinds and model.config.head == "logits" and not model.row.head_norm:  # which needs plain numbers
         table = model.embedding if model.config.tie_word_embeddings else model.head
-        kinds |= {key(table): kind_of_head(model.coded)} if torch.is_tensor(table) else {}
+        if torch.is_tensor(table):  # a head gets 8 bits, as no later layer evens its errors out
+            kinds[key(table)] = "int8" if model.coded == "int8" else "int8_per_channel_weight_only"
     keys = {name: key(part.pieces[0].target) for name, part in wanted.items() if part.pieces}
     return {name: kinds[storage] for name, storage in keys.items() if storage in kinds}
 

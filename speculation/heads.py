@@ -43,10 +43,7 @@ class Names(NamedTuple):
 
     def at(self, number: int) -> Names:
         """The names for the layer of this number."""
-        return self._replace(
-            layer=self.layer.format(number), joint=self.joint.format(number), norm=self.norm.format(number),
-            embedding_norm=self.embedding_norm.format(number), hidden_norm=self.hidden_norm.format(number),
-        )  # fmt: skip
+        return Names._make(part.format(number) if isinstance(part, str) else part for part in self)
 
 
 MTP = (  # Qwen3-Next and Qwen3.5; DeepSeek-V3 and GLM-4.5, behind the model's layers; MiMo

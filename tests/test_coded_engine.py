@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import reference
 from adapters import ALL, asked, make_adapter
-from checkpoints.rounding import GROUPS, codes_of, kind_of_head, nearest_of
+from checkpoints.rounding import GROUPS, codes_of, nearest_of
 from config import DEMO
 from engine import LLM, SamplingParams
 from lora.adapter import WEIGHTS
@@ -84,7 +84,7 @@ def demos(kind: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str
             else:
                 tensors[name] = rounded(tensor, kind)
         elif name.endswith(TABLE) and kind not in PACKED:
-            tensors[name] = rounded(tensor, kind_of_head(kind))
+            tensors[name] = rounded(tensor, "int8" if kind == "int8" else "int8_per_channel_weight_only")
     save_file(tensors, plain / "model.safetensors")
     save_file(stored, coded / "model.safetensors")
     return str(plain), str(coded) if kind in PACKED else DEMO

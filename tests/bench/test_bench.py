@@ -76,6 +76,13 @@ def test_the_command_line_writes_json(tmp_path):
     assert written["machine"]["command"] == "python bench/bench.py --json out.json prefix --trace trace.jsonl --pools 2"
 
 
+def test_without_numpy_it_says_so_in_a_line():
+    command = [sys.executable, "-S", "bench/bench.py", "--help"]  # -S: without the packages that pip has installed
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 1 and run.stderr.startswith(f"{sys.executable} has no numpy: ")
+    assert run.stderr.count("\n") == 1
+
+
 def test_throughput_is_nano_vllms_workload():
     assert sum(output for _, output in throughput_work(256, 1.0, 151936)) == 133966  # as its README counts
     work = throughput_work(3, 0.01, 1000)
