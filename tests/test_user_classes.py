@@ -53,6 +53,14 @@ def test_a_method_of_a_policy_that_raises(fails, name):
     assert isinstance(caught.value, HookError) == (name in REFUSING)
 
 
+def test_a_policys_init_need_not_call_another():
+    engine = Engine(scheduling_policy="bad_classes:Own", max_num_seqs=1, num_blocks=16)
+    for name in "ab":
+        engine.add(name, prompt(3), max_tokens=2, ignore_eos=True)
+    engine.run()
+    assert engine.scheduler.admission.policy.name == "calls no other" and not engine.scheduler.has_work()
+
+
 @pytest.mark.parametrize("name", RETURNS)
 def test_a_method_of_a_policy_that_returns_nonsense(fails, name):
     fails[name] = RETURNS[name]

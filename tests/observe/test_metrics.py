@@ -189,9 +189,9 @@ class Watched(Engine):
         self.arrivals: dict[str, float] = {}
 
     def arrive(self, name: str, length: int, **params: Any) -> None:
-        request = self.add(name, prompt(length, self.random.randrange(3)), **params).request
-        request.delay = self.random.randrange(20) / 64
-        self.arrivals[name] = self.now - request.delay
+        group = self.add(name, prompt(length, self.random.randrange(3)), **params).group
+        group.delay = self.random.randrange(20) / 64
+        self.arrivals[name] = self.now - group.delay
 
     def turn(self) -> None:
         """A step, or the end of one."""
@@ -276,7 +276,7 @@ def test_a_wait_for_a_slot_is_time_in_the_queue() -> None:
     engine = Engine(max_num_seqs=1)
     engine.add("a", prompt(3), max_tokens=5, ignore_eos=True)
     engine.now = 2.0
-    engine.add("b", prompt(3, 2), max_tokens=1).request.delay = 0.5
+    engine.add("b", prompt(3, 2), max_tokens=1).group.delay = 0.5
     for now in range(3, 9):
         engine.now = float(now)
         engine.step()
