@@ -473,10 +473,3 @@ def not_finite(flight: Flight, rows: list[int]) -> dict[SequenceGroup, str]:
         wrong[request] = f"{maker} has made numbers that are not finite: NaN, or minus infinity for every token allowed"
         warn_once(f"{wrong[request]}; requests for which it does so end with this error")
     return wrong
-
-
-def is_used(core: EngineCore, adapter: Adapter) -> bool:
-    """Whether a request that has yet to finish has this adapter."""
-    admission, compiling = core.scheduler.admission, core.grammars.waiting.values()
-    lines = (queue.lines for queue in (admission.waiting, admission.swapped, admission.deferred))
-    return adapter in chain(admission.adapters.users, *lines) or any(r.adapter == adapter for r in compiling)
