@@ -49,11 +49,7 @@ class BlockManager:
     """
 
     def __init__(
-        self,
-        num_blocks: int,
-        block_size: int,
-        enable_prefix_caching: bool = True,
-        num_lookahead_slots: int = 0,
+        self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True, num_lookahead_slots: int = 0
     ):
         self.num_blocks, self.block_size = num_blocks, block_size
         self.enable_prefix_caching, self.num_lookahead_slots = enable_prefix_caching, num_lookahead_slots

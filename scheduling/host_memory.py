@@ -132,9 +132,8 @@ class TieredSpaceManager(BlockSpaceManager):
         kind of layers that sees most.
         """
         count, states = sum(map(len, blocks)), self.states
-        if self.mode == "recompute" or not 0 < count <= self.host.num_free:
-            return False
-        if states and not states.host.num_free:
+        fits = 0 < count <= self.host.num_free and (states is None or states.host.num_free > 0)
+        if self.mode == "recompute" or not fits:
             return False
         if self.mode == "swap":
             return True
