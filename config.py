@@ -128,9 +128,7 @@ class EngineConfig:
     _: KW_ONLY
     revision: str | None = option(None, "branch, tag or commit of a model on the hub (default: its main branch)")
     download_dir: str | None = option(None, "folder of downloaded models (default: the hub's cache, see HF_HOME)")
-    hf_overrides: str | None = option(
-        None, "JSON object of fields of config.json with other values, null drops one; those of a text half are merged"
-    )
+    hf_overrides: str | None = option(None, "JSON object of fields of config.json with other values; null drops one")
     quantization: Literal["auto", "int8", "int8_per_channel_weight_only", "int4", "fp8"] = option(
         "auto", "auto keeps matrices as they are saved; others round plain ones; int8 rounds products' inputs, too"
     )
@@ -199,12 +197,8 @@ class EngineConfig:
     preemption_mode: Literal["auto", "recompute", "swap"] = option(
         "auto", "a preempted request computes its tokens again, or its KV blocks wait in host memory; auto: the cheaper"
     )
-    schedule_conservativeness: float = option(
-        1.0, "share of running requests' expected growth that admission keeps free; 0 admits all that fits", 0.0, 10.0
-    )
-    async_scheduling: bool | None = option(
-        None, "plan a step before the previous step's result is in; by default on cuda, and where workers are processes"
-    )
+    schedule_conservativeness: float = option(1.0, "share of expected growth that admission keeps free", 0.0, 10.0)
+    async_scheduling: bool | None = option(None, "plan before results are in (default: on cuda, and in processes)")
     num_lookahead_slots: int = option(0, "KV slots that each sequence owns ahead of its tokens", 0, 1024)
     speculative_config: str | None = option(
         None,
