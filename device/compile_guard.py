@@ -149,15 +149,14 @@ class KernelThreads(ThreadPoolExecutor):
 
     def submit(self, compile: Callable[[], Any]) -> Future[Any]:  # type: ignore[override]  # Triton gives no arguments
         """Compile a kernel in one of the threads."""
-        return super().submit(self._compile, compile)
-
-    @staticmethod
-    def _compile(compile: Callable[[], Any]) -> Any:
         import triton
 
-        kernel = compile()
-        triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
-        return kernel
+        def run() -> Any:
+            kernel = compile()
+            triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
+            return kernel
+
+        return super().submit(run)
 
 
 def check_compiler() -> None:

@@ -23,9 +23,9 @@ import torch
 
 from config import MOST_DRAFTING, EngineConfig
 from cpu import machine
-from device.coded import coded_as, files_of, kinds_of
+from device.coded import coded_as, files_of, kinds_of, settle
 from device.dry_run import MIB, count_step, distinct_layers, dry_model, dry_worker, new_state, table_columns
-from device.loader import settle_dummy, settle_headers
+from device.loader import all_sources, find_weights, settle_dummy
 from lora.stacks import adapter_bytes
 from model import Transformer
 from model_config import ModelConfig
@@ -45,6 +45,7 @@ GRAPHS = 256 * MIB  # some hundred KiB a graph, a workspace for each capturing s
 # of more tokens than the last keeps a GPU busy for longer than Python. Each size is a graph for each layer at start.
 PIECE_SIZES = [16, 32, 64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024]
 PIECE = 256 * 2**10  # bytes, an allowance for what CUDA has of each graph between two attentions
+# A large step reads the weights once for many tokens. A larger GPU has room for its activations.
 GPU_STEP_TOKENS = 8192  # tokens of a step on a GPU, by default; on a large one twice as many
 LARGE_GPU = 75 * 2**30  # bytes; what a vendor calls 80 GB shows up as 79 GiB or a little more
 CPU_KV_SHARE = 0.25  # share of a CPU's free memory that the KV pool may take; the host pool may take as much again
@@ -78,19 +79,13 @@ class MemoryPlan:
         """Bytes of a `budget` that are left for the KV pool beside what is `used` by weights and context, and beside
         the largest step: the larger of the prediction and what was `measured`, if it was run.
 
-        It is negative where these are too large.
-
-        Raises:
-            ValueError: the recurrent states do not fit.
+        It is negative where these are too large. Raises what `beside_states` does.
         """
         return self.beside_states(budget - used - max(self.step, measured) - self.state - self.graphs)
 
     def beside_states(self, room: int) -> int:
-        """What the recurrent states leave of `room` bytes, which is negative where even the weights do not fit.
-
-        Raises:
-            ValueError: they do not fit, and the weights do.
-        """
+        """What the recurrent states leave of `room` bytes, which is negative where even the weights do not fit; a
+        ValueError if only the states do not."""
         if self.states > room >= 0:
             raise ValueError(
                 f"the recurrent states of all sequences and of the prefix cache take {self.states} bytes, and "
@@ -142,10 +137,7 @@ def plan_memory(config: EngineConfig, model: Transformer, cuda: bool) -> MemoryP
 
 
 def settle_tokens(config: EngineConfig, total: int) -> EngineConfig:
-    """The options with a number of tokens in one step, for a GPU that has `total` bytes; as they are if that is 0.
-
-    A large step reads the weights once for many tokens. A larger GPU has room for its activations.
-    """
+    """The options with a number of tokens in one step, for a GPU that has `total` bytes; as they are if that is 0."""
     if not total or config.max_num_batched_tokens is not None:
         return config
     tokens = GPU_STEP_TOKENS if total < LARGE_GPU else 2 * GPU_STEP_TOKENS
@@ -326,11 +318,8 @@ def fit_pool(config: EngineConfig, windows: Sequence[int], fits: int, max_model_
 
 
 def check_pool(config: EngineConfig, model: Transformer, plan: MemoryPlan, room: int) -> None:
-    """Check that `room` bytes, what all else leaves, hold a block of the KV pool.
-
-    Raises:
-        ValueError: says by how much the weights are too large, and what would make them fit.
-    """
+    """Check that `room` bytes, what all else leaves, hold a block of the KV pool. The ValueError says by how much the
+    weights are too large, and what would make them fit."""
     over = plan.block - room
     if over <= 0 or config.num_gpu_blocks_override:
         return
@@ -388,8 +377,7 @@ def least_bytes(config: EngineConfig, model_config: ModelConfig, plain: int, dty
 def report(config: EngineConfig, model: Transformer, plan: MemoryPlan, room: int, where: str) -> Iterator[str]:
     """The lines that `--plan` prints, with `room` bytes for the KV pool; `where` says what device they are about.
 
-    Raises:
-        ValueError: see `check_pool` and `fit_pool`; the lines that show why come before.
+    Raises what `check_pool` and `fit_pool` do, after the lines that show why.
     """
     max_model_len, rows = model.max_model_len, config.max_num_seqs
     kinds = " and ".join(kinds_of(model) if model.coded else [str(model.dtype).removeprefix("torch.")])
@@ -418,9 +406,8 @@ def report(config: EngineConfig, model: Transformer, plan: MemoryPlan, room: int
     if plan.activations and config.makes_vectors:
         yield line("largest step", plan.step, f"of {largest_step(config, max_model_len):,} tokens")
     elif plan.activations:
-        yield line(
-            "largest step", plan.step, "the larger of activations, and logits with the larger of their workspaces"
-        )
+        remark = "the larger of activations, and logits with the larger of their workspaces"
+        yield line("largest step", plan.step, remark)
         yield line("  activations", plan.activations, f"of {largest_step(config, max_model_len):,} tokens")
         yield line("  logits", plan.logits, f"of {config.max_samples:,} rows")
         yield line("  sampling", plan.sampling)
@@ -458,7 +445,8 @@ def settled_model(
     coded = coded_as(config, model_config)
     model = dry_model(config, model_config, ops, dtype, max_model_len, pipeline, coded)
     if coded and files_of(config):
-        settle_headers(model, config.weights or config.folder, model.parameters(), fp8)
+        wanted = model.parameters()
+        settle(model, wanted, all_sources(find_weights(model, config.weights or config.folder, wanted)[1]), fp8)
     elif coded:
         settle_dummy(model, model.parameters())
     return model
@@ -470,12 +458,11 @@ def plan_stage(
 ) -> tuple[Transformer, MemoryPlan, int, str]:  # fmt: skip
     """The model of a stage on the meta device, its rank's memory plan, bytes for the KV pool, and where that is.
 
+    Raises what `beside_states` does.
+
     Args:
         total: bytes of a GPU; 0: the stage is on this machine's CPU.
         fp8: whether the GPU may round inputs of products to e4m3.
-
-    Raises:
-        ValueError: the recurrent states do not fit.
     """
     model = settled_model(config, model_config, ops, dtype, max_model_len, pipeline, fp8)
     plan = plan_memory(config, model, total > 0)
@@ -495,11 +482,8 @@ def check_room(
     config: EngineConfig, model_config: ModelConfig, ops: ModuleType, dtype: torch.dtype, max_model_len: int,
     pipeline: Pipeline, device: str,
 ) -> None:  # fmt: skip
-    """Check, before any of them is allocated, that there is room for a rank's weights, a draft's, and RoPE's tables.
-
-    Raises:
-        ValueError: see `check_pool`.
-    """
+    """Check, before any of them is allocated, that there is room for a rank's weights, a draft's, and RoPE's tables;
+    raises what `check_pool` does."""
     model = dry_model(config, model_config, ops, dtype, 1, pipeline)  # tables of one token, because they are made
     size = count_bytes(model.owners())
     draft = count_bytes({*model.owners(), *(model.draft or model).owners()}) - size

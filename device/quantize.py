@@ -60,11 +60,7 @@ Chunks = list[list[int]]
 
 @dataclass(frozen=True)
 class QuantizeOptions:
-    """The options of the command line.
-
-    Raises:
-        ValueError: two of the options do not go together, or one is out of range.
-    """
+    """The options of the command line; a ValueError if two do not go together, or one is out of range."""
 
     model: str
     out: str
@@ -85,11 +81,6 @@ class QuantizeOptions:
             raise ValueError("method is gptq; it needs a --calibration FILE")
         if self.method == "rtn" and self.calibration:
             raise ValueError("method is rtn; it has no use for --calibration, which must be left out")
-
-    @property
-    def recipe(self) -> compressed.Recipe:
-        """The scheme."""
-        return compressed.RECIPES[self.scheme]
 
     @property
     def group(self) -> int:
@@ -143,28 +134,29 @@ def main(argv: Sequence[str]) -> None:
 
 
 def quantize(options: QuantizeOptions) -> list[str]:
-    """Do what the options say; returns what is to be told.
+    """Do what the options say; returns the lines to print.
 
     Raises:
         ValueError: an option is wrong, or the model is none that can be quantized, or its files are damaged.
     """
     set_up("info", "text")
     begun, source = time.monotonic(), EngineConfig(options.model)
-    texts = [read_text(path) for path in (options.calibration, options.text) if path]
+    lesson = read_text(options.calibration) if options.calibration else ""
+    exam = read_text(options.text or TEXT) if options.text or not lesson else ""
     target, here = Path(options.out).resolve(), Path(options.model) if os.path.isdir(options.model) else None
     compressed.check_target(target, here, options.overwrite)  # before anything is downloaded
     source = find_model(source)
     compressed.check_target(target, Path(source.folder), options.overwrite)
     job = QuantizeJob(options, source)
-    lessons, exam = job.chunks(texts)
-    before = perplexity(source, exam)
+    learning, measured = job.chunks(lesson, exam)
+    before = perplexity(source, measured)
     learned: dict[str, CodedRows] = {}
-    if options.calibration:
-        learned = calibrate(source, lessons, options.recipe.kind, options.group, job.dtype)
+    if learning:
+        learned = calibrate(source, learning, job.recipe.kind, job.group, job.dtype)
     size, new_size = job.write(target, learned)
-    after = perplexity(EngineConfig(str(target)), exam)
-    tokens = sum(map(len, exam))
-    method = f"by GPTQ with {sum(map(len, lessons)):,} tokens" if learned else "to the nearest"
+    after = perplexity(EngineConfig(str(target)), measured)
+    tokens = sum(map(len, measured))
+    method = f"by GPTQ with {sum(map(len, learning)):,} tokens" if learned else "to the nearest"
     left = len(job.rounds) - len(learned)
     also = f", but {left} (experts, and what no token reached) to the nearest" if learned and left else ""
     return [
@@ -201,7 +193,8 @@ class QuantizeJob:
     """
 
     def __init__(self, options: QuantizeOptions, source: EngineConfig):
-        self.options, self.source, name = options, source, source.model
+        self.source, name = source, source.model
+        self.recipe, self.group = compressed.RECIPES[options.scheme], options.group
         self.paths = checkpoint_files(source.folder)
         config = ModelConfig.from_folder(source.folder)
         if config.quantization or any(path.endswith(".gguf") for path in self.paths):
@@ -216,8 +209,8 @@ class QuantizeJob:
 
     def find_matrices(self) -> None:
         """Find `rounds` and `ignore`."""
-        ops, kind, group = pick_ops("reference", "cpu"), self.options.recipe.kind, self.options.group
-        model = dry_model(self.source, self.config, ops, self.dtype, 2, Pipeline(), kind)
+        ops, group = pick_ops("reference", "cpu"), self.group
+        model = dry_model(self.source, self.config, ops, self.dtype, 2, Pipeline(), self.recipe.kind)
         wanted = model.parameters()
         rounded = kinds_to_round(model, wanted, head=False)
         for file, saved in tensors_in(self.paths):
@@ -237,8 +230,8 @@ class QuantizeJob:
             elif len(shape) > 1 and module != saved and name != f"{self.config.row.name('embed')}.weight":
                 self.ignore.add(module)
 
-    def chunks(self, texts: list[str]) -> tuple[Chunks, Chunks]:
-        """Chunks of tokens: to calibrate with, and to measure. `texts` are those that the options name.
+    def chunks(self, lesson: str, exam: str) -> tuple[Chunks, Chunks]:
+        """Chunks of tokens: to calibrate with, and to measure. Without an exam a fifth of the lesson is kept for it.
 
         Raises:
             ValueError: a text is too short.
@@ -251,14 +244,11 @@ class QuantizeJob:
             found = [first + ids[i : i + each] for i in range(0, len(ids), each)]
             return [chunk for chunk in found if len(chunk) > len(first) + 1]
 
-        measured = cut(texts[-1] if self.options.text else read_text(TEXT))
-        learned: Chunks = []
-        if self.options.calibration:
-            learned = cut(texts[0])
-            if not self.options.text:
-                count = len(learned) // HELD_OUT
-                learned, measured = learned[: len(learned) - count], learned[len(learned) - count :]
-        if not measured or (self.options.calibration and not learned):
+        learned, measured = cut(lesson), cut(exam)
+        if not exam:
+            count = len(learned) - len(learned) // HELD_OUT
+            learned, measured = learned[:count], learned[count:]
+        if not measured or (lesson and not learned):
             raise ValueError(
                 f"the texts have {len(learned)} chunks of {size} tokens to calibrate with, and {len(measured)} to "
                 "measure; there must be at least one of each"
@@ -269,9 +259,9 @@ class QuantizeJob:
         """Write the folder; returns the bytes of the weights' files before and after.
 
         Args:
-            learned: by our names, the codes and scales that are chosen already; the other matrices are rounded now.
+            learned: by our names, the codes and scales that are chosen already; other matrices get the nearest ones.
         """
-        source, recipe = Path(self.source.folder), self.options.recipe
+        source, recipe = Path(self.source.folder), self.recipe
         with compressed.new_folder(target) as folder:
             shards = compressed.Shards(folder)
             for file, saved in tensors_in(self.paths):
@@ -279,19 +269,16 @@ class QuantizeJob:
                 if saved not in self.rounds:
                     shards.add({saved: tensor})
                     continue
-                rows = learned.get(self.rounds[saved]) or self.to_nearest(tensor)
+                if not (rows := learned.get(self.rounds[saved])):
+                    group = self.group if self.group > 0 else tensor.shape[1]
+                    values, scales = nearest_of(tensor.float(), recipe.kind, group, self.dtype)
+                    rows = CodedRows(codes_of(values, recipe.kind), scales.to(self.dtype))
                 shards.add(compressed.tensors_of(saved, rows.codes, rows.scales, recipe))
             shards.finish()
             compressed.copy_beside(source, folder)
-            compressed.write_config(source, folder, compressed.config_of(recipe, self.options.group, self.ignore))
+            compressed.write_config(source, folder, compressed.config_of(recipe, self.group, self.ignore))
             sizes = [sum(map(os.path.getsize, paths)) for paths in (self.paths, folder.glob("*.safetensors"))]
         return sizes[0], sizes[1]
-
-    def to_nearest(self, matrix: torch.Tensor) -> CodedRows:
-        """The nearest codes of a matrix, and their scales."""
-        kind, group = self.options.recipe.kind, self.options.group
-        values, scales = nearest_of(matrix.float(), kind, group if group > 0 else matrix.shape[1], self.dtype)
-        return CodedRows(codes_of(values, kind), scales.to(self.dtype))
 
 
 def spread(chunks: Chunks, most: int) -> Chunks:

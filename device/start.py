@@ -21,10 +21,7 @@ from device.coded import coded_as, files_of, kinds_of
 from device.compile_guard import CompileGuard
 from device.dry_run import new_state
 from device.loader import fill_dummy, load_weights
-from device.memory import (
-    MemoryPlan,
-    plan_memory,
-)
+from device.memory import MemoryPlan, plan_memory
 from lora.stacks import AdapterPool
 from model import Transformer
 from model_config import ModelConfig

@@ -20,7 +20,6 @@ import gc
 import torch
 
 from batch_state import BatchState
-from checkpoints.hub import checkpoint_files
 from checkpoints.tied_head import settle_head
 from cpu import machine
 from device.coded import coded_tensors
@@ -85,11 +84,7 @@ class KeptWorker(Worker):
         self.give_back()
 
     def wake_up(self, tags: list[str], source: str) -> None:
-        """Take memory for what the tags name again, if it sleeps, and fill it. See `load_weights` for the source.
-
-        Raises:
-            ValueError: the source is bad.
-        """
+        """Take memory for what the tags name again, if it sleeps, and fill it. See `load_weights` for the source."""
         if WEIGHTS in tags and self.dropped:
             self.load_weights(source)
         if WEIGHTS in tags:
@@ -176,7 +171,7 @@ class KeptWorker(Worker):
         """Check whether `load_weights` could take the source, by the headers of its files; raises as `find_weights`, or
         because they have a head of its own, and this model has none."""
         model = self.new_model()
-        find_weights(model, source, checkpoint_files(source), wanted_of(self.config, model))
+        find_weights(model, source, wanted_of(self.config, model))
         if settle_head(source, model.config) != model.config:
             raise ValueError(f"{source} has a head that is not its table of embeddings; this engine's model is tied")
 

@@ -24,11 +24,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.5, 4.0  # seconds before workers that did not com
 
 
 def check_reloadable(config: EngineConfig) -> None:
-    """Check that weights which were updated can be loaded once more as they were.
-
-    Raises:
-        ValueError: they came as tensors, or their files have changed.
-    """
+    """Check that weights which were updated can be loaded once more as they were; a ValueError if not."""
     source = config.weights
     if source == TENSORS:
         raise ValueError(f"version {config.weights_version} of the weights came as tensors, which are gone")
@@ -37,10 +33,9 @@ def check_reloadable(config: EngineConfig) -> None:
 
 
 class Workers:
-    """The workers of one engine, whichever executor has them.
+    """The workers of one engine, whichever `executor` has them.
 
     Args:
-        executor: has them.
         config: the engine's options, with what the workers have chosen where the options left it open; successors start
             with them, and the weights among them change.
         facts: what the workers have measured and chosen; successors keep these sizes.
@@ -87,11 +82,8 @@ class Workers:
         self.on_trouble(None)
 
     def restart(self, error: Exception) -> None:
-        """Start the workers anew, and again if they do not come up, because what they lack may be there a little later.
-
-        Raises:
-            WorkerError: they have not come up in `max_worker_restarts` times.
-        """
+        """Start the workers anew, and again if they do not come up, because what they lack may be there a little later;
+        a WorkerError if that takes more than `max_worker_restarts` times."""
         config = dataclasses.replace(self.config, **self.sizes)
         try:
             check_reloadable(config)
@@ -149,11 +141,8 @@ class Workers:
             raise
 
     def call(self, method: str, *args: Any) -> list[Any]:
-        """What a method of `KeptWorker` returns on each rank, which may take as long as a start.
-
-        Raises:
-            ValueError: it failed; or a worker did, and all were started anew as they were.
-        """
+        """What a method of `KeptWorker` returns on each rank, which may take as long as a start; a ValueError if it
+        failed, or if a worker did and all were started anew as they were."""
         timeout = None
         try:
             if isinstance(self.executor, MpExecutor):
@@ -201,12 +190,12 @@ class Workers:
         tags = [*TAGS] if tags is None else tags
         if not isinstance(tags, list | tuple) or any(tag not in TAGS for tag in tags):
             raise ValueError(f"tags is {tags!r:.80}; it must be None or a list of some of {', '.join(TAGS)}")
-        if not (waking := [tag for tag in self.asleep if tag in tags]):
-            return
+        waking = [tag for tag in self.asleep if tag in tags]
         if WEIGHTS in waking and self.level == 2:
             check_reloadable(self.config)
-        self._change("wake_up", waking, self.config.weights)
-        self.asleep = [tag for tag in self.asleep if tag not in waking]
+        if waking:
+            self._change("wake_up", waking, self.config.weights)
+            self.asleep = [tag for tag in self.asleep if tag not in waking]
 
     def _change(self, method: str, *args: Any) -> None:
         """`call` it. If it fails in its midst, all ranks have the old weights, and sleep or are awake, as before.
