@@ -138,8 +138,9 @@ class KeptWorker(Worker):
             if self.adapters:  # which refer to the old model, as it does to them
                 wanted = self.model.parameters()
                 self.start.adapters = self.adapters = AdapterPool.of(self.config, self.model, wanted, self.adapters)
-                gc.collect()
             self.proposer = new_proposer(self.config, self.model)  # the old one has the old draft
+            self.arrange()
+            gc.collect()
 
     def empty(self, keep: bool) -> None:
         """Take the memory of plain weights away, and `keep` a copy on the host, or none."""

@@ -40,7 +40,6 @@ from gate_shapes import (
     Lora,
     Shape,
 )
-from sampling_params import COLUMNS
 
 # Bytes of shared memory that a program may use on each chip (CUDA guide, table 30).
 SHARED_LIMIT = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 103: 232448, 120: 101376, 121: 101376}
@@ -153,7 +152,7 @@ def adjustments(vocab: int, masks: int = 1) -> tuple[torch.Tensor, ...]:
 def sampling(vocab: int, dtype: torch.dtype) -> Iterator[Callable[[Any], object]]:
     """What depends on the size of the vocabulary."""
     logits, ints = torch.zeros(2, vocab, dtype=dtype), torch.zeros(4, dtype=torch.int32)
-    args = (logits, ints[:2], torch.zeros(4, len(COLUMNS)), ints.long(), ints)
+    args = (logits, ints[:2], torch.zeros(4, 4), ints.long(), ints)
     for width in (None, 4, 8):
         state, drafts = drafted(vocab, width)
         yield lambda ops, drafts=drafts: ops.sample(*args, None, drafts)

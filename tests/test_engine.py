@@ -472,9 +472,9 @@ def test_ctrl_c_anywhere_in_a_step_leaves_books_that_are_right(make_llm, monkeyp
         answer = llm.generate([first], params, use_tqdm=False)[0].outputs[0].token_ids
         for k in range(6):
             llm.generate([[7 + i * (k + 3) % 900 for i in range(200)]], params, use_tqdm=False)
-        owners = {"moves": core.executor.worker, "schedule": core.scheduler, "update": core.scheduler}
+        owners = {"moves": core.executor.worker.ops, "schedule": core.scheduler, "update": core.scheduler}
         owner = owners.get(place, core.executor)
-        name = {"moves": "move_blocks"}.get(place, place)
+        name = {"moves": "swap_blocks"}.get(place, place)
         method = getattr(owner, name)
 
         def interrupted(*args):

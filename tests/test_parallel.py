@@ -23,6 +23,7 @@ from model import Transformer
 from model_config import ModelConfig
 from parallel import Group
 from plan import NewRow, StepPlan
+from sampling_params import SamplingParams
 from worker import Worker
 
 SIZES = (2, 4)
@@ -85,7 +86,8 @@ def answers(worker: Worker) -> dict:
     worker.model.forward = lambda *args: seen.append(forward(*args)) or seen[-1]
     vocab = worker.model.config.vocab_size
     new = [NewRow(slot=slot, token_ids=[(3 * i * i + slot) % vocab for i in range(n)],
-                  blocks=[list(range(slot * PER_SEQ, (slot + 1) * PER_SEQ))], temperature=float(slot == 1), seed=7)
+                  blocks=[list(range(slot * PER_SEQ, (slot + 1) * PER_SEQ))], seed=7,
+                  sampling=SamplingParams(temperature=float(slot == 1)).columns)
            for slot, n in enumerate(LENGTHS)]  # fmt: skip
     results = [worker.step(StepPlan(0, rows=[(0, 1), (1, 7), (2, 25)], new=new))]
     logits = worker.model.logits(seen[0])

@@ -196,7 +196,7 @@ def test_rows_whose_log_probabilities_are_wanted_are_not_only_greedy():
         cpu_weights.GreedyHead(torch.eye(32).bfloat16()),
     )
     row = NewRow(slot=0, token_ids=[5, 6], blocks=[[0]])
-    changed = {"num_logprobs": 0}, {"temperature": 0.5}, {"logit_bias": {3: 1.0}}
+    changed = {"num_logprobs": 0}, {"sampling": SamplingParams(temperature=0.5).columns}, {"logit_bias": {3: 1.0}}
     others = [dataclasses.replace(row, slot=slot, **fields) for slot, fields in enumerate(changed, 1)]
     state.enter(StepPlan(0, new=[row, *others]))
     hidden, slots = torch.arange(64).view(2, 32).bfloat16(), torch.arange(-1, 4, dtype=torch.int32)

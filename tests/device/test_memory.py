@@ -316,6 +316,7 @@ def test_captured_graphs_share_what_their_steps_take(make, monkeypatch, layers, 
     if layers:
         pipeline.stage, pipeline.stages, pipeline.layers, model.span = layers.start, 2, layers, layers
         pipeline.first, pipeline.last = layers.start == 0, layers.stop == 2
+        worker.arrange()
     monkeypatch.setattr(BatchState, "sample", lambda self, ops, logits, *more: logits.argmax(-1))  # the sooner
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", SimpleNamespace)
