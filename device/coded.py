@@ -168,12 +168,6 @@ def coded_as(config: EngineConfig, model_config: ModelConfig) -> str:
     return "checkpoint" if in_codes else kind.replace("auto", "")
 
 
-def coded_tensors(model: Transformer) -> list[torch.Tensor]:
-    """The tensors of all matrices in codes."""
-    weights = [unwrapped(value) for owner in model.owners() for value in vars(owner).values()]
-    return [tensor for weight in weights if isinstance(weight, QuantizedWeight) for tensor in weight.tensors()]
-
-
 def unwrapped(weight: Any) -> Any:
     """A weight without its adapters."""
     return weight.weight if isinstance(weight, AdaptedLinear) else weight
@@ -214,12 +208,8 @@ def kinds_to_round(model: Transformer, wanted: Parts, head: bool = True) -> dict
 
 
 def coded_of(model: Transformer, weight: torch.Tensor, parts: list[tuple[torch.Tensor, Stored]], fp8: bool) -> Any:
-    """A `QuantizedWeight` to take the place of `weight`, or None if codes of one kind cannot hold all its parts.
-
-    Args:
-        parts: views of `weight`, and what fills them.
-        fp8: see `settle`.
-    """
+    """A `QuantizedWeight` to take the place of `weight`, or None if codes of one kind cannot hold all its `parts`: the
+    views of `weight`, and what fills them. Of `fp8` see `settle`."""
     stored_as, inputs = list[tuple[CodedAs, torch.Tensor]](), weight.shape[-1]
     for target, source in parts:
         if target.shape[-1] != inputs or not target.is_contiguous():

@@ -141,11 +141,7 @@ def all_sources(files: Files) -> dict[str, list[Stored]]:
 
 
 def check_complete(folder: str, wanted: Parts, saved_names: dict[str, str]) -> None:
-    """Check that `saved_names` has all that is wanted: each tensor, or one that stands for it.
-
-    Raises:
-        ValueError: a tensor is missing, or is there twice: by itself and as a part of another one.
-    """
+    """Check that `saved_names` has each tensor that is wanted, or one that stands for it, and not both."""
     needed = {name for name, part in wanted.items() if part.needed}
     for name, part in wanted.items():
         if part.instead_of and name in saved_names:
@@ -166,15 +162,13 @@ def find_slices(
     path: str, wanted: Parts, model: Transformer, saved_names: dict[str, str], storage: Storage,
     index: dict[str, str] | None, instead: dict[str, str],
 ) -> dict[str, list[Stored]]:  # fmt: skip
-    """The sources of a file's tensors, by name: views of the mapped file. Only its header is read.
+    """The sources of a file's tensors, by name: views of the mapped file. Only its header is read. A ValueError names a
+    damaged file, or a tensor that is surplus, misshapen, of another dtype, or in two files.
 
     Args:
         saved_names: our names and the checkpoint's of what was found so far; this file's are added.
         index: names what counts; of the rest of a file only what is wanted is taken.
         instead: our names of tensors that are wanted under other names, see `stand_in`.
-
-    Raises:
-        ValueError: the file is damaged, or a tensor of it is surplus, misshapen, of another dtype, or in two files.
     """
     slices: dict[str, list[Stored]] = {}
     kinds = kinds_to_round(model, wanted)

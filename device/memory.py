@@ -110,15 +110,13 @@ def plan_memory(config: EngineConfig, model: Transformer, cuda: bool) -> MemoryP
         if cuda and captures_graphs(config):
             largest = max(rows, config.max_samples - rows + min(rows, MOST_DRAFTING))  # tokens of a graph
             passed, step = sum(model.passed_sizes), max(count_step(dry, [1] * rows)[:3])
-            graphs = GRAPHS + item * largest * passed + step * largest // rows
-            graphs += piece_bytes(config, dry)
+            graphs = GRAPHS + item * largest * passed + step * largest // rows + piece_bytes(config, dry)
         kept = kept_bytes(config, model)
         activations, logits, graphs = activations + kept, logits + kept, graphs + (kept if graphs else 0)
         reserved += kept
     plain = model
     if model.coded and config.enable_lora:  # adapters are as large as beside plain weights
-        shape = model.ops, model.dtype, model.max_model_len, model.group.pipeline
-        plain = dry_model(config, model.config, *shape)
+        plain = dry_model(config, model.config, model.ops, model.dtype, model.max_model_len, model.group.pipeline)
     plan = MemoryPlan(
         weights=count_bytes(model.owners()),
         draft=count_bytes({*model.draft.owners()} - {*model.owners()}) if model.draft else 0,
@@ -147,10 +145,7 @@ def settle_tokens(config: EngineConfig, total: int) -> EngineConfig:
 def split_layers(config: EngineConfig, model: Transformer) -> list[range]:
     """The layers of each pipeline stage: as many as `pipeline_layer_partition` says, else so that no stage reads more
     bytes of weights in a step than it must. The head is the last stage's; of the embedding a step reads little.
-    `model` is the whole model, on any device.
-
-    Raises:
-        ValueError: the layers cannot be divided so.
+    `model` is the whole model, on any device. Raises a ValueError if the layers cannot be divided so.
     """
     count, stages, sources = len(model.layers), config.pipeline_parallel_size, model.config.kv_sources
     # Layers that read the keys of another layer must be in its stage.
@@ -294,10 +289,8 @@ def fit_pool(config: EngineConfig, windows: Sequence[int], fits: int, max_model_
     """How many blocks the KV pool has, and how many tokens a sequence may then have.
 
     The pool has the `fits` blocks that memory has room for, but no more than all sequences at full length can use, or
-    no more than two steps can use where prompts are pooled.
-
-    Raises:
-        ValueError: it does not hold one request of `max_model_len`, and the user asked for that length.
+    no more than two steps can use where prompts are pooled. Raises a ValueError if it does not hold one request of
+    `max_model_len`, and the user asked for that length.
     """
     size, ahead, per_seq = config.block_size, config.lookahead, blocks_per_seq(config, windows, max_model_len)
     useful = per_seq * config.max_num_seqs
@@ -331,12 +324,8 @@ def check_pool(config: EngineConfig, model: Transformer, plan: MemoryPlan, room:
 
 
 def what_fits(config: EngineConfig, model: Transformer, room: int, steps: int, cuda: bool) -> str:
-    """Says with which `--quantization` the weights fit, or else on how many GPUs.
-
-    Args:
-        room: bytes for the weights of a rank without RoPE's tables.
-        steps: bytes of the largest step and of the batch state, of which lower limits leave a quarter.
-    """
+    """Says with which `--quantization` the weights fit into `room` bytes of a rank, or else on how many GPUs. Lower
+    limits leave a quarter of the `steps` bytes, which the largest step and the batch state take."""
     few_bits = model.config.quantization or coded_as(config, model.config) == "checkpoint"
     kinds = [config.quantization] if few_bits else [config.quantization, "int8", "fp8", "int4"]
     ranks, stages = config.tensor_parallel_size, config.pipeline_parallel_size
@@ -500,20 +489,18 @@ def check_room(
 
 def gpu_bytes() -> int:
     """Bytes of memory of the smallest GPU that CUDA_VISIBLE_DEVICES lets through; 0 where there is none."""
-    return min((int(said) * MIB for said in ask_gpus("memory.total") if said.isdigit()), default=0)
+    return min((int(size) * MIB for size in ask_gpus("memory.total") if size.isdigit()), default=0)
 
 
 def gpu_capability() -> tuple[int, ...]:
     """The lowest compute capability of these GPUs; (0, 0) where there is none, or the driver is too old to tell."""
-    told = (said.split(".") for said in ask_gpus("compute_cap") if said[0].isdigit())
-    return min((tuple(map(int, numbers)) for numbers in told), default=(0, 0))
+    versions = (version.split(".") for version in ask_gpus("compute_cap") if version[0].isdigit())
+    return min((tuple(map(int, numbers)) for numbers in versions), default=(0, 0))
 
 
 def ask_gpus(what: str) -> list[str]:
-    """What `nvidia-smi` says of each GPU that CUDA_VISIBLE_DEVICES lets through; nothing where there is none.
-
-    It asks the driver. CUDA would make a context first, which takes half a GiB of a GPU's memory.
-    """
+    """What the driver says of each GPU that CUDA_VISIBLE_DEVICES lets through; nothing where there is none. CUDA would
+    make a context first, which takes half a GiB of a GPU's memory."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     which = [] if visible is None else [f"--id={visible}"]
     command = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader,nounits", *which]

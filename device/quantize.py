@@ -82,11 +82,6 @@ class QuantizeOptions:
         if self.method == "rtn" and self.calibration:
             raise ValueError("method is rtn; it has no use for --calibration, which must be left out")
 
-    @property
-    def group(self) -> int:
-        """Neighbouring inputs that share a scale; -1: all of them."""
-        return (self.group_size or 128) if self.scheme == "w4a16" else -1
-
 
 class OneLineParser(argparse.ArgumentParser):
     """A command line whose mistakes are one line and exit code 2."""
@@ -96,8 +91,8 @@ class OneLineParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 
-def new_parser() -> OneLineParser:
-    """The command line of `quantize`."""
+def main(argv: Sequence[str]) -> None:
+    """Run the command. If it cannot be done, one line says why, and the exit code is 2."""
     parser = OneLineParser(
         f"{PROG} quantize", description=ABOUT, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -118,12 +113,6 @@ def new_parser() -> OneLineParser:
         help="a text whose perplexity is measured (default: a fifth of the calibration text, or demo/exam.txt)",
     )  # fmt: skip
     parser.add_argument("--overwrite", action="store_true", help="take the place of a model that is in OUT")
-    return parser
-
-
-def main(argv: Sequence[str]) -> None:
-    """Run the command. If it cannot be done, one line says why, and the exit code is 2."""
-    parser = new_parser()
     try:
         for line in quantize(QuantizeOptions(**vars(parser.parse_args(argv)))):
             print(line)
@@ -134,11 +123,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def quantize(options: QuantizeOptions) -> list[str]:
-    """Do what the options say; returns the lines to print.
-
-    Raises:
-        ValueError: an option is wrong, or the model is none that can be quantized, or its files are damaged.
-    """
+    """Do what the options say; returns the lines to print."""
     set_up("info", "text")
     begun, source = time.monotonic(), EngineConfig(options.model)
     lesson = read_text(options.calibration) if options.calibration else ""
@@ -168,7 +153,7 @@ def quantize(options: QuantizeOptions) -> list[str]:
 
 
 def read_text(path: str) -> str:
-    """The text of a file; a ValueError if it cannot be read."""
+    """The text of a file."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
@@ -181,20 +166,12 @@ def read_text(path: str) -> str:
 
 
 class QuantizeJob:
-    """A checkpoint that is to be quantized: what its headers say of each tensor.
-
-    Attributes:
-        rounds: the names of the matrices that are rounded, and our names of them.
-        ignore: the modules that stay plain.
-        dtype: of the scales: the model's, because vLLM keeps them so.
-
-    Raises:
-        ValueError: it is none that can be quantized, or not with these options.
-    """
+    """A checkpoint that is to be quantized: what its headers say of each tensor. A ValueError says why it cannot be."""
 
     def __init__(self, options: QuantizeOptions, source: EngineConfig):
         self.source, name = source, source.model
-        self.recipe, self.group = compressed.RECIPES[options.scheme], options.group
+        self.recipe = compressed.RECIPES[options.scheme]
+        self.group = (options.group_size or 128) if options.scheme == "w4a16" else -1  # inputs; -1: all
         self.paths = checkpoint_files(source.folder)
         config = ModelConfig.from_folder(source.folder)
         if config.quantization or any(path.endswith(".gguf") for path in self.paths):
@@ -202,40 +179,32 @@ class QuantizeJob:
         if config.head != "logits":
             raise ValueError(f"{name} is {config.architecture}, which predicts no tokens; quantize takes one that does")
         self.config = settle_head(source.folder, config)
-        self.dtype: torch.dtype = getattr(torch, config.dtype)
-        self.rounds: dict[str, str] = {}
-        self.ignore = {"lm_head"}
-        self.find_matrices()
-
-    def find_matrices(self) -> None:
-        """Find `rounds` and `ignore`."""
-        ops, group = pick_ops("reference", "cpu"), self.group
-        model = dry_model(self.source, self.config, ops, self.dtype, 2, Pipeline(), self.recipe.kind)
+        self.dtype: torch.dtype = getattr(torch, config.dtype)  # of the scales, as vLLM keeps them
+        self.rounds: dict[str, str] = {}  # the names of the matrices that are rounded, and our names of them
+        self.ignore = {"lm_head"}  # the modules that stay plain
+        ops = pick_ops("reference", "cpu")
+        model = dry_model(source, self.config, ops, self.dtype, 2, Pipeline(), self.recipe.kind)
         wanted = model.parameters()
         rounded = kinds_to_round(model, wanted, head=False)
         for file, saved in tensors_in(self.paths):
             shape, module = file.get_slice(saved).get_shape(), saved.removesuffix(".weight")
-            name = our_name(saved, wanted)
-            if name in rounded:
-                if len(shape) != 2 or wanted[name].transposed or module == saved:
+            part = our_name(saved, wanted)
+            if part in rounded:
+                if len(shape) != 2 or wanted[part].transposed or module == saved:
                     raise ValueError(
                         f"tensor {saved} of {self.config.architecture} has shape {shape}; compressed-tensors has a "
                         "matrix [outputs, inputs] for each module and each expert, and so this is refused"
                     )
-                if group > 0 and shape[1] % group:
+                if self.group > 0 and shape[1] % self.group:
                     raise ValueError(
-                        f"group_size is {group}; it must divide the {shape[1]} inputs of {saved}, or be -1"
+                        f"group_size is {self.group}; it must divide the {shape[1]} inputs of {saved}, or be -1"
                     )
-                self.rounds[saved] = name
-            elif len(shape) > 1 and module != saved and name != f"{self.config.row.name('embed')}.weight":
+                self.rounds[saved] = part
+            elif len(shape) > 1 and module != saved and part != f"{self.config.row.name('embed')}.weight":
                 self.ignore.add(module)
 
     def chunks(self, lesson: str, exam: str) -> tuple[Chunks, Chunks]:
-        """Chunks of tokens: to calibrate with, and to measure. Without an exam a fifth of the lesson is kept for it.
-
-        Raises:
-            ValueError: a text is too short.
-        """
+        """Chunks of tokens: to calibrate with, and to measure. Without an exam a fifth of the lesson is kept for it."""
         tokenizer, size = Tokenizer(self.source.folder), min(CHUNK, self.config.max_position - 1)
         first = tokenizer.encode("")  # what begins each text
 

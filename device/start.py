@@ -86,7 +86,7 @@ class Start:
         self.arrange([] if config.weights else files_of(config))
 
     def list_parameters(self) -> None:
-        """Note what fills the model, and what makes its drafts, before their weights are packed."""
+        """Note what fills the model and its draft, before their weights are packed."""
         self.parameters = self.model.parameters()
         self.draft_parameters = self.model.draft.parameters() if self.model.draft else {}
 

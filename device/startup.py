@@ -64,9 +64,9 @@ def start_worker(config: EngineConfig, model_config: ModelConfig, rank: int = 0,
         if start.device == "cuda":
             with start.phase("kernels"):
                 rehearse(start)
+    rows = start.config.max_num_seqs
     with start.phase("KV pool"):
         start.num_blocks = count_blocks(start)
-        rows = start.config.max_num_seqs
         pool, states = start.new_pool(start.num_blocks), start.new_states(rows + start.num_snapshots)
         host_states = new_host_states(start)
         pools = pool, new_host_pool(start, host_states), states, host_states
@@ -164,11 +164,7 @@ def facts(
 
 
 def check_sizes(config: EngineConfig, model_config: ModelConfig, device: str) -> int:
-    """How many tokens a sequence may have.
-
-    Raises:
-        ValueError: this device does not have the `block_size`, or the model has no such `max_model_len`, or no states.
-    """
+    """How many tokens a sequence may have. Options that do not go with the device or the model are ValueErrors."""
     if device == "cuda" and config.block_size not in CUDA_BLOCK_SIZES:
         raise ValueError(f"block_size is {config.block_size}; on cuda it must be one of {CUDA_BLOCK_SIZES}")
     if config.backend == "triton" and config.block_size.bit_count() > 1:
@@ -237,10 +233,7 @@ def pick_ops(backend: str, device: str) -> ModuleType:
 def print_plan(config: EngineConfig, model_config: ModelConfig, gib: float | None = None) -> None:
     """Print what a worker would hold on a GPU of `gib` GiB, which is one that multiplies FP8, or on this machine.
 
-    Nothing is allocated, and no GPU is touched.
-
-    Raises:
-        ValueError: a worker would not start, or there is no such device.
+    Nothing is allocated, and no GPU is touched. Raises a ValueError where a worker would not start.
     """
     if gib is not None and not 0 < gib <= 2**20:
         raise ValueError(f"plan is {gib}; it must be above 0 and at most {2**20} GiB, the memory of a GPU")

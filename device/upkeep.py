@@ -22,7 +22,7 @@ import torch
 from batch_state import BatchState
 from checkpoints.tied_head import settle_head
 from cpu import machine
-from device.coded import coded_tensors
+from device.coded import unwrapped
 from device.loader import find_weights
 from device.start import Start
 from device.warmup import capture
@@ -30,6 +30,7 @@ from lora.stacks import AdapterPool
 from model import Transformer
 from models.logprobs import LogprobGatherer
 from models.pooled import Pooler
+from models.quantized import QuantizedWeight
 from parallel import Sampled
 from plan import KV_CACHE, WEIGHTS
 from speculation.proposer import add_draft, new_proposer, wanted_of
@@ -96,7 +97,14 @@ class KeptWorker(Worker):
             self.asleep.discard(WEIGHTS)
         if KV_CACHE in tags and KV_CACHE in self.asleep:
             self.asleep.discard(KV_CACHE)  # first, so that `sleep` takes back what there is if this fails
-            self.new_pools()
+            start, (blocks, host_blocks, rows, host_rows) = self.start, self.lengths
+            self.pool, self.states = start.new_pool(blocks), start.new_states(rows)
+            if self.device == "cpu":
+                self.host_pool = torch.empty(host_blocks, *start.block_shape(), dtype=start.model.kv_dtype)
+                self.host_states = torch.empty(host_rows, start.model.state_size)
+            self.state = start.new_state(self.config.max_num_seqs)
+            self.sampled = Sampled(self.state, self.pipeline)
+            self.sanitize()
         self.capture_missing()
 
     def capture_missing(self) -> None:
@@ -104,17 +112,6 @@ class KeptWorker(Worker):
         if self.graph_sizes and not self.graphs and not self.asleep:
             with self.watch():
                 capture(self.start, self)
-
-    def new_pools(self) -> None:
-        """Make the pools and the batch state as they were at the start."""
-        start, (blocks, host_blocks, rows, host_rows) = self.start, self.lengths
-        self.pool, self.states = start.new_pool(blocks), start.new_states(rows)
-        if self.device == "cpu":
-            self.host_pool = torch.empty(host_blocks, *start.block_shape(), dtype=start.model.kv_dtype)
-            self.host_states = torch.empty(host_rows, start.model.state_size)
-        self.state = start.new_state(self.config.max_num_seqs)
-        self.sampled = Sampled(self.state, self.pipeline)
-        self.sanitize()
 
     def give_back(self) -> None:
         """Give the system what torch and malloc keep for later."""
@@ -147,7 +144,9 @@ class KeptWorker(Worker):
         if not self.emptied:
             parts = [*self.start.parameters.values(), *self.start.draft_parameters.values()]
             targets = [piece.target for part in parts for piece in part.pieces if not piece.target.is_meta]
-            targets += coded_tensors(self.model)
+            weights = [unwrapped(value) for owner in self.model.owners() for value in vars(owner).values()]
+            coded = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
+            targets += [tensor for weight in coded for tensor in weight.tensors()]
             storages = {storage.data_ptr(): storage for storage in (target.untyped_storage() for target in targets)}
             self.emptied = [(storage, storage.nbytes(), None) for storage in storages.values()]
         for i, (storage, size, copy) in enumerate(self.emptied):
@@ -179,8 +178,7 @@ class KeptWorker(Worker):
     def load_weights(self, source: str) -> None:
         """Replace the weights by those of a folder or a safetensors file; "" means those of the start.
 
-        Raises:
-            ValueError: see `check_weights`, or a tensor is not finite. Then some of the weights are new.
+        Raises what `check_weights` does, or a ValueError if a tensor is not finite. Then some of the weights are new.
         """
         start = self.start
         if not self.packed:
