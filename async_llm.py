@@ -17,9 +17,9 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 from checkpoints.hub import find_model, source_of
@@ -37,7 +37,6 @@ from processes.client import (
     GONE,
     SILENT,
     BackgroundResources,
-    EngineCoreClient,
     EngineDeadError,
     MPClient,
     Stream,
@@ -68,21 +67,19 @@ class AsyncStream(Stream):
         with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody waits any more
             self.loop.call_soon_threadsafe(self.arrived.set)
 
-
-def in_thread(method: Callable[..., Any]) -> Callable[..., Coroutine[Any, Any, Any]]:
-    """A method of `AsyncMPClient` that calls its client's blocking one in another thread."""
-
-    @wraps(method)
-    async def call(self: AsyncMPClient, *args: Any, **kwargs: Any) -> Any:
-        return await asyncio.to_thread(getattr(self.engine, method.__name__), *args, **kwargs)
-
-    return call
+    async def next(self) -> EngineOutput:
+        """Wait for the next output; raises what `get` does."""
+        while self.empty():
+            self.arrived.clear()
+            if self.empty():  # still, and what comes from now on sets it again
+                await self.arrived.wait()
+        return self.get(0)
 
 
 class AsyncMPClient:
-    """`EngineCoreClient` for asyncio, of an engine process, which it starts and replaces. It waits until that is ready.
+    """An engine process, which this starts and replaces, and its client. It waits until the engine is ready.
 
-    Its methods are the ones of that name there. A stream is an `AsyncStream`. `shutdown` also works without a loop.
+    A task of an event loop calls `engine`, whose methods wait, in another thread.
 
     Raises:
         EngineDeadError: the engine does not start, and says why.
@@ -105,16 +102,6 @@ class AsyncMPClient:
             self.resources.add(partial(self.sender.shutdown, wait=False, cancel_futures=True))
             self.resources.run(watch_over, self.process.check, self.resources.ended)
 
-    @property
-    def facts(self) -> dict[str, Any]:
-        """What the engine tells its clients (`core.client_facts`)."""
-        return self.process.facts
-
-    @property
-    def trouble(self) -> str | None:
-        """Why the engine cannot run requests now; None: it can."""
-        return self.engine.trouble
-
     def _submit(self, call: Callable[..., Any], *args: Any) -> Future[Any]:
         """Call it in the thread that writes to the engine."""
         self.resources.check()
@@ -125,39 +112,14 @@ class AsyncMPClient:
             raise EngineDeadError(GONE)
         self.engine.add_request(request, stream)
 
-    async def add_request(self, request: EngineCoreRequest, stream: Stream | None = None) -> Stream:
-        target = stream or AsyncStream()
-        target.clients.add(self)
-        await asyncio.wrap_future(self._submit(self._add, request, target))
-        return target
-
-    async def get_output(self, stream: Stream, timeout: float | None = None) -> EngineOutput:
-        assert isinstance(stream, AsyncStream)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout):
-                while stream.empty():
-                    stream.arrived.clear()
-                    if stream.empty():  # still, and what comes from now on sets it again
-                        await stream.arrived.wait()
-        return stream.get(0)
+    async def add_request(self, request: EngineCoreRequest, stream: Stream) -> None:
+        """Send a request to the engine, whose outputs go into the stream. Raises what `MPClient.add_request` does."""
+        await asyncio.wrap_future(self._submit(self._add, request, stream))
 
     def abort_soon(self, request_id: str, index: int | None = None, reason: str = "abort") -> None:
-        """`abort` for callers that cannot wait for it."""
+        """Abort a request, or the sample of an index, once the requests before it are sent (`MPClient.abort`)."""
         with contextlib.suppress(ValueError, RuntimeError):  # this is shut down
             self._submit(self.engine.abort, request_id, index, reason)
-
-    async def abort(self, request_id: str, index: int | None = None, reason: str = "abort") -> None:
-        if not self.resources.ended.is_set():
-            await asyncio.wrap_future(self._submit(self.engine.abort, request_id, index, reason))
-
-    utility = in_thread(EngineCoreClient.utility)
-    utility_on_all = in_thread(EngineCoreClient.utility_on_all)
-    collective_rpc = in_thread(EngineCoreClient.collective_rpc)
-    dp_engines_running = in_thread(EngineCoreClient.dp_engines_running)
-    scale_elastic_ep = in_thread(EngineCoreClient.scale_elastic_ep)
-
-    def shutdown(self) -> None:
-        self.resources()
 
 
 class AsyncLLM:
@@ -190,7 +152,7 @@ class AsyncLLM:
         self.live: dict[str, tuple[str, AsyncStream]] = {}  # by the caller's name of a request: the engine's, its news
         self.numbers = itertools.count()
         self.client = AsyncMPClient(dataclasses.replace(config, runs_functions=True))
-        self.inputs = InputProcessor(self.tokenizer, self.client.facts)
+        self.inputs = InputProcessor(self.tokenizer, self.client.process.facts)
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig) -> AsyncLLM:
@@ -229,9 +191,9 @@ class AsyncLLM:
             choices.request_id = request_id
             await self.client.add_request(request, stream)
             while not finished:
-                outputs = [await self.client.get_output(stream)]
+                outputs = [await stream.next()]
                 while not stream.empty():
-                    outputs.append(await self.client.get_output(stream))
+                    outputs.append(stream.get(0))
                 for output in outputs:
                     check_accepted(output, begun=choices.metrics.first_token_time is not None)
                     choices.follow(output, lambda _, index, reason: self.client.abort_soon(name, index, reason))
@@ -265,11 +227,11 @@ class AsyncLLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """The default of `generate`: the model's own, from its generation_config.json."""
         self._check_open()
-        return SamplingParams(**self.client.facts["default_sampling"])
+        return SamplingParams(**self.client.process.facts["default_sampling"])
 
     async def _utility(self, method: str, *args: Any, timeout: float | None = 10.0) -> Any:
         self._check_open()
-        (value,) = (await self.client.utility(method, *args, timeout=timeout)).values()
+        (value,) = (await asyncio.to_thread(self.client.engine.utility, method, *args, timeout=timeout)).values()
         return value
 
     async def get_metrics(self) -> dict[str, Any]:
@@ -290,7 +252,7 @@ class AsyncLLM:
     ) -> list[Any]:
         """Call a method or a function on all workers (`LLM.collective_rpc`). The engine does nothing else meanwhile."""
         self._check_open()
-        return await self.client.collective_rpc(method, timeout, args, kwargs)
+        return await asyncio.to_thread(self.client.engine.collective_rpc, method, timeout, args, kwargs)
 
     async def sleep(self, level: int = 1) -> None:
         """Give memory back to the system (`Workers.sleep`). Requests wait until `wake_up`."""
@@ -324,7 +286,7 @@ class AsyncLLM:
     @property
     def errored(self) -> bool:
         """Whether requests end with an error now, because the engine is gone, stands still, or is shut down."""
-        return self.client.resources.ended.is_set() or self.client.trouble in (GONE, SILENT)
+        return self.client.resources.ended.is_set() or self.client.engine.trouble in (GONE, SILENT)
 
     @property
     def is_running(self) -> bool:
@@ -334,16 +296,16 @@ class AsyncLLM:
     @property
     def dead_error(self) -> EngineDeadError:
         """What `check_health` raises."""
-        return EngineDeadError(self.client.trouble or GONE)
+        return EngineDeadError(self.client.engine.trouble or GONE)
 
     async def check_health(self) -> None:
         """Raises EngineDeadError: the engine cannot run requests, even if only for a moment."""
-        if self.errored or self.client.trouble:
+        if self.errored or self.client.engine.trouble:
             raise self.dead_error
 
     def shutdown(self) -> None:
         """End the engine process. Requests that run end with an `EngineDeadError`."""
-        self.client.shutdown()
+        self.client.resources()
 
 
 AsyncLLMEngine = AsyncLLM  # its older name in vLLM

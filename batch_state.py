@@ -37,11 +37,6 @@ class StepShape(NamedTuple):
     drafted: int = 0  # the rows with these tokens, if some of them have drafts
     queries: int = 1  # tokens of each row, if all rows have as many drafts as there may be
 
-    @property
-    def num_short(self) -> int:
-        """How many rows come first that `attention_decode` has."""
-        return (self.drafted or self.num_decodes) if self.num_decodes else 0
-
 
 class Writes:
     """Changes of the batch state, gathered on the host: see `reference.apply_writes`."""
@@ -357,15 +352,14 @@ class BatchState:
         changes = self.penalties, self.token_counts, self.bias_ids, self.biases, self.bitmask
         return ops.Adjust(self.adjustments, *changes)
 
-    def bar(self, logits: torch.Tensor, rows: torch.Tensor, slots: np.ndarray, after: np.ndarray | None = None) -> None:
+    def bar(self, logits: torch.Tensor, rows: torch.Tensor, slots: np.ndarray, after: np.ndarray) -> None:
         """Set logits of barred tokens to -inf in those `rows` [R] whose `slots` [R] ask for it (masked_logprobs).
 
-        after: [R], how many drafts each row's token comes after; None where none comes after any.
+        after: [R], how many drafts each row's token comes after.
         """
         if len(masked := np.flatnonzero(self.masked_logprobs[slots])):
             rows = rows[to_device(masked, self.device)]
-            counts = np.zeros_like(masked) if after is None else after[masked]
-            words = self.bitmask[to_device(slots[masked], self.device), to_device(counts, self.device)]
+            words = self.bitmask[to_device(slots[masked], self.device), to_device(after[masked], self.device)]
             bits = words[:, :, None] >> torch.arange(32, dtype=torch.int32, device=self.device) & 1
             logits[rows] = logits[rows].masked_fill(bits.flatten(1)[:, : logits.shape[1]] == 0, -math.inf)
 

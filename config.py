@@ -126,22 +126,14 @@ class EngineConfig:
         DEMO, "folder in Hugging Face layout, GGUF file, or id on the hub, like Qwen/Qwen3-0.6B (default: the demo)"
     )
     _: KW_ONLY
-    revision: str | None = option(
-        None, "branch, tag or commit of a model that is downloaded from the hub (default: its main branch)"
-    )
-    download_dir: str | None = option(
-        None, "folder that models are downloaded to (default: the hub's cache, which HF_HOME moves)"
-    )
-    hf_overrides: str | None = option(
-        None, "JSON object of fields of config.json with other values, null drops one; those of a text half are merged"
-    )
+    revision: str | None = option(None, "branch, tag or commit of a model on the hub (default: its main branch)")
+    download_dir: str | None = option(None, "folder of downloaded models (default: the hub's cache, see HF_HOME)")
+    hf_overrides: str | None = option(None, "JSON object of fields of config.json with other values; null drops one")
     quantization: Literal["auto", "int8", "int8_per_channel_weight_only", "int4", "fp8"] = option(
         "auto", "auto keeps matrices as they are saved; others round plain ones; int8 rounds products' inputs, too"
     )
     load_format: Literal["auto", "dummy"] = option("auto", "auto reads the safetensors; dummy makes up the weights")
-    model_plugin: tuple[str, ...] = option(
-        (), "module of one's own that adds families of models, parts of layers or schemes of weights, or several"
-    )
+    model_plugin: tuple[str, ...] = option((), "modules that add model families, parts of layers or weight schemes")
     skip_tokenizer_init: bool = option(False, "load no tokenizer: prompts and outputs are token ids alone")
     task: Literal["auto", "generate", "embed", "score", "classify"] = option(
         "auto",
@@ -162,30 +154,18 @@ class EngineConfig:
     dtype: Literal["auto", "bfloat16", "float16", "float32", "half", "float"] = option(
         "auto", "type of weights, activations and KV cache; auto: the checkpoint's, or one that a CPU is fast with"
     )
-    enforce_eager: bool = option(
-        False, "on cuda: launch kernels one by one, with no CUDA graph of a decode step; on a CPU: make no C++"
-    )
+    enforce_eager: bool = option(False, "on cuda: make no CUDA graphs of decode steps; on a CPU: make no C++")
     compile: bool = option(
         False,
         "on a CPU: make C++ of what is between the products before the first request, not while the model serves; "
         "and keep a second copy of the weights, compressed without loss, for one sequence at a time",
     )
-    threads: int | None = option(
-        None, "threads of each rank on a CPU (default: one a core, but a small model leaves one core free)", 1, 4096
-    )
-    batch_invariant: bool = option(
-        False, "logits bit-equal whatever runs beside a request, however it is chunked or cached; slower"
-    )
-    max_model_len: int | None = option(
-        None, "tokens of a prompt and its output together (default: what the model allows)", 2, MAX_CONTEXT
-    )
+    threads: int | None = option(None, "CPU threads a rank (default: one a core; small models leave one free)", 1, 4096)
+    batch_invariant: bool = option(False, "bit-equal logits however a request is batched, chunked or cached; slower")
+    max_model_len: int | None = option(None, "tokens of prompt and output (default: the model's limit)", 2, MAX_CONTEXT)
     max_num_seqs: int = option(256, "sequences in one step", 1, 65536)
     max_num_batched_tokens: int | None = option(
-        None,
-        "tokens in one step (default: 2048, on a GPU 8192, on one of 80 GB 16384; under the policy fair no more than "
-        "take 0.1 s; and at least max_num_seqs)",
-        1,
-        2**20,
+        None, "tokens in one step (default: 2048; GPU 8192, of 80 GB 16384; policy fair: what takes 0.1 s)", 1, 2**20
     )
     block_size: int = option(64, "tokens in one KV block; on cuda 16, 32, 64 or 128", 1, 4096)
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3"] = option(
@@ -202,11 +182,7 @@ class EngineConfig:
     )
     enable_prefix_caching: bool = option(True, "reuse the KV blocks of equal prompt beginnings")
     num_state_snapshots: int | None = option(
-        None,
-        "for models with recurrent states: how many the prefix cache keeps (default: as many as max_num_seqs, but on a "
-        "CPU no more than half of the free memory holds beside theirs)",
-        0,
-        2**20,
+        None, "recurrent states that the prefix cache keeps (default: max_num_seqs, or fewer on a CPU)", 0, 2**20
     )
     scheduling_policy: str = option(
         "auto",
@@ -217,18 +193,12 @@ class EngineConfig:
     scheduler_delay_factor: float = option(
         0.0, "without chunked prefill: wait this times the last prefill's seconds before the next one", 0.0, 1000.0
     )
-    enable_chunked_prefill: bool = option(
-        True, "cut long prompts and run them beside decodes; else whole prompts first, and alone"
-    )
+    enable_chunked_prefill: bool = option(True, "run long prompts in parts, beside decodes; else whole and alone")
     preemption_mode: Literal["auto", "recompute", "swap"] = option(
         "auto", "a preempted request computes its tokens again, or its KV blocks wait in host memory; auto: the cheaper"
     )
-    schedule_conservativeness: float = option(
-        1.0, "share of running requests' expected growth that admission keeps free; 0 admits all that fits", 0.0, 10.0
-    )
-    async_scheduling: bool | None = option(
-        None, "plan a step before the previous step's result is in; by default on cuda, and where workers are processes"
-    )
+    schedule_conservativeness: float = option(1.0, "share of expected growth that admission keeps free", 0.0, 10.0)
+    async_scheduling: bool | None = option(None, "plan before results are in (default: on cuda, and in processes)")
     num_lookahead_slots: int = option(0, "KV slots that each sequence owns ahead of its tokens", 0, 1024)
     speculative_config: str | None = option(
         None,
@@ -237,19 +207,10 @@ class EngineConfig:
         "draft_model, eagle, eagle3, or MODULE:CLASS of one's own",
     )
     tensor_parallel_size: int = option(1, "devices that each hold a share of every weight", 1, 64)
-    pipeline_parallel_size: int = option(
-        1, "stages, each of which holds some of the layers on devices of its own; steps follow each other through them",
-        1, 64,
-    )  # fmt: skip
-    pipeline_layer_partition: str | None = option(
-        None, "how many layers each stage holds, like 12,16 (default: so that all stages read as many bytes)"
-    )
-    data_parallel_size: int = option(
-        1, "engines, each with the whole model; the server divides requests among them", 1, 64
-    )
-    enable_expert_parallel: bool = option(
-        False, "divide a model's experts among all tensor and data ranks, each of which holds whole ones"
-    )
+    pipeline_parallel_size: int = option(1, "stages that each hold some of the layers, on their own devices", 1, 64)
+    pipeline_layer_partition: str | None = option(None, "layers by stage, like 12,16 (default: as many bytes in each)")
+    data_parallel_size: int = option(1, "engines that each have the whole model, and share the requests", 1, 64)
+    enable_expert_parallel: bool = option(False, "divide the experts, as whole ones, among all tensor and data ranks")
     distributed_executor_backend: Literal["auto", "uni", "mp", "external_launcher", "torchrun", "ray"] = option(
         "auto",
         "uni: the worker in the engine's process; mp: each in its own; external_launcher: in those that torchrun or "
@@ -259,50 +220,30 @@ class EngineConfig:
     )
     startup_timeout: float = option(1800.0, "seconds that workers, or an engine process, may take to start", 0.1, 1e6)
     step_timeout: float | None = option(
-        None,
-        "seconds that a step may take before the workers are started anew (default: 20 times as long as warm-up says "
-        "that the largest step takes, at least 30)",
-        0.1,
-        1e6,
+        None, "seconds a step may take before workers restart (default: 20 of the largest steps, at least 30)", 0.1, 1e6
     )
-    max_worker_restarts: int = option(
-        20, "times in a row, without a step that went through, that workers are started anew before the engine ends", 1
-    )
+    max_worker_restarts: int = option(20, "restarts of workers without a step between, before the engine ends", 1)
     data_parallel_backend: Literal["mp", "ray"] = option(
-        "mp",
-        "who starts these engines: mp: this server, and each host that is headless, its own; ray: Ray, on nodes of the "
-        "cluster that this machine belongs to",
+        "mp", "who starts these engines; mp: this server, and each headless host; ray: Ray, on nodes of its cluster"
     )
     data_parallel_size_local: int | None = option(
-        None, "how many of these engines run on this host (default: all); the others are on hosts that are headless",
-        0, 64,
-    )  # fmt: skip
-    data_parallel_address: str | None = option(
-        None, "address of the server's host, which listens there for the other hosts, and which they connect to"
+        None, "engines on this host (default: all); the others are on headless hosts", 0, 64
     )
+    data_parallel_address: str | None = option(None, "address of the server's host, to which the other hosts connect")
     data_parallel_rpc_port: int = option(29550, "port there", 1, 65535)
-    data_parallel_secret_file: str | None = option(
-        None, "file with the secret that all hosts share; MANTA_DATA_PARALLEL_SECRET is the other way to give it"
-    )
+    data_parallel_secret_file: str | None = option(None, "file of the shared secret, or set MANTA_DATA_PARALLEL_SECRET")
     headless: bool = option(False, "run this host's engines for the server at data_parallel_address, without HTTP")
     data_parallel_start_rank: int | None = option(None, "with headless: the first of this host's engines", 0, 63)
     data_parallel_external_lb: bool = option(
-        False, "serve one of these engines alone, data_parallel_rank; the others have servers of their own, and "
-        "something before all of them divides requests",
-    )  # fmt: skip
-    data_parallel_rank: int = option(0, "with data_parallel_external_lb: which of the engines this is", 0, 63)
-    data_parallel_size_max: int | None = option(
-        None, "most engines that POST /scale may ask for (default: their number cannot be changed)", 1, 64
+        False, "serve engine data_parallel_rank alone; others have servers of their own, behind one load balancer"
     )
+    data_parallel_rank: int = option(0, "with data_parallel_external_lb: which of the engines this is", 0, 63)
+    data_parallel_size_max: int | None = option(None, "most engines for POST /scale (default: a fixed number)", 1, 64)
     enable_lora: bool = option(False, "serve LoRA adapters of the model beside it")
     max_loras: int = option(4, "adapters that requests of one step may have", 1, 1024)
-    max_cpu_loras: int | None = option(
-        None, "adapters that are kept in the host's memory (default: four times max_loras)", 1, 65536
-    )
+    max_cpu_loras: int | None = option(None, "adapters kept in host memory (default: four times max_loras)", 1, 65536)
     max_lora_rank: int = option(16, "the highest rank of an adapter", 1, 256)
-    max_prompt_adapter_token: int = option(
-        0, "virtual tokens that an adapter may put before a prompt (0: no prompt adapters)", 0, 65536
-    )
+    max_prompt_adapter_token: int = option(0, "virtual tokens that an adapter may put before a prompt", 0, 65536)
     max_logprobs: int = option(20, "likeliest tokens whose log-probabilities a request may ask for", 0, 1024)
     logits_processors: tuple[str, ...] = option((), "MODULE:CLASS of one's own that changes logits, or several")
     log_level: Literal["debug", "info", "warning", "error"] = option(
@@ -310,15 +251,9 @@ class EngineConfig:
     )
     log_format: Literal["text", "json"] = option("text", "lines of plain words, or a JSON object on each line")
     disable_log_stats: bool = option(False, "log no line with the throughput every 10 s while there is work")
-    log_scheduler: str | None = option(
-        None, "file for a journal of JSON lines: what came to the scheduler and what it decided"
-    )
-    trace: str | None = option(
-        None, "file for a timeline of each step's phases, in the engine and on the device, as Perfetto shows it"
-    )
-    torch_profiler_dir: str | None = option(
-        None, "folder for what torch's profiler records from start_profile to stop_profile; without it there is none"
-    )
+    log_scheduler: str | None = option(None, "file of JSON lines: what came to the scheduler and what it decided")
+    trace: str | None = option(None, "file for Perfetto: when each step's phases ran, in the engine and on the device")
+    torch_profiler_dir: str | None = option(None, "folder for what torch's profiler records; without it there is none")
     sanitize_kv: bool = option(False, "for debugging: check in every step that no request reads or writes another's KV")
     snapshot: str = option("", "")  # the folder that the model was downloaded to, if it was; see `hub.find_model`
     expert_rendezvous: str = option("", "")  # a file by which the ranks of engines that share experts meet

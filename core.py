@@ -142,6 +142,8 @@ class EngineCore:
         """The engine's options; `Workers.load_weights` changes those about weights."""
         return self.workers.config
 
+    # --- the loop -----------------------------------------------------------------------------------------------------
+
     def add(self, request: EngineCoreRequest, at_once: bool = False) -> None:
         """Queue a request; with `at_once`, wait for its adapter and its grammar, so that a bad one raises here.
 
@@ -179,21 +181,6 @@ class EngineCore:
             self.scheduler.stats.refused()
             raise
 
-    def _uses_adapter(self, adapter: Adapter) -> bool:
-        """Whether an unfinished request has this adapter."""
-        compiling = self.grammars.waiting.values()
-        return self.scheduler.admission.uses_adapter(adapter) or any(r.adapter == adapter for r in compiling)
-
-    def _reload_adapters(self) -> None:
-        """New workers read the adapters anew; requests whose adapter is gone end.
-
-        Raises:
-            WorkerError: a worker has died meanwhile.
-        """
-        lost = self.adapters.reload(self.executor.collective_rpc)
-        requests = chain(self.scheduler.requests.values(), self.grammars.waiting.values())
-        self._give_up({r: lost[r.adapter] for r in requests if r.adapter in lost}, engine_fault=True)
-
     @undisturbed()  # Ctrl-C waits until the end
     def _queue(self, request: SequenceGroup) -> None:
         """Hand a request to the scheduler, once its grammar is ready."""
@@ -206,33 +193,6 @@ class EngineCore:
         self._observe("added", request)
 
     @undisturbed()
-    def admit(self) -> None:
-        """Queue the requests whose grammars, weights or adapters are ready; `tell` has the errors of refused ones."""
-        idle = not (self.plans or self._may_run())
-        ready = [] if self.pausing else [*self.adapters.look(idle), *self.paused.values()]
-        self.paused = self.paused if self.pausing else {}
-        for waiting in ready:
-            try:
-                self.add(waiting)
-            except ValueError as error:
-                self.news.outputs.append(error_output(waiting.request_id, error))
-        for request in self.grammars.ready():
-            self._observe("tick")
-            try:
-                self._queue(request)
-            except ValueError as error:
-                self.scheduler.stats.refused()
-                self.news.outputs.append(error_output(request.request_id, error))
-
-    def tell(self) -> Outputs:
-        """The news since the last call."""
-        news, self.news = self.news, Outputs()
-        if version := self.config.weights_version:  # weights never change within an answer
-            for output in news.outputs:
-                output.weights_version = version
-        return news
-
-    @undisturbed()
     def abort(self, request_id: str, index: int | None = None, reason: str = "abort") -> None:
         """Drop a request, or one of its samples; see `Scheduler.abort`."""
         if index is None:
@@ -242,21 +202,6 @@ class EngineCore:
             self.searches.abort(request_id, reason)
         self.scheduler.abort(request_id, index, reason)
         self._observe("aborted", request_id, index, reason)
-
-    @undisturbed()
-    def abort_requests(self, names: list[str]) -> int:
-        """End requests with an error, by their ids or those of their replies, or all of them; returns how many."""
-        chosen = {*names}
-        all_ids = dict.fromkeys(map(self.searches.owner, chain(*self._unfinished())))
-        ids = [id for id in all_ids if not chosen or chosen & {id, id.rpartition("-")[0]}]
-        for id in ids:
-            self.abort(id)
-            self.news.outputs.append(error_output(id, "the request was aborted (/abort_requests)"))
-        return len(ids)
-
-    def _unfinished(self) -> tuple[Collection[str], ...]:
-        """The ids of requests that wait for new weights, for an adapter, for a grammar, and those in the scheduler."""
-        return self.paused, self.adapters.waiting, self.grammars.waiting, self.scheduler.requests
 
     def has_work(self) -> bool:
         """Whether a step would do anything, if only tell news."""
@@ -323,23 +268,6 @@ class EngineCore:
         if failed:
             self._give_up(failed)
 
-    def _make_masks(self) -> None:
-        """Make masks for the next step. Sequences whose masks are not ready sit it out; those that cannot go on end."""
-        if not (seqs := [seq for seq in self.scheduler.others if seq.group.params.constrained]):
-            self.scheduler.awaiting_masks = ()
-            return
-        self.scheduler.awaiting_masks, failed = self.grammars.look(seqs)
-        self._observe("awaiting_masks", self.scheduler.awaiting_masks)
-        self._give_up(failed)
-
-    @undisturbed()
-    def _give_up(self, failed: dict[SequenceGroup, str], engine_fault: bool = False, lasting: bool = False) -> None:
-        """End requests, each with its error."""
-        errors = {self.searches.owner(request.request_id): why for request, why in failed.items()}
-        for request_id, why in errors.items():
-            self.abort(request_id, reason="error")
-            self.news.outputs.append(error_output(request_id, why, engine_fault, lasting))
-
     def _land(self) -> None:
         """Wait for the result of the oldest step in flight."""
         try:
@@ -369,6 +297,14 @@ class EngineCore:
             self._start_over(False, None)
             raise
 
+    def tell(self) -> Outputs:
+        """The news since the last call."""
+        news, self.news = self.news, Outputs()
+        if version := self.config.weights_version:  # weights never change within an answer
+            for output in news.outputs:
+                output.weights_version = version
+        return news
+
     def _observe(self, event: str, *args: Any) -> None:
         """Tell all observers (journal, live view, trace) what happens: call their method `event`, see `Observer`."""
         for observer in self.observers:
@@ -386,6 +322,54 @@ class EngineCore:
         self._observe("phase_ended", name, plan)
         self.scheduler.stats.phases[name].observe(time.monotonic() - begun)
 
+    def close(self) -> None:
+        """End the workers."""
+        self.grammars.close()
+        self.executor.close()
+        self._observe("close")
+
+    # --- what waits for a grammar, an adapter or weights, and what has failed -----------------------------------------
+
+    def _unfinished(self) -> tuple[Collection[str], ...]:
+        """The ids of requests that wait for new weights, for an adapter, for a grammar, and those in the scheduler."""
+        return self.paused, self.adapters.waiting, self.grammars.waiting, self.scheduler.requests
+
+    @undisturbed()
+    def admit(self) -> None:
+        """Queue the requests whose grammars, weights or adapters are ready; `tell` has the errors of refused ones."""
+        idle = not (self.plans or self._may_run())
+        ready = [] if self.pausing else [*self.adapters.look(idle), *self.paused.values()]
+        self.paused = self.paused if self.pausing else {}
+        for waiting in ready:
+            try:
+                self.add(waiting)
+            except ValueError as error:
+                self.news.outputs.append(error_output(waiting.request_id, error))
+        for request in self.grammars.ready():
+            self._observe("tick")
+            try:
+                self._queue(request)
+            except ValueError as error:
+                self.scheduler.stats.refused()
+                self.news.outputs.append(error_output(request.request_id, error))
+
+    def _make_masks(self) -> None:
+        """Make masks for the next step. Sequences whose masks are not ready sit it out; those that cannot go on end."""
+        if not (seqs := [seq for seq in self.scheduler.others if seq.group.params.constrained]):
+            self.scheduler.awaiting_masks = ()
+            return
+        self.scheduler.awaiting_masks, failed = self.grammars.look(seqs)
+        self._observe("awaiting_masks", self.scheduler.awaiting_masks)
+        self._give_up(failed)
+
+    @undisturbed()
+    def _give_up(self, failed: dict[SequenceGroup, str], engine_fault: bool = False, lasting: bool = False) -> None:
+        """End requests, each with its error."""
+        errors = {self.searches.owner(request.request_id): why for request, why in failed.items()}
+        for request_id, why in errors.items():
+            self.abort(request_id, reason="error")
+            self.news.outputs.append(error_output(request_id, why, engine_fault, lasting))
+
     @undisturbed()
     def _start_over(self, lost: bool, cause: str | None) -> int:
         """Give up the steps in flight; the KV cache may be `lost`, too. Returns how many requests go on."""
@@ -394,6 +378,58 @@ class EngineCore:
         self.plans.clear()
         self.news.outputs += self.searches.take(self.scheduler.start_over(lost, cause))
         return len(self.scheduler.requests)
+
+    def _uses_adapter(self, adapter: Adapter) -> bool:
+        """Whether an unfinished request has this adapter."""
+        compiling = self.grammars.waiting.values()
+        return self.scheduler.admission.uses_adapter(adapter) or any(r.adapter == adapter for r in compiling)
+
+    def _reload_adapters(self) -> None:
+        """New workers read the adapters anew; requests whose adapter is gone end.
+
+        Raises:
+            WorkerError: a worker has died meanwhile.
+        """
+        lost = self.adapters.reload(self.executor.collective_rpc)
+        requests = chain(self.scheduler.requests.values(), self.grammars.waiting.values())
+        self._give_up({r: lost[r.adapter] for r in requests if r.adapter in lost}, engine_fault=True)
+
+    # --- utilities, which clients call by name ------------------------------------------------------------------------
+
+    def utility(self, method: str, *args: Any) -> Any:
+        """Call one of `UTILITIES`; returns its result.
+
+        Raises:
+            ValueError: none has that name. The method may raise errors of its own.
+        """
+        if method not in UTILITIES:
+            raise ValueError(f"no utility {method!r}; there are {', '.join(UTILITIES)}")
+        return operator.attrgetter(UTILITIES[method])(self)(*args)
+
+    def metrics(self) -> dict[str, Any]:
+        """All of the engine's metrics, by their names in `observe.metrics.SERIES`."""
+        reports = self.scheduler.reports
+        metrics = engine_metrics(reports.metrics(), self.config, self.facts, self.workers.num_restarts)
+        if self.config.enable_lora:
+            waiting = [request.lora.lora_name for request in self.adapters.waiting.values() if request.lora]
+            metrics["lora_requests_info"] = reports.adapters(waiting)
+        return metrics
+
+    @undisturbed()
+    def abort_requests(self, names: list[str]) -> int:
+        """End requests with an error, by their ids or those of their replies, or all of them; returns how many."""
+        chosen = {*names}
+        all_ids = dict.fromkeys(map(self.searches.owner, chain(*self._unfinished())))
+        ids = [id for id in all_ids if not chosen or chosen & {id, id.rpartition("-")[0]}]
+        for id in ids:
+            self.abort(id)
+            self.news.outputs.append(error_output(id, "the request was aborted (/abort_requests)"))
+        return len(ids)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes."""
+        self.scheduler.space.reset_prefix_cache()
+        self._observe("reset_prefix_cache")
 
     def busy(self) -> bool:
         """Whether requests must end before weights may be updated. While workers sleep, none would end."""
@@ -434,36 +470,6 @@ class EngineCore:
         logger.info(f"weights updated from {options['weights']}: version {self.config.weights_version}")
         return self.config.weights_version
 
-    def metrics(self) -> dict[str, Any]:
-        """All of the engine's metrics, by their names in `observe.metrics.SERIES`."""
-        reports = self.scheduler.reports
-        metrics = engine_metrics(reports.metrics(), self.config, self.facts, self.workers.num_restarts)
-        if self.config.enable_lora:
-            waiting = [request.lora.lora_name for request in self.adapters.waiting.values() if request.lora]
-            metrics["lora_requests_info"] = reports.adapters(waiting)
-        return metrics
-
-    def utility(self, method: str, *args: Any) -> Any:
-        """Call one of `UTILITIES`; returns its result.
-
-        Raises:
-            ValueError: none has that name. The method may raise errors of its own.
-        """
-        if method not in UTILITIES:
-            raise ValueError(f"no utility {method!r}; there are {', '.join(UTILITIES)}")
-        return operator.attrgetter(UTILITIES[method])(self)(*args)
-
-    def close(self) -> None:
-        """End the workers."""
-        self.grammars.close()
-        self.executor.close()
-        self._observe("close")
-
-    def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes."""
-        self.scheduler.space.reset_prefix_cache()
-        self._observe("reset_prefix_cache")
-
 
 def not_finite(flight: Flight, rows: list[int]) -> dict[SequenceGroup, str]:
     """The requests of these rows of a step, and what was wrong; the log has one line for each adapter."""
@@ -473,10 +479,3 @@ def not_finite(flight: Flight, rows: list[int]) -> dict[SequenceGroup, str]:
         wrong[request] = f"{maker} has made numbers that are not finite: NaN, or minus infinity for every token allowed"
         warn_once(f"{wrong[request]}; requests for which it does so end with this error")
     return wrong
-
-
-def is_used(core: EngineCore, adapter: Adapter) -> bool:
-    """Whether a request that has yet to finish has this adapter."""
-    admission, compiling = core.scheduler.admission, core.grammars.waiting.values()
-    lines = (queue.lines for queue in (admission.waiting, admission.swapped, admission.deferred))
-    return adapter in chain(admission.adapters.users, *lines) or any(r.adapter == adapter for r in compiling)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gc
 import inspect
 import itertools
@@ -12,6 +11,7 @@ import queue
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 from checkpoints.hub import find_model, source_of
@@ -439,7 +439,10 @@ class LLM(PoolingFaces):
         end = self.tokenizer.turn_end(chat_template)  # trainers often name it nowhere else
         if end is not None and end not in self.client.facts["eos_token_ids"]:
             each = [params] * len(ids) if isinstance(params, SamplingParams) else params
-            params = [ended_by(param, end) for param in each]
+            params = [
+                param if param.ignore_eos else replace(param, stop_token_ids=(*param.stop_token_ids, end))
+                for param in each
+            ]
         return self.generate(ids, params, use_tqdm, lora_request)
 
     def beam_search(
@@ -478,8 +481,3 @@ class LLM(PoolingFaces):
                     rates = f"prefill {prefilled / seconds:,.0f} tok/s, decode {decoded / seconds:,.0f} tok/s"
                     bar.set_postfix_str(rates, refresh=False)
                     bar.update()
-
-
-def ended_by(params: SamplingParams, end: int) -> SamplingParams:
-    """The parameters of an answer that this token ends, too."""
-    return params if params.ignore_eos else dataclasses.replace(params, stop_token_ids=(*params.stop_token_ids, end))

@@ -21,7 +21,6 @@ Every operation is O(1) a block. Paging and prefixes by chained hashes are vLLM'
 
 from __future__ import annotations
 
-import enum
 import sys
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -39,14 +38,6 @@ if TYPE_CHECKING:
 WATERMARK = 0.01  # share of a pool that admission leaves free, for running sequences to grow before one is preempted
 
 
-class AllocStatus(enum.Enum):
-    """Whether blocks can be had: now, once others finish, or never."""
-
-    OK = enum.auto()
-    LATER = enum.auto()
-    NEVER = enum.auto()
-
-
 class BlockManager:
     """Hands out the blocks of one pool, the device's or the host's.
 
@@ -58,11 +49,7 @@ class BlockManager:
     """
 
     def __init__(
-        self,
-        num_blocks: int,
-        block_size: int,
-        enable_prefix_caching: bool = True,
-        num_lookahead_slots: int = 0,
+        self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True, num_lookahead_slots: int = 0
     ):
         self.num_blocks, self.block_size = num_blocks, block_size
         self.enable_prefix_caching, self.num_lookahead_slots = enable_prefix_caching, num_lookahead_slots
@@ -83,13 +70,6 @@ class BlockManager:
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens and the look-ahead slots after them, in one table."""
         return -(-(num_tokens + self.num_lookahead_slots) // self.block_size)
-
-    def can_allocate(self, num_blocks: int, kept: int | None = None) -> AllocStatus:
-        """Whether `num_blocks` can be taken, with at least `kept` (by default the watermark) left free."""
-        if num_blocks > self.num_blocks:
-            return AllocStatus.NEVER
-        kept = self.watermark_blocks if kept is None else kept
-        return AllocStatus.OK if num_blocks <= self.num_free - kept else AllocStatus.LATER
 
     def allocate(self, num_blocks: int) -> list[int]:
         """Take `num_blocks` blocks of undefined content, each with one reference."""
@@ -252,7 +232,7 @@ class BlockSpaceManager:
     def admit(self, seq: Sequence, entry: Entry, kept: int, plan: StepPlan) -> bool:
         """Let a sequence in with `entry`, found just now, if `kept` more blocks stay free."""
         device, tables = self.device, entry.tables
-        if device.can_allocate(self.price(entry), kept) is not AllocStatus.OK:
+        if self.price(entry) > device.num_free - kept:
             return False
         seq.num_computed, seq.num_reused, seq.num_published = entry.cached, entry.cached, min(map(len, tables))
         device.share(entry.shared)

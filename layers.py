@@ -286,14 +286,8 @@ class Attention(Owner):
         if n > 0:
             parts.append(self.ops.attention_decode(few, kv, step.plans[self.kind], c.scale, *more, scales))
         if rest is not None:
-            first = batch.decodes[0]
-            rows = (
-                batch.block_tables[self.kind],
-                batch.slots[first:],
-                batch.seq_lens[first:],
-                batch.query_starts,
-                batch.max_query_len,
-            )
+            first, tables = batch.decodes[0], batch.block_tables[self.kind]
+            rows = tables, batch.slots[first:], batch.seq_lens[first:], batch.query_starts, batch.max_query_len
             parts.append(self.ops.attention_prefill(rest, kv, rows, c.scale, window, *more, chunked, scales))
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1)
 

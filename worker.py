@@ -363,7 +363,8 @@ class Worker(Profiled):
         """Make the inputs of the model."""
         self.mark("prepare_inputs")
         state, shape = self.state, run.shape
-        n, first = shape.num_decodes, shape.num_short  # tokens and rows of `attention_decode`
+        n = shape.num_decodes  # tokens of `attention_decode`, in its `first` rows
+        first = (shape.drafted or n) if n else 0
         slots, starts = state.slots[: shape.rows], state.query_starts[: shape.rows + 1]
         input_ids, positions, slot_mapping, seq_lens = self.ops.prepare_inputs(
             state.token_ids, state.num_computed, state.block_tables, slots, starts, shape.tokens, state.block_size

@@ -134,7 +134,7 @@ def check_parsers(config: ServerConfig) -> None:
 
 
 def chosen(name: str, parser_of: Callable[[str], str | None], chat_template: str) -> str | None:
-    """The parser that an option of this value means; `found` finds that of `auto`."""
+    """The parser that an option of this value means; `parser_of` finds that of `auto`."""
     return parser_of(chat_template) if name == "auto" else None if name == "none" else name
 
 

@@ -103,7 +103,7 @@ def _products(
     factors: Sequence[Any] = [None] * len(counts) if scales is None else scales.split_with_sizes(counts)
     done, experts = [], weight.experts if isinstance(weight, ExpertStack) else weight
     for (expert, count), part, factor in zip(plan.hits, parts, factors, strict=True):
-        matrix = experts[expert]
+        matrix: Any = experts[expert]
         shift = None if bias is None else bias[expert]
         if factor is not None:
             y = matrix(part).mul_(factor)

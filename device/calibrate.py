@@ -60,12 +60,8 @@ def calibrate(
     """The codes of a model's matrices, by our names of the tensors of its checkpoint. Experts are not among them, nor
     is a matrix that no token came to.
 
-    Args:
-        chunks: token ids of the calibration text; each is a prompt.
-        kind, group, dtype: see `Learner`.
-
-    Raises:
-        ValueError: the engine does not start, or has no memory for all tokens in one step.
+    Each chunk of token ids is a prompt; of the other arguments see `Learner`. Raises a ValueError if a step has no room
+    for all tokens.
     """
     tokens = sum(map(len, chunks))
     config = replace(
@@ -98,8 +94,7 @@ def calibrate(
 
 def gathered(part: TensorPart, learners: dict[int, Learner]) -> CodedRows | None:
     """The codes of a tensor of the checkpoint, whose rows may lie in several of the model's matrices; None if one of
-    them has not learned.
-    """
+    them has not learned."""
     pieces = [(learners.get(key(piece.target)), piece) for piece in part.pieces]
     learned = [(learner.codes[:2], piece) for learner, piece in pieces if learner and learner.codes]
     if not pieces or len(learned) < len(pieces):

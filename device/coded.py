@@ -40,11 +40,8 @@ BITS = {"int4": 4, "fp4": 4, "nf4": 4, "iq4": 4, "int6": 6, "int8": 8, "fp8": 8}
 
 
 def fill(weight: QuantizedWeight, source: Packed) -> torch.Tensor:
-    """Copy the codes of a part [.., n, in] of a checkpoint, which fills a weight [rows, in].
-
-    Returns:
-        The sum of the part's scales and zeros: NaN or infinite if one is.
-    """
+    """Copy the codes of a part [.., n, in] of a checkpoint, which fills a weight [rows, in]; returns the sum of the
+    part's scales and zeros, which is NaN or infinite if one is."""
     coded, begin, total = weight.coded, 0, torch.zeros(())
     tables = coded.codes, coded.scales, coded.zeros, coded.factors
     for matrix in matrices_of(source):
@@ -158,12 +155,8 @@ def files_of(config: EngineConfig) -> list[str]:
 
 
 def coded_as(config: EngineConfig, model_config: ModelConfig) -> str:
-    """How a model's matrices are kept, see `Transformer.coded`: as the options say, or as its checkpoint does.
-
-    Raises:
-        ValueError: the options ask for a kind, and the checkpoint has few bits already; or they ask for
-            `batch_invariant`.
-    """
+    """How a model's matrices are kept, see `Transformer.coded`: as the options say, or as its checkpoint does; a
+    ValueError if they contradict each other."""
     kind, paths = config.quantization, files_of(config)
     in_codes = bool(paths and model_config.quantization) or any(path.endswith(".gguf") for path in paths)
     if in_codes and kind != "auto":
@@ -173,12 +166,6 @@ def coded_as(config: EngineConfig, model_config: ModelConfig) -> str:
     if config.batch_invariant and (in_codes or kind != "auto"):
         raise ValueError("batch_invariant is True; with weights in few bits it must be False")
     return "checkpoint" if in_codes else kind.replace("auto", "")
-
-
-def coded_tensors(model: Transformer) -> list[torch.Tensor]:
-    """The tensors of all matrices in codes."""
-    weights = [unwrapped(value) for owner in model.owners() for value in vars(owner).values()]
-    return [tensor for weight in weights if isinstance(weight, QuantizedWeight) for tensor in weight.tensors()]
 
 
 def unwrapped(weight: Any) -> Any:
@@ -221,12 +208,8 @@ def kinds_to_round(model: Transformer, wanted: Parts, head: bool = True) -> dict
 
 
 def coded_of(model: Transformer, weight: torch.Tensor, parts: list[tuple[torch.Tensor, Stored]], fp8: bool) -> Any:
-    """A `QuantizedWeight` to take the place of `weight`, or None if codes of one kind cannot hold all its parts.
-
-    Args:
-        parts: views of `weight`, and what fills them.
-        fp8: see `settle`.
-    """
+    """A `QuantizedWeight` to take the place of `weight`, or None if codes of one kind cannot hold all its `parts`: the
+    views of `weight`, and what fills them. Of `fp8` see `settle`."""
     stored_as, inputs = list[tuple[CodedAs, torch.Tensor]](), weight.shape[-1]
     for target, source in parts:
         if target.shape[-1] != inputs or not target.is_contiguous():
@@ -258,24 +241,16 @@ def coded_of(model: Transformer, weight: torch.Tensor, parts: list[tuple[torch.T
     dtype = functools.reduce(torch.promote_types, dtypes)
     dtype = torch.int8 if dtype == torch.int16 else dtype  # of int8 and uint8; those of GGUF have six bits
     has_zeros = any(form.has_zeros for form in forms)
-    coded = new_codes(model, weight.shape, kind, dtype, has_zeros, group, wide)
+    outer, types = weight.shape[:-1], {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+    codes = model.take(*outer, inputs * BITS[kind] // 8, dtype=types.get(kind, torch.uint8))
+    groups = *outer, -(-inputs // group)
+    scales, zeros = model.take(*groups, dtype=dtype), model.take(*groups, dtype=dtype) if has_zeros else None
+    factors = model.take(*outer, -(-inputs // wide), 1 + has_zeros, dtype=torch.float32) if wide else None
+    coded = model.ops.Quantized(kind, codes, scales, zeros, group, factors, wide)
     if not has_zeros and (group >= inputs or group % ROUNDED_GROUP == 0):
         input_kind, input_scale = rounding_of(forms, model.device, fp8)
         coded = coded._replace(input_kind=input_kind, input_scale=input_scale)
     return QuantizedWeight(model.ops, weight, coded, order.to(model.device) if len(order) else None)
-
-
-def new_codes(
-    model: Transformer, shape: torch.Size, kind: str, dtype: torch.dtype, has_zeros: bool, group: int, wide: int
-) -> Any:
-    """A `Quantized` that has its memory, for a weight of a shape; its inputs are not rounded."""
-    *outer, inputs = shape
-    groups = (*outer, -(-inputs // group))
-    types = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
-    codes = model.take(*outer, inputs * BITS[kind] // 8, dtype=types.get(kind, torch.uint8))
-    scales, zeros = (model.take(*groups, dtype=dtype) if there else None for there in (True, has_zeros))
-    factors = model.take(*outer, -(-inputs // wide), 1 + has_zeros, dtype=torch.float32) if wide else None
-    return model.ops.Quantized(kind, codes, scales, zeros, group, factors, wide)
 
 
 def rounds_to_fp8(device: str) -> bool:

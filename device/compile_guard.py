@@ -47,10 +47,9 @@ def unlaunched(
 class CompileGuard:
     """Watches the launches of kernels: once a worker is warm, a kernel that would be compiled is an error.
 
-    Compiling takes up to seconds, in which every stream stands still, and it would happen whenever a new kind of load
-    comes. So warm-up compiles all that can be launched, and this checks that nothing was forgotten. On a GPU Triton
-    itself says what it compiles. Its interpreter compiles nothing, so there the guard works out from a launch's
-    arguments what Triton would have compiled for them. In this way a machine without a GPU finds what a warm-up lacks.
+    Compiling takes up to seconds, in which every stream stands still. So warm-up compiles all that can be launched, and
+    this checks that nothing was forgotten. On a GPU Triton itself says what it compiles. Its interpreter compiles
+    nothing, so there the guard works out from a launch's arguments what Triton would have compiled for them.
 
     A launch waits until its kernel is compiled. So a rehearsal comes before warm-up: it compiles all kernels at the
     same time, and runs none. `ops` is the module `kernels`.
@@ -66,11 +65,7 @@ class CompileGuard:
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
-        """Watch the launches inside the `with` block.
-
-        Raises:
-            LateCompile: a launch would compile a kernel, and the guard is armed.
-        """
+        """Watch the launches inside the `with` block. A late one raises `LateCompile`."""
         runtime = self.runtime
         if not runtime.interpret:
             before, runtime.jit_cache_hook = runtime.jit_cache_hook, self._compile
@@ -149,23 +144,18 @@ class KernelThreads(ThreadPoolExecutor):
 
     def submit(self, compile: Callable[[], Any]) -> Future[Any]:  # type: ignore[override]  # Triton gives no arguments
         """Compile a kernel in one of the threads."""
-        return super().submit(self._compile, compile)
-
-    @staticmethod
-    def _compile(compile: Callable[[], Any]) -> Any:
         import triton
 
-        kernel = compile()
-        triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
-        return kernel
+        def run() -> Any:
+            kernel = compile()
+            triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
+            return kernel
+
+        return super().submit(run)
 
 
 def check_compiler() -> None:
-    """Compile a little of the C with which Triton loads and launches kernels.
-
-    Raises:
-        ValueError: there is no C compiler, or it does not find Python's headers.
-    """
+    """Check that there is a C compiler that finds Python's headers: Triton needs both to load and launch kernels."""
     asked = os.environ.get("CC")  # where Triton looks, in the same order
     compiler = shutil.which(asked) if asked is not None else shutil.which("gcc") or shutil.which("clang")
     if not compiler:

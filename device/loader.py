@@ -45,18 +45,18 @@ BUFFERS, BUFFER_BYTES = 4, 32 * 2**20  # two are filled and two emptied; a call'
 
 Target = torch.Tensor | QuantizedWeight
 Pair = tuple[Target, Stored]  # target and source, of equal shapes
+Files = dict[str, dict[str, list[Stored]]]  # by a file's path and our name of a tensor, what fills each of its pieces
 
 
 def load_weights(model: Transformer, folder: str, staged: bool | None = None, wanted: Parts | None = None) -> None:
-    """Fill `model` from the safetensors of `folder`: one file, or the files named in an index.
+    """Fill `model` from the safetensors of `folder`, which may be a file itself, too.
 
     Only this rank's share of each tensor is read, and only after the headers of all files have been checked.
 
     Args:
-        folder: may be a safetensors file itself, too.
-        wanted: the model's `parameters`, where they were asked for before its weights were packed.
         staged: whether to copy through a `Stage`; by default, whether the model is on a GPU. On a CPU the second copy
             would only cost time.
+        wanted: the model's `parameters`, where they were asked for before its weights were packed.
 
     Raises:
         ValueError: a file is missing or damaged, or a tensor is missing, surplus, misshapen, of another dtype, or not
@@ -65,22 +65,22 @@ def load_weights(model: Transformer, folder: str, staged: bool | None = None, wa
     from tqdm import tqdm  # here, because a plan does without
 
     wanted, device = wanted or model.parameters(), torch.device(model.device)
-    paths = checkpoint_files(folder)
-    saved_names, files = find_weights(model, folder, paths, wanted)
+    saved_names, files = find_weights(model, folder, wanted)
+    paths = [*files]
     scales = [(name, piece.target) for name, part in wanted.items() if part.optional for piece in part.pieces]
     for _, target in scales:
         target.fill_(1)
-    targets = settle(model, wanted, {name: sources for file in files for name, sources in file.items()})
+    targets = settle(model, wanted, all_sources(files))
     source = paths[0] if len(paths) == 1 else folder  # of a GGUF file the folder says nothing to a user
     stage = Stage(device) if (device.type == "cuda" if staged is None else staged) else None
     move, begin = (stage.move, stage.begin) if stage else (copy, None)
     sums: dict[str, list[torch.Tensor]] = {}  # of each tensor's parts; a stage may still be making them until it waits
     with (
-        tqdm(total=sum(map(len, files)), desc="Loading weights", unit="tensor", leave=False, disable=None) as bar,
+        tqdm(total=len(saved_names), desc="Loading weights", unit="tensor", leave=False, disable=None) as bar,
         readers(model, stage) as count,
         ThreadPoolExecutor(count, initializer=begin) as pool,
     ):
-        for i, sources in enumerate(files):
+        for i, sources in enumerate(files.values()):
             both = chain.from_iterable(zip(targets[name], of, strict=True) for name, of in sources.items())
             moved = pool.map(move, both)
             for path in paths[i : i + 2]:
@@ -121,38 +121,27 @@ def readers(model: Transformer, stage: Stage | None) -> Iterator[int]:
         torch.set_num_threads(threads)
 
 
-def find_weights(
-    model: Transformer, folder: str, paths: list[str], wanted: Parts
-) -> tuple[dict[str, str], list[dict[str, list[Stored]]]]:
-    """Our names of the checkpoint's tensors and its own, and what is to be copied out of each file, by piece. Only
-    headers are read. Raises what `find_slices` and `check_complete` do."""
-    saved_names: dict[str, str] = {}
+def find_weights(model: Transformer, folder: str, wanted: Parts) -> tuple[dict[str, str], Files]:
+    """Our names of the checkpoint's tensors and its own, and what is to be copied out of each file. Only headers are
+    read. Raises what `find_slices` and `check_complete` do."""
+    paths, saved_names = checkpoint_files(folder), dict[str, str]()
     storage = Storage(paths, model.config.quantization)
     index = None if folder in paths else read_json(folder, INDEX, {}).get("weight_map")
     if index and os.path.basename(paths[0]) not in index.values():  # it is of older files
         index = None
     instead = stand_in(paths, model.config, storage)
-    files = [find_slices(path, wanted, model, saved_names, storage, index, instead) for path in paths]
+    files = {path: find_slices(path, wanted, model, saved_names, storage, index, instead) for path in paths}
     check_complete(folder, wanted, saved_names)
     return saved_names, files
 
 
-def settle_headers(model: Transformer, folder: str, wanted: Parts, fp8: bool) -> None:
-    """Find out from the headers of a checkpoint's files what of a model on the meta device stays in codes; of `fp8` see
-    `settle`."""
-    _, files = find_weights(model, folder, checkpoint_files(folder), wanted)
-    settle(model, wanted, {name: sources for file in files for name, sources in file.items()}, fp8)
+def all_sources(files: Files) -> dict[str, list[Stored]]:
+    """The sources of all files' tensors, by our names."""
+    return {name: sources for file in files.values() for name, sources in file.items()}
 
 
 def check_complete(folder: str, wanted: Parts, saved_names: dict[str, str]) -> None:
-    """Check that the files have all that is wanted: each tensor, or one that stands for it.
-
-    Args:
-        found: our names of the tensors that are there, and the checkpoint's.
-
-    Raises:
-        ValueError: a tensor is missing, or is there twice: by itself and as a part of another one.
-    """
+    """Check that `saved_names` has each tensor that is wanted, or one that stands for it, and not both."""
     needed = {name for name, part in wanted.items() if part.needed}
     for name, part in wanted.items():
         if part.instead_of and name in saved_names:
@@ -173,16 +162,13 @@ def find_slices(
     path: str, wanted: Parts, model: Transformer, saved_names: dict[str, str], storage: Storage,
     index: dict[str, str] | None, instead: dict[str, str],
 ) -> dict[str, list[Stored]]:  # fmt: skip
-    """The sources of a file's tensors, by name: views of the mapped file. Only its header is read.
+    """The sources of a file's tensors, by name: views of the mapped file. Only its header is read. A ValueError names a
+    damaged file, or a tensor that is surplus, misshapen, of another dtype, or in two files.
 
     Args:
-        found: our names and the checkpoint's of what was found so far; this file's are added.
-        storage: which tensors of the checkpoint stand for which.
+        saved_names: our names and the checkpoint's of what was found so far; this file's are added.
         index: names what counts; of the rest of a file only what is wanted is taken.
         instead: our names of tensors that are wanted under other names, see `stand_in`.
-
-    Raises:
-        ValueError: the file is damaged, or a tensor of it is surplus, misshapen, of another dtype, or in two files.
     """
     slices: dict[str, list[Stored]] = {}
     kinds = kinds_to_round(model, wanted)
@@ -291,7 +277,7 @@ class Stage:
             self.free.put((torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=cuda), None))
 
     def begin(self) -> None:
-        """Tell the calling thread its stream, and so its GPU. Every thread calls this before its first `move`."""
+        """Choose the calling thread's stream, and so its GPU. Every thread does this before its first `move`."""
         if self.stream:
             torch.cuda.set_stream(self.stream)
 

@@ -23,9 +23,9 @@ import torch
 
 from config import MOST_DRAFTING, EngineConfig
 from cpu import machine
-from device.coded import coded_as, files_of, kinds_of
+from device.coded import coded_as, files_of, kinds_of, settle
 from device.dry_run import MIB, count_step, distinct_layers, dry_model, dry_worker, new_state, table_columns
-from device.loader import settle_dummy, settle_headers
+from device.loader import all_sources, find_weights, settle_dummy
 from lora.stacks import adapter_bytes
 from model import Transformer
 from model_config import ModelConfig
@@ -45,6 +45,7 @@ GRAPHS = 256 * MIB  # some hundred KiB a graph, a workspace for each capturing s
 # of more tokens than the last keeps a GPU busy for longer than Python. Each size is a graph for each layer at start.
 PIECE_SIZES = [16, 32, 64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024]
 PIECE = 256 * 2**10  # bytes, an allowance for what CUDA has of each graph between two attentions
+# A large step reads the weights once for many tokens. A larger GPU has room for its activations.
 GPU_STEP_TOKENS = 8192  # tokens of a step on a GPU, by default; on a large one twice as many
 LARGE_GPU = 75 * 2**30  # bytes; what a vendor calls 80 GB shows up as 79 GiB or a little more
 CPU_KV_SHARE = 0.25  # share of a CPU's free memory that the KV pool may take; the host pool may take as much again
@@ -78,19 +79,13 @@ class MemoryPlan:
         """Bytes of a `budget` that are left for the KV pool beside what is `used` by weights and context, and beside
         the largest step: the larger of the prediction and what was `measured`, if it was run.
 
-        It is negative where these are too large.
-
-        Raises:
-            ValueError: the recurrent states do not fit.
+        It is negative where these are too large. Raises what `beside_states` does.
         """
         return self.beside_states(budget - used - max(self.step, measured) - self.state - self.graphs)
 
     def beside_states(self, room: int) -> int:
-        """What the recurrent states leave of `room` bytes, which is negative where even the weights do not fit.
-
-        Raises:
-            ValueError: they do not fit, and the weights do.
-        """
+        """What the recurrent states leave of `room` bytes, which is negative where even the weights do not fit; a
+        ValueError if only the states do not."""
         if self.states > room >= 0:
             raise ValueError(
                 f"the recurrent states of all sequences and of the prefix cache take {self.states} bytes, and "
@@ -115,15 +110,13 @@ def plan_memory(config: EngineConfig, model: Transformer, cuda: bool) -> MemoryP
         if cuda and captures_graphs(config):
             largest = max(rows, config.max_samples - rows + min(rows, MOST_DRAFTING))  # tokens of a graph
             passed, step = sum(model.passed_sizes), max(count_step(dry, [1] * rows)[:3])
-            graphs = GRAPHS + item * largest * passed + step * largest // rows
-            graphs += piece_bytes(config, dry)
+            graphs = GRAPHS + item * largest * passed + step * largest // rows + piece_bytes(config, dry)
         kept = kept_bytes(config, model)
         activations, logits, graphs = activations + kept, logits + kept, graphs + (kept if graphs else 0)
         reserved += kept
     plain = model
     if model.coded and config.enable_lora:  # adapters are as large as beside plain weights
-        shape = model.ops, model.dtype, model.max_model_len, model.group.pipeline
-        plain = dry_model(config, model.config, *shape)
+        plain = dry_model(config, model.config, model.ops, model.dtype, model.max_model_len, model.group.pipeline)
     plan = MemoryPlan(
         weights=count_bytes(model.owners()),
         draft=count_bytes({*model.draft.owners()} - {*model.owners()}) if model.draft else 0,
@@ -142,10 +135,7 @@ def plan_memory(config: EngineConfig, model: Transformer, cuda: bool) -> MemoryP
 
 
 def settle_tokens(config: EngineConfig, total: int) -> EngineConfig:
-    """The options with a number of tokens in one step, for a GPU that has `total` bytes; as they are if that is 0.
-
-    A large step reads the weights once for many tokens. A larger GPU has room for its activations.
-    """
+    """The options with a number of tokens in one step, for a GPU that has `total` bytes; as they are if that is 0."""
     if not total or config.max_num_batched_tokens is not None:
         return config
     tokens = GPU_STEP_TOKENS if total < LARGE_GPU else 2 * GPU_STEP_TOKENS
@@ -155,10 +145,7 @@ def settle_tokens(config: EngineConfig, total: int) -> EngineConfig:
 def split_layers(config: EngineConfig, model: Transformer) -> list[range]:
     """The layers of each pipeline stage: as many as `pipeline_layer_partition` says, else so that no stage reads more
     bytes of weights in a step than it must. The head is the last stage's; of the embedding a step reads little.
-    `model` is the whole model, on any device.
-
-    Raises:
-        ValueError: the layers cannot be divided so.
+    `model` is the whole model, on any device. Raises a ValueError if the layers cannot be divided so.
     """
     count, stages, sources = len(model.layers), config.pipeline_parallel_size, model.config.kv_sources
     # Layers that read the keys of another layer must be in its stage.
@@ -302,10 +289,8 @@ def fit_pool(config: EngineConfig, windows: Sequence[int], fits: int, max_model_
     """How many blocks the KV pool has, and how many tokens a sequence may then have.
 
     The pool has the `fits` blocks that memory has room for, but no more than all sequences at full length can use, or
-    no more than two steps can use where prompts are pooled.
-
-    Raises:
-        ValueError: it does not hold one request of `max_model_len`, and the user asked for that length.
+    no more than two steps can use where prompts are pooled. Raises a ValueError if it does not hold one request of
+    `max_model_len`, and the user asked for that length.
     """
     size, ahead, per_seq = config.block_size, config.lookahead, blocks_per_seq(config, windows, max_model_len)
     useful = per_seq * config.max_num_seqs
@@ -326,11 +311,8 @@ def fit_pool(config: EngineConfig, windows: Sequence[int], fits: int, max_model_
 
 
 def check_pool(config: EngineConfig, model: Transformer, plan: MemoryPlan, room: int) -> None:
-    """Check that `room` bytes, what all else leaves, hold a block of the KV pool.
-
-    Raises:
-        ValueError: says by how much the weights are too large, and what would make them fit.
-    """
+    """Check that `room` bytes, what all else leaves, hold a block of the KV pool. The ValueError says by how much the
+    weights are too large, and what would make them fit."""
     over = plan.block - room
     if over <= 0 or config.num_gpu_blocks_override:
         return
@@ -342,12 +324,8 @@ def check_pool(config: EngineConfig, model: Transformer, plan: MemoryPlan, room:
 
 
 def what_fits(config: EngineConfig, model: Transformer, room: int, steps: int, cuda: bool) -> str:
-    """Says with which `--quantization` the weights fit, or else on how many GPUs.
-
-    Args:
-        room: bytes for the weights of a rank without RoPE's tables.
-        steps: bytes of the largest step and of the batch state, of which lower limits leave a quarter.
-    """
+    """Says with which `--quantization` the weights fit into `room` bytes of a rank, or else on how many GPUs. Lower
+    limits leave a quarter of the `steps` bytes, which the largest step and the batch state take."""
     few_bits = model.config.quantization or coded_as(config, model.config) == "checkpoint"
     kinds = [config.quantization] if few_bits else [config.quantization, "int8", "fp8", "int4"]
     ranks, stages = config.tensor_parallel_size, config.pipeline_parallel_size
@@ -388,8 +366,7 @@ def least_bytes(config: EngineConfig, model_config: ModelConfig, plain: int, dty
 def report(config: EngineConfig, model: Transformer, plan: MemoryPlan, room: int, where: str) -> Iterator[str]:
     """The lines that `--plan` prints, with `room` bytes for the KV pool; `where` says what device they are about.
 
-    Raises:
-        ValueError: see `check_pool` and `fit_pool`; the lines that show why come before.
+    Raises what `check_pool` and `fit_pool` do, after the lines that show why.
     """
     max_model_len, rows = model.max_model_len, config.max_num_seqs
     kinds = " and ".join(kinds_of(model) if model.coded else [str(model.dtype).removeprefix("torch.")])
@@ -418,9 +395,8 @@ def report(config: EngineConfig, model: Transformer, plan: MemoryPlan, room: int
     if plan.activations and config.makes_vectors:
         yield line("largest step", plan.step, f"of {largest_step(config, max_model_len):,} tokens")
     elif plan.activations:
-        yield line(
-            "largest step", plan.step, "the larger of activations, and logits with the larger of their workspaces"
-        )
+        remark = "the larger of activations, and logits with the larger of their workspaces"
+        yield line("largest step", plan.step, remark)
         yield line("  activations", plan.activations, f"of {largest_step(config, max_model_len):,} tokens")
         yield line("  logits", plan.logits, f"of {config.max_samples:,} rows")
         yield line("  sampling", plan.sampling)
@@ -458,7 +434,8 @@ def settled_model(
     coded = coded_as(config, model_config)
     model = dry_model(config, model_config, ops, dtype, max_model_len, pipeline, coded)
     if coded and files_of(config):
-        settle_headers(model, config.weights or config.folder, model.parameters(), fp8)
+        wanted = model.parameters()
+        settle(model, wanted, all_sources(find_weights(model, config.weights or config.folder, wanted)[1]), fp8)
     elif coded:
         settle_dummy(model, model.parameters())
     return model
@@ -470,12 +447,11 @@ def plan_stage(
 ) -> tuple[Transformer, MemoryPlan, int, str]:  # fmt: skip
     """The model of a stage on the meta device, its rank's memory plan, bytes for the KV pool, and where that is.
 
+    Raises what `beside_states` does.
+
     Args:
         total: bytes of a GPU; 0: the stage is on this machine's CPU.
         fp8: whether the GPU may round inputs of products to e4m3.
-
-    Raises:
-        ValueError: the recurrent states do not fit.
     """
     model = settled_model(config, model_config, ops, dtype, max_model_len, pipeline, fp8)
     plan = plan_memory(config, model, total > 0)
@@ -495,11 +471,8 @@ def check_room(
     config: EngineConfig, model_config: ModelConfig, ops: ModuleType, dtype: torch.dtype, max_model_len: int,
     pipeline: Pipeline, device: str,
 ) -> None:  # fmt: skip
-    """Check, before any of them is allocated, that there is room for a rank's weights, a draft's, and RoPE's tables.
-
-    Raises:
-        ValueError: see `check_pool`.
-    """
+    """Check, before any of them is allocated, that there is room for a rank's weights, a draft's, and RoPE's tables;
+    raises what `check_pool` does."""
     model = dry_model(config, model_config, ops, dtype, 1, pipeline)  # tables of one token, because they are made
     size = count_bytes(model.owners())
     draft = count_bytes({*model.owners(), *(model.draft or model).owners()}) - size
@@ -516,20 +489,18 @@ def check_room(
 
 def gpu_bytes() -> int:
     """Bytes of memory of the smallest GPU that CUDA_VISIBLE_DEVICES lets through; 0 where there is none."""
-    return min((int(said) * MIB for said in ask_gpus("memory.total") if said.isdigit()), default=0)
+    return min((int(size) * MIB for size in ask_gpus("memory.total") if size.isdigit()), default=0)
 
 
 def gpu_capability() -> tuple[int, ...]:
     """The lowest compute capability of these GPUs; (0, 0) where there is none, or the driver is too old to tell."""
-    told = (said.split(".") for said in ask_gpus("compute_cap") if said[0].isdigit())
-    return min((tuple(map(int, numbers)) for numbers in told), default=(0, 0))
+    versions = (version.split(".") for version in ask_gpus("compute_cap") if version[0].isdigit())
+    return min((tuple(map(int, numbers)) for numbers in versions), default=(0, 0))
 
 
 def ask_gpus(what: str) -> list[str]:
-    """What `nvidia-smi` says of each GPU that CUDA_VISIBLE_DEVICES lets through; nothing where there is none.
-
-    It asks the driver. CUDA would make a context first, which takes half a GiB of a GPU's memory.
-    """
+    """What the driver says of each GPU that CUDA_VISIBLE_DEVICES lets through; nothing where there is none. CUDA would
+    make a context first, which takes half a GiB of a GPU's memory."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     which = [] if visible is None else [f"--id={visible}"]
     command = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader,nounits", *which]

@@ -20,7 +20,7 @@ from parallel import add_stages
 
 if TYPE_CHECKING:
     from cpu.weights import GreedyHead
-    from lora.stacks import Adapters
+    from lora.stacks import AdapterPool
     from models.pooled import Pooler
     from observe.sanitizer import KVSanitizer
     from worker import Phase, StepRun, Worker
@@ -51,7 +51,7 @@ def put(phases: list[Phase], place: Phase, phase: Phase, after: int = 1) -> None
     phases.insert(phases.index(place) + after, phase)
 
 
-def add_adapters(w: Worker, adapters: Adapters) -> None:
+def add_adapters(w: Worker, adapters: AdapterPool) -> None:
     """Adapters come to the device, and change the products of the model and of its head."""
 
     def move(run: StepRun) -> None:

@@ -72,7 +72,7 @@ class PiecewiseGraphs:
         return kept, self.buffer("given", (len(made), attention.width)) if attention else kept
 
     def buffer(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """A tensor at the address that those of this name have, and of this shape but for the number of tokens."""
+        """The static buffer `name`, sliced to this step's tokens."""
         key = name, shape[1:]
         if key not in self.buffers:
             size = self.sizes[-1], *shape[1:]

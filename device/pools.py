@@ -21,13 +21,8 @@ MAX_HOST_POOLS = 16  # host blocks for each block of the device, at most: each c
 
 
 def fit_states(start: Start) -> int:
-    """How many recurrent states the prefix cache keeps; the memory plan then counts these.
-
-    On a CPU all states together may take as much memory as the KV pool and the host pool may.
-
-    Raises:
-        ValueError: the states do not fit.
-    """
+    """How many recurrent states the prefix cache keeps; the memory plan then counts these. Raises what `beside_states`
+    does: on a CPU all states together may take as much memory as the KV pool and the host pool may."""
     room = 2 * start.cpu_room if start.device == "cpu" else None
     count = start.group.min(count_snapshots(start.config, start.model, room))
     states = 4 * start.model.state_size * (start.config.max_num_seqs + count)
@@ -52,8 +47,7 @@ def host_bytes(start: Start) -> int:
 
 
 def new_host_states(start: Start) -> torch.Tensor:
-    """Rows in the host's memory for the recurrent states of preempted sequences, in at most half of its bytes; raises
-    what `new_host` does."""
+    """Rows in the host's memory for the recurrent states of preempted sequences, in at most half of its bytes."""
     config, shape = start.config, (start.model.state_size,)
     if not start.model.state_size:
         return torch.empty(0, 0)
@@ -67,7 +61,7 @@ def new_host_pool(start: Start, states: torch.Tensor) -> torch.Tensor:
     """A pool in the host's memory for blocks that the device has no room for, beside the host's `states`.
 
     The blocks belong to preempted sequences and to cached prefixes. On a CPU there are no more of them than all
-    sequences at full length can use. Raises what `new_host` does.
+    sequences at full length can use.
     """
     config = start.config
     useful = config.preemption_mode != "recompute" or config.enable_prefix_caching
@@ -84,11 +78,9 @@ def new_host(
     start: Start, option: str, count: int, shape: tuple[int, ...], dtype: torch.dtype, what: str, least: str
 ) -> torch.Tensor:
     """Memory of the host [count, *shape], pinned beside a GPU, for so many of `what`, or for as many as an option says.
-    All ranks have as many.
 
-    Raises:
-        ValueError: there are fewer than the option says; the scheduler counts on them already. Or preemption by swap
-            is asked for, and there is none; `least` says what one takes.
+    All ranks have as many. Raises a ValueError if there are fewer than the option says, on which the scheduler counts
+    already, or if preemption by swap is asked for, and there is none; `least` says what one takes.
     """
     asked: int | None = getattr(start.config, option)
     count = start.group.min(count if asked is None else asked)

@@ -60,11 +60,7 @@ Chunks = list[list[int]]
 
 @dataclass(frozen=True)
 class QuantizeOptions:
-    """The options of the command line.
-
-    Raises:
-        ValueError: two of the options do not go together, or one is out of range.
-    """
+    """The options of the command line; a ValueError if two do not go together, or one is out of range."""
 
     model: str
     out: str
@@ -86,16 +82,6 @@ class QuantizeOptions:
         if self.method == "rtn" and self.calibration:
             raise ValueError("method is rtn; it has no use for --calibration, which must be left out")
 
-    @property
-    def recipe(self) -> compressed.Recipe:
-        """The scheme."""
-        return compressed.RECIPES[self.scheme]
-
-    @property
-    def group(self) -> int:
-        """Neighbouring inputs that share a scale; -1: all of them."""
-        return (self.group_size or 128) if self.scheme == "w4a16" else -1
-
 
 class OneLineParser(argparse.ArgumentParser):
     """A command line whose mistakes are one line and exit code 2."""
@@ -105,8 +91,8 @@ class OneLineParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 
-def new_parser() -> OneLineParser:
-    """The command line of `quantize`."""
+def main(argv: Sequence[str]) -> None:
+    """Run the command. If it cannot be done, one line says why, and the exit code is 2."""
     parser = OneLineParser(
         f"{PROG} quantize", description=ABOUT, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -127,12 +113,6 @@ def new_parser() -> OneLineParser:
         help="a text whose perplexity is measured (default: a fifth of the calibration text, or demo/exam.txt)",
     )  # fmt: skip
     parser.add_argument("--overwrite", action="store_true", help="take the place of a model that is in OUT")
-    return parser
-
-
-def main(argv: Sequence[str]) -> None:
-    """Run the command. If it cannot be done, one line says why, and the exit code is 2."""
-    parser = new_parser()
     try:
         for line in quantize(QuantizeOptions(**vars(parser.parse_args(argv)))):
             print(line)
@@ -143,28 +123,25 @@ def main(argv: Sequence[str]) -> None:
 
 
 def quantize(options: QuantizeOptions) -> list[str]:
-    """Do what the options say; returns what is to be told.
-
-    Raises:
-        ValueError: an option is wrong, or the model is none that can be quantized, or its files are damaged.
-    """
+    """Do what the options say; returns the lines to print."""
     set_up("info", "text")
     begun, source = time.monotonic(), EngineConfig(options.model)
-    texts = [read_text(path) for path in (options.calibration, options.text) if path]
+    lesson = read_text(options.calibration) if options.calibration else ""
+    exam = read_text(options.text or TEXT) if options.text or not lesson else ""
     target, here = Path(options.out).resolve(), Path(options.model) if os.path.isdir(options.model) else None
     compressed.check_target(target, here, options.overwrite)  # before anything is downloaded
     source = find_model(source)
     compressed.check_target(target, Path(source.folder), options.overwrite)
     job = QuantizeJob(options, source)
-    lessons, exam = job.chunks(texts)
-    before = perplexity(source, exam)
+    learning, measured = job.chunks(lesson, exam)
+    before = perplexity(source, measured)
     learned: dict[str, CodedRows] = {}
-    if options.calibration:
-        learned = calibrate(source, lessons, options.recipe.kind, options.group, job.dtype)
+    if learning:
+        learned = calibrate(source, learning, job.recipe.kind, job.group, job.dtype)
     size, new_size = job.write(target, learned)
-    after = perplexity(EngineConfig(str(target)), exam)
-    tokens = sum(map(len, exam))
-    method = f"by GPTQ with {sum(map(len, lessons)):,} tokens" if learned else "to the nearest"
+    after = perplexity(EngineConfig(str(target)), measured)
+    tokens = sum(map(len, measured))
+    method = f"by GPTQ with {sum(map(len, learning)):,} tokens" if learned else "to the nearest"
     left = len(job.rounds) - len(learned)
     also = f", but {left} (experts, and what no token reached) to the nearest" if learned and left else ""
     return [
@@ -176,7 +153,7 @@ def quantize(options: QuantizeOptions) -> list[str]:
 
 
 def read_text(path: str) -> str:
-    """The text of a file; a ValueError if it cannot be read."""
+    """The text of a file."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
@@ -189,19 +166,12 @@ def read_text(path: str) -> str:
 
 
 class QuantizeJob:
-    """A checkpoint that is to be quantized: what its headers say of each tensor.
-
-    Attributes:
-        rounds: the names of the matrices that are rounded, and our names of them.
-        ignore: the modules that stay plain.
-        dtype: of the scales: the model's, because vLLM keeps them so.
-
-    Raises:
-        ValueError: it is none that can be quantized, or not with these options.
-    """
+    """A checkpoint that is to be quantized: what its headers say of each tensor. A ValueError says why it cannot be."""
 
     def __init__(self, options: QuantizeOptions, source: EngineConfig):
-        self.options, self.source, name = options, source, source.model
+        self.source, name = source, source.model
+        self.recipe = compressed.RECIPES[options.scheme]
+        self.group = (options.group_size or 128) if options.scheme == "w4a16" else -1  # inputs; -1: all
         self.paths = checkpoint_files(source.folder)
         config = ModelConfig.from_folder(source.folder)
         if config.quantization or any(path.endswith(".gguf") for path in self.paths):
@@ -209,40 +179,32 @@ class QuantizeJob:
         if config.head != "logits":
             raise ValueError(f"{name} is {config.architecture}, which predicts no tokens; quantize takes one that does")
         self.config = settle_head(source.folder, config)
-        self.dtype: torch.dtype = getattr(torch, config.dtype)
-        self.rounds: dict[str, str] = {}
-        self.ignore = {"lm_head"}
-        self.find_matrices()
-
-    def find_matrices(self) -> None:
-        """Find `rounds` and `ignore`."""
-        ops, kind, group = pick_ops("reference", "cpu"), self.options.recipe.kind, self.options.group
-        model = dry_model(self.source, self.config, ops, self.dtype, 2, Pipeline(), kind)
+        self.dtype: torch.dtype = getattr(torch, config.dtype)  # of the scales, as vLLM keeps them
+        self.rounds: dict[str, str] = {}  # the names of the matrices that are rounded, and our names of them
+        self.ignore = {"lm_head"}  # the modules that stay plain
+        ops = pick_ops("reference", "cpu")
+        model = dry_model(source, self.config, ops, self.dtype, 2, Pipeline(), self.recipe.kind)
         wanted = model.parameters()
         rounded = kinds_to_round(model, wanted, head=False)
         for file, saved in tensors_in(self.paths):
             shape, module = file.get_slice(saved).get_shape(), saved.removesuffix(".weight")
-            name = our_name(saved, wanted)
-            if name in rounded:
-                if len(shape) != 2 or wanted[name].transposed or module == saved:
+            part = our_name(saved, wanted)
+            if part in rounded:
+                if len(shape) != 2 or wanted[part].transposed or module == saved:
                     raise ValueError(
                         f"tensor {saved} of {self.config.architecture} has shape {shape}; compressed-tensors has a "
                         "matrix [outputs, inputs] for each module and each expert, and so this is refused"
                     )
-                if group > 0 and shape[1] % group:
+                if self.group > 0 and shape[1] % self.group:
                     raise ValueError(
-                        f"group_size is {group}; it must divide the {shape[1]} inputs of {saved}, or be -1"
+                        f"group_size is {self.group}; it must divide the {shape[1]} inputs of {saved}, or be -1"
                     )
-                self.rounds[saved] = name
-            elif len(shape) > 1 and module != saved and name != f"{self.config.row.name('embed')}.weight":
+                self.rounds[saved] = part
+            elif len(shape) > 1 and module != saved and part != f"{self.config.row.name('embed')}.weight":
                 self.ignore.add(module)
 
-    def chunks(self, texts: list[str]) -> tuple[Chunks, Chunks]:
-        """Chunks of tokens: to calibrate with, and to measure. `texts` are those that the options name.
-
-        Raises:
-            ValueError: a text is too short.
-        """
+    def chunks(self, lesson: str, exam: str) -> tuple[Chunks, Chunks]:
+        """Chunks of tokens: to calibrate with, and to measure. Without an exam a fifth of the lesson is kept for it."""
         tokenizer, size = Tokenizer(self.source.folder), min(CHUNK, self.config.max_position - 1)
         first = tokenizer.encode("")  # what begins each text
 
@@ -251,14 +213,11 @@ class QuantizeJob:
             found = [first + ids[i : i + each] for i in range(0, len(ids), each)]
             return [chunk for chunk in found if len(chunk) > len(first) + 1]
 
-        measured = cut(texts[-1] if self.options.text else read_text(TEXT))
-        learned: Chunks = []
-        if self.options.calibration:
-            learned = cut(texts[0])
-            if not self.options.text:
-                count = len(learned) // HELD_OUT
-                learned, measured = learned[: len(learned) - count], learned[len(learned) - count :]
-        if not measured or (self.options.calibration and not learned):
+        learned, measured = cut(lesson), cut(exam)
+        if not exam:
+            count = len(learned) - len(learned) // HELD_OUT
+            learned, measured = learned[:count], learned[count:]
+        if not measured or (lesson and not learned):
             raise ValueError(
                 f"the texts have {len(learned)} chunks of {size} tokens to calibrate with, and {len(measured)} to "
                 "measure; there must be at least one of each"
@@ -269,9 +228,9 @@ class QuantizeJob:
         """Write the folder; returns the bytes of the weights' files before and after.
 
         Args:
-            learned: by our names, the codes and scales that are chosen already; the other matrices are rounded now.
+            learned: by our names, the codes and scales that are chosen already; other matrices get the nearest ones.
         """
-        source, recipe = Path(self.source.folder), self.options.recipe
+        source, recipe = Path(self.source.folder), self.recipe
         with compressed.new_folder(target) as folder:
             shards = compressed.Shards(folder)
             for file, saved in tensors_in(self.paths):
@@ -279,19 +238,16 @@ class QuantizeJob:
                 if saved not in self.rounds:
                     shards.add({saved: tensor})
                     continue
-                rows = learned.get(self.rounds[saved]) or self.to_nearest(tensor)
+                if not (rows := learned.get(self.rounds[saved])):
+                    group = self.group if self.group > 0 else tensor.shape[1]
+                    values, scales = nearest_of(tensor.float(), recipe.kind, group, self.dtype)
+                    rows = CodedRows(codes_of(values, recipe.kind), scales.to(self.dtype))
                 shards.add(compressed.tensors_of(saved, rows.codes, rows.scales, recipe))
             shards.finish()
             compressed.copy_beside(source, folder)
-            compressed.write_config(source, folder, compressed.config_of(recipe, self.options.group, self.ignore))
+            compressed.write_config(source, folder, compressed.config_of(recipe, self.group, self.ignore))
             sizes = [sum(map(os.path.getsize, paths)) for paths in (self.paths, folder.glob("*.safetensors"))]
         return sizes[0], sizes[1]
-
-    def to_nearest(self, matrix: torch.Tensor) -> CodedRows:
-        """The nearest codes of a matrix, and their scales."""
-        kind, group = self.options.recipe.kind, self.options.group
-        values, scales = nearest_of(matrix.float(), kind, group if group > 0 else matrix.shape[1], self.dtype)
-        return CodedRows(codes_of(values, kind), scales.to(self.dtype))
 
 
 def spread(chunks: Chunks, most: int) -> Chunks:

@@ -76,9 +76,10 @@ def work(
                     launched.append(worker.launch(message))
                 else:
                     send(answer(worker, message, codec, script))
-        except (PeersGone, HookError) as error:
-            gone = isinstance(error, PeersGone)
-            return send(codec.encode(Reply(0, error=str(error), raised="PeersGone" if gone else "HookError")))
+        except PeersGone as error:
+            return send(codec.encode(Reply(0, error=str(error), raised="PeersGone")))
+        except HookError as error:
+            return send(codec.encode(Reply(0, error=str(error), raised="HookError")))
         except Exception as error:
             send(codec.encode(Reply(0, error=f"{type(error).__name__}: {error}")))
             raise
@@ -100,11 +101,7 @@ def answer(worker: Any, message: StepPlan | Call, codec: Codec, script: dict[str
 
 
 def import_script(script: dict[str, str]) -> None:
-    """Import the caller's `script_of_caller` as multiprocessing would have done at first, unless it is here already.
-
-    Raises:
-        ValueError: there is no file to import, or the script has no guard. Whatever else it raises.
-    """
+    """Import the caller's `script_of_caller` as multiprocessing would have done at first, unless it is here already."""
     if not script or not os.path.isfile(script.get("init_main_from_path", __file__)):
         raise ValueError(
             "method is a function of a notebook, of `python -c` or of standard input, which worker processes cannot "

@@ -21,10 +21,7 @@ from device.coded import coded_as, files_of, kinds_of
 from device.compile_guard import CompileGuard
 from device.dry_run import new_state
 from device.loader import fill_dummy, load_weights
-from device.memory import (
-    MemoryPlan,
-    plan_memory,
-)
+from device.memory import MemoryPlan, plan_memory
 from lora.stacks import AdapterPool
 from model import Transformer
 from model_config import ModelConfig
@@ -89,7 +86,7 @@ class Start:
         self.arrange([] if config.weights else files_of(config))
 
     def list_parameters(self) -> None:
-        """Note what fills the model, and what makes its drafts, before their weights are packed."""
+        """Note what fills the model and its draft, before their weights are packed."""
         self.parameters = self.model.parameters()
         self.draft_parameters = self.model.draft.parameters() if self.model.draft else {}
 

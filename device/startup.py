@@ -1,8 +1,7 @@
 """Makes a worker ready: device, backend, weights, memory, compiled kernels, warm-up and CUDA graphs, in this order.
 
-`start_worker` does all of it. A missing device, too little memory or a bad checkpoint is found here, and is a
-`ValueError` of one line. Afterwards no kernel is compiled any more, and the device's memory is reserved. `print_plan`
-does the same arithmetic without a device.
+`start_worker` does all of it. Afterwards no kernel is compiled any more, and the device's memory is reserved.
+`print_plan` does the same arithmetic without a device.
 """
 
 from __future__ import annotations
@@ -48,13 +47,7 @@ CUDA_BLOCK_SIZES = (16, 32, 64, 128)
 
 
 def start_worker(config: EngineConfig, model_config: ModelConfig, rank: int = 0, rendezvous: str = "") -> KeptWorker:
-    """A worker that is ready for its first step.
-
-    Args:
-        config: the engine's options.
-        model_config: the model's shape.
-        rank: which of `world_size` workers this is.
-        rendezvous: where several workers meet; see `Group.connect`.
+    """A worker that is ready for its first step, the `rank`-th of `world_size`; of `rendezvous` see `Group.connect`.
 
     Raises:
         ValueError: the device is not there, the backend does not run on it, the model cannot be divided among the
@@ -71,9 +64,13 @@ def start_worker(config: EngineConfig, model_config: ModelConfig, rank: int = 0,
         if start.device == "cuda":
             with start.phase("kernels"):
                 rehearse(start)
+    rows = start.config.max_num_seqs
     with start.phase("KV pool"):
         start.num_blocks = count_blocks(start)
-        worker = worker_with_pools(start)
+        pool, states = start.new_pool(start.num_blocks), start.new_states(rows + start.num_snapshots)
+        host_states = new_host_states(start)
+        pools = pool, new_host_pool(start, host_states), states, host_states
+        worker = KeptWorker(start, pools, start.new_state(rows))
     experts, pipeline = start.group.experts, start.group.pipeline
     if experts:
         experts.connect(start.config.expert_rendezvous, start.device, start.config.startup_timeout)
@@ -91,12 +88,10 @@ def start_worker(config: EngineConfig, model_config: ModelConfig, rank: int = 0,
 
 def prepare(config: EngineConfig, model_config: ModelConfig, rank: int, rendezvous: str) -> Start:
     """Choose device and backend, and meet the other ranks. Arguments and errors are those of `start_worker`."""
-    enter_plugins(config)
-    config, model_config = settle_task(config, model_config)
+    config, model_config = settle_options(config, model_config)
     if config.weights or config.load_format != "dummy":
         model_config = settle_head(config.weights or config.folder, model_config)
     device = pick_device(config.device)
-    model_config = replace(model_config, kv_cache_dtype=config.kv_cache_dtype)
     ops = pick_ops(config.backend, device)
     if device == "cuda" and ops.BACKEND == "triton":
         check_compiler()
@@ -121,19 +116,12 @@ def prepare(config: EngineConfig, model_config: ModelConfig, rank: int, rendezvo
     return Start(config, model_config, device, dtype, ops, builder, group, max_model_len)
 
 
-def enter_plugins(config: EngineConfig) -> None:
-    """Have the modules of `model_plugin` add what a worker needs of them."""
+def settle_options(config: EngineConfig, model_config: ModelConfig) -> tuple[EngineConfig, ModelConfig]:
+    """Let the modules of `model_plugin` add what they have, and settle the task and the cache's dtype."""
     for name in config.model_plugin:
         getattr(load_module("model_plugin", name), "in_worker", lambda: None)()
-
-
-def worker_with_pools(start: Start) -> KeptWorker:
-    """A worker with all its pools. It is not warmed up yet."""
-    rows = start.config.max_num_seqs
-    pool, states = start.new_pool(start.num_blocks), start.new_states(rows + start.num_snapshots)
-    host_states = new_host_states(start)
-    host_pool = new_host_pool(start, host_states)
-    return KeptWorker(start, (pool, host_pool, states, host_states), start.new_state(rows))
+    config, model_config = settle_task(config, model_config)
+    return config, replace(model_config, kv_cache_dtype=config.kv_cache_dtype)
 
 
 def facts(
@@ -176,11 +164,7 @@ def facts(
 
 
 def check_sizes(config: EngineConfig, model_config: ModelConfig, device: str) -> int:
-    """How many tokens a sequence may have.
-
-    Raises:
-        ValueError: this device does not have the `block_size`, or the model has no such `max_model_len`, or no states.
-    """
+    """How many tokens a sequence may have. Options that do not go with the device or the model are ValueErrors."""
     if device == "cuda" and config.block_size not in CUDA_BLOCK_SIZES:
         raise ValueError(f"block_size is {config.block_size}; on cuda it must be one of {CUDA_BLOCK_SIZES}")
     if config.backend == "triton" and config.block_size.bit_count() > 1:
@@ -205,11 +189,7 @@ def check_sizes(config: EngineConfig, model_config: ModelConfig, device: str) ->
 
 
 def pick_device(name: str) -> str:
-    """`cuda` or `cpu` for the config's `auto`, `cuda` or `cpu`.
-
-    Raises:
-        ValueError: `cuda` is asked for, and there is none.
-    """
+    """`cuda` or `cpu` for the config's `auto`, `cuda` or `cpu`; a ValueError if `cuda` is not there."""
     if name == "cuda" and not torch.cuda.is_available():
         raise ValueError("device is 'cuda'; torch sees no CUDA device on this machine: use --device cpu")
     return "cuda" if name != "cpu" and torch.cuda.is_available() else "cpu"
@@ -227,11 +207,8 @@ def pick_dtype(asked: str, checkpoint: str, device: str, small: bool = False) ->
 
 
 def pick_ops(backend: str, device: str) -> ModuleType:
-    """The one place where the ops are chosen: `kernels`, `cpu.ops` or `reference`.
-
-    Raises:
-        ValueError: the backend does not run on this device.
-    """
+    """The one place where the ops are chosen: `kernels`, `cpu.ops` or `reference`; a ValueError if the backend does not
+    run on this device."""
     if backend == "auto":
         backend = "triton" if device == "cuda" else "cpu"
     if backend == "triton":
@@ -256,12 +233,8 @@ def pick_ops(backend: str, device: str) -> ModuleType:
 def print_plan(config: EngineConfig, model_config: ModelConfig, gib: float | None = None) -> None:
     """Print what a worker would hold on a GPU of `gib` GiB, which is one that multiplies FP8, or on this machine.
 
-    Nothing is allocated, and no GPU is touched.
-
-    Raises:
-        ValueError: a worker would not start, or there is no such device.
+    Nothing is allocated, and no GPU is touched. Raises a ValueError where a worker would not start.
     """
-    enter_plugins(config)
     if gib is not None and not 0 < gib <= 2**20:
         raise ValueError(f"plan is {gib}; it must be above 0 and at most {2**20} GiB, the memory of a GPU")
     if gib and config.device == "cpu":
@@ -270,8 +243,7 @@ def print_plan(config: EngineConfig, model_config: ModelConfig, gib: float | Non
     if config.device == "cuda" and not total:
         raise ValueError("device is 'cuda'; this machine has none: tell how many GiB it should have, as in --plan 80")
     device = "cuda" if total else "cpu"
-    config, model_config = settle_task(settle_tokens(config, total), model_config)
-    model_config = replace(model_config, kv_cache_dtype=config.kv_cache_dtype)
+    config, model_config = settle_options(settle_tokens(config, total), model_config)
     with contextlib.suppress(ValueError):  # weights that are not there yet
         model_config = settle_head(config.folder, model_config)
     max_model_len = check_sizes(config, model_config, device)

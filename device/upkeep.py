@@ -20,10 +20,9 @@ import gc
 import torch
 
 from batch_state import BatchState
-from checkpoints.hub import checkpoint_files
 from checkpoints.tied_head import settle_head
 from cpu import machine
-from device.coded import coded_tensors
+from device.coded import unwrapped
 from device.loader import find_weights
 from device.start import Start
 from device.warmup import capture
@@ -31,6 +30,7 @@ from lora.stacks import AdapterPool
 from model import Transformer
 from models.logprobs import LogprobGatherer
 from models.pooled import Pooler
+from models.quantized import QuantizedWeight
 from parallel import Sampled
 from plan import KV_CACHE, WEIGHTS
 from speculation.proposer import add_draft, new_proposer, wanted_of
@@ -85,11 +85,7 @@ class KeptWorker(Worker):
         self.give_back()
 
     def wake_up(self, tags: list[str], source: str) -> None:
-        """Take memory for what the tags name again, if it sleeps, and fill it. See `load_weights` for the source.
-
-        Raises:
-            ValueError: the source is bad.
-        """
+        """Take memory for what the tags name again, if it sleeps, and fill it. See `load_weights` for the source."""
         if WEIGHTS in tags and self.dropped:
             self.load_weights(source)
         if WEIGHTS in tags:
@@ -101,7 +97,14 @@ class KeptWorker(Worker):
             self.asleep.discard(WEIGHTS)
         if KV_CACHE in tags and KV_CACHE in self.asleep:
             self.asleep.discard(KV_CACHE)  # first, so that `sleep` takes back what there is if this fails
-            self.new_pools()
+            start, (blocks, host_blocks, rows, host_rows) = self.start, self.lengths
+            self.pool, self.states = start.new_pool(blocks), start.new_states(rows)
+            if self.device == "cpu":
+                self.host_pool = torch.empty(host_blocks, *start.block_shape(), dtype=start.model.kv_dtype)
+                self.host_states = torch.empty(host_rows, start.model.state_size)
+            self.state = start.new_state(self.config.max_num_seqs)
+            self.sampled = Sampled(self.state, self.pipeline)
+            self.sanitize()
         self.capture_missing()
 
     def capture_missing(self) -> None:
@@ -109,17 +112,6 @@ class KeptWorker(Worker):
         if self.graph_sizes and not self.graphs and not self.asleep:
             with self.watch():
                 capture(self.start, self)
-
-    def new_pools(self) -> None:
-        """Make the pools and the batch state as they were at the start."""
-        start, (blocks, host_blocks, rows, host_rows) = self.start, self.lengths
-        self.pool, self.states = start.new_pool(blocks), start.new_states(rows)
-        if self.device == "cpu":
-            self.host_pool = torch.empty(host_blocks, *start.block_shape(), dtype=start.model.kv_dtype)
-            self.host_states = torch.empty(host_rows, start.model.state_size)
-        self.state = start.new_state(self.config.max_num_seqs)
-        self.sampled = Sampled(self.state, self.pipeline)
-        self.sanitize()
 
     def give_back(self) -> None:
         """Give the system what torch and malloc keep for later."""
@@ -152,7 +144,9 @@ class KeptWorker(Worker):
         if not self.emptied:
             parts = [*self.start.parameters.values(), *self.start.draft_parameters.values()]
             targets = [piece.target for part in parts for piece in part.pieces if not piece.target.is_meta]
-            targets += coded_tensors(self.model)
+            weights = [unwrapped(value) for owner in self.model.owners() for value in vars(owner).values()]
+            coded = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
+            targets += [tensor for weight in coded for tensor in weight.tensors()]
             storages = {storage.data_ptr(): storage for storage in (target.untyped_storage() for target in targets)}
             self.emptied = [(storage, storage.nbytes(), None) for storage in storages.values()]
         for i, (storage, size, copy) in enumerate(self.emptied):
@@ -177,15 +171,14 @@ class KeptWorker(Worker):
         """Check whether `load_weights` could take the source, by the headers of its files; raises as `find_weights`, or
         because they have a head of its own, and this model has none."""
         model = self.new_model()
-        find_weights(model, source, checkpoint_files(source), wanted_of(self.config, model))
+        find_weights(model, source, wanted_of(self.config, model))
         if settle_head(source, model.config) != model.config:
             raise ValueError(f"{source} has a head that is not its table of embeddings; this engine's model is tied")
 
     def load_weights(self, source: str) -> None:
         """Replace the weights by those of a folder or a safetensors file; "" means those of the start.
 
-        Raises:
-            ValueError: see `check_weights`, or a tensor is not finite. Then some of the weights are new.
+        Raises what `check_weights` does, or a ValueError if a tensor is not finite. Then some of the weights are new.
         """
         start = self.start
         if not self.packed:

@@ -24,11 +24,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.5, 4.0  # seconds before workers that did not com
 
 
 def check_reloadable(config: EngineConfig) -> None:
-    """Check that weights which were updated can be loaded once more as they were.
-
-    Raises:
-        ValueError: they came as tensors, or their files have changed.
-    """
+    """Check that weights which were updated can be loaded once more as they were; a ValueError if not."""
     source = config.weights
     if source == TENSORS:
         raise ValueError(f"version {config.weights_version} of the weights came as tensors, which are gone")
@@ -37,10 +33,9 @@ def check_reloadable(config: EngineConfig) -> None:
 
 
 class Workers:
-    """The workers of one engine, whichever executor has them.
+    """The workers of one engine, whichever `executor` has them.
 
     Args:
-        executor: has them.
         config: the engine's options, with what the workers have chosen where the options left it open; successors start
             with them, and the weights among them change.
         facts: what the workers have measured and chosen; successors keep these sizes.
@@ -87,11 +82,8 @@ class Workers:
         self.on_trouble(None)
 
     def restart(self, error: Exception) -> None:
-        """Start the workers anew, and again if they do not come up, because what they lack may be there a little later.
-
-        Raises:
-            WorkerError: they have not come up in `max_worker_restarts` times.
-        """
+        """Start the workers anew, and again if they do not come up, because what they lack may be there a little later;
+        a WorkerError if that takes more than `max_worker_restarts` times."""
         config = dataclasses.replace(self.config, **self.sizes)
         try:
             check_reloadable(config)
@@ -125,11 +117,8 @@ class Workers:
         """What one of CALLABLE, or a function of the worker, returns on each rank; see `LLM.collective_rpc`. In the
         engine of a script the method may be a `plan.reference_to` a function, too.
 
-        Raises:
-            ValueError: it is another method; or it failed, and workers that are processes were started anew, as they
-                were before. What a function of the script does to a worker in this process is the script's own affair.
-            TimeoutError: it took longer than `timeout` seconds.
-            WorkerError: the workers cannot be as they were before.
+        If the call fails, workers that are processes are started anew, as they were before, or this is a WorkerError.
+        What a function of the script does to a worker in this process is the script's own affair.
         """
         if isinstance(method, str) and method not in CALLABLE:
             if not (self.config.runs_functions and ":" in method):
@@ -149,11 +138,8 @@ class Workers:
             raise
 
     def call(self, method: str, *args: Any) -> list[Any]:
-        """What a method of `KeptWorker` returns on each rank, which may take as long as a start.
-
-        Raises:
-            ValueError: it failed; or a worker did, and all were started anew as they were.
-        """
+        """What a method of `KeptWorker` returns on each rank, which may take as long as a start; a ValueError if it
+        failed, or if a worker did and all were started anew as they were."""
         timeout = None
         try:
             if isinstance(self.executor, MpExecutor):
@@ -171,14 +157,9 @@ class Workers:
     def sleep(self, level: int = 1) -> None:
         """Give the memory of weights and KV cache back until `wake_up`. Requests that run or come wait until then.
 
-        Those that ran compute their tokens again when they go on, and get the same. Prefixes are forgotten.
-
-        Args:
-            level: 1: the weights wait in host memory. 2: they are dropped, and loaded again at `wake_up` or by
-                `update_weights`.
-
-        Raises:
-            ValueError: the level is another one, or other engines step together with this one.
+        Those that ran compute their tokens again when they go on, and get the same. Prefixes are forgotten. At level 1
+        the weights wait in host memory. At level 2 they are dropped, and loaded again at `wake_up` or by
+        `update_weights`. Raises a ValueError for another level, and where other engines step together with this one.
         """
         if level not in (1, 2):
             raise ValueError(f"level is {level!r:.80}; it must be 1 or 2")
@@ -190,28 +171,24 @@ class Workers:
         self.asleep, self.level = [*TAGS], level
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Take the memory for weights, KV cache, or both, again. Once both are there, requests go on.
+        """Take the memory for some of TAGS, or all of them, again. Once all is there, requests go on.
 
-        Args:
-            tags: some of TAGS; None: both. What is awake stays so.
-
-        Raises:
-            ValueError: a tag is unknown, or the weights cannot be loaded again.
+        What is awake stays so. Raises a ValueError if a tag is unknown, or the weights cannot be loaded again.
         """
         tags = [*TAGS] if tags is None else tags
         if not isinstance(tags, list | tuple) or any(tag not in TAGS for tag in tags):
             raise ValueError(f"tags is {tags!r:.80}; it must be None or a list of some of {', '.join(TAGS)}")
-        if not (waking := [tag for tag in self.asleep if tag in tags]):
-            return
+        waking = [tag for tag in self.asleep if tag in tags]
         if WEIGHTS in waking and self.level == 2:
             check_reloadable(self.config)
-        self._change("wake_up", waking, self.config.weights)
-        self.asleep = [tag for tag in self.asleep if tag not in waking]
+        if waking:
+            self._change("wake_up", waking, self.config.weights)
+            self.asleep = [tag for tag in self.asleep if tag not in waking]
 
     def _change(self, method: str, *args: Any) -> None:
         """`call` it. If it fails in its midst, all ranks have the old weights, and sleep or are awake, as before.
 
-        To bring that about may fail once because another rank only now fails; then all workers were started anew.
+        Going back may fail once, when another rank fails only now; then all workers were started anew.
         """
         try:
             self.call(method, *args)
@@ -239,9 +216,7 @@ class Workers:
     def check_update(self, source: str, lasting: bool = True) -> tuple[int, str]:
         """Check a source by its files' headers; returns the version that it would be here, and its `stamp_of`.
 
-        Raises:
-            ValueError: a file is missing or damaged, or a tensor is missing, surplus, misshapen or of another dtype; it
-                is named. Or this engine cannot have other weights.
+        Raises a ValueError that names the wrong file or tensor, or says why this engine cannot have other weights.
         """
         self._check_alone("update_weights")
         if not self.executor.on_this_machine and not lasting:

@@ -36,7 +36,7 @@ class Coordinator:
         self.engines: dict[socket.socket, int] = {}  # the rank of each, by its connection
         self.in_lockstep: set[socket.socket] = set()
         self.subscribers: set[socket.socket] = set()
-        self.loads: list[tuple[int, int]] = [IDLE] * size  # as `plan.Loads` has them
+        self.loads: list[tuple[int, int]] = [IDLE] * size  # as `messages.Loads` has them
         self.routed: list[tuple[bytes, int]] = []  # since loads were published
         # Whether something has come since then. Even unchanged loads tell routers that what they have sent has ended.
         self.news, self.last = False, 0.0

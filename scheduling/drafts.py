@@ -6,7 +6,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import itemgetter
 
 from config import MOST_DRAFTING, EngineConfig
@@ -33,10 +33,11 @@ class AcceptanceStats:
     found: float = 1.0  # how often there were any, of late
     num_drafts: int = 0  # all that were verified,
     num_taken: int = 0  # and those that the model has sampled, too
-    chance: float = field(init=False)  # the probability that its next draft is taken
 
-    def __post_init__(self) -> None:
-        self.chance = self.likely
+    @property
+    def chance(self) -> float:
+        """The probability that the next draft is taken."""
+        return (self.taken + self.likely * PRIOR_WEIGHT) / (self.tried + PRIOR_WEIGHT)
 
     def learn(self, drafts: int, taken: int) -> None:
         """A row has taken so many of its drafts. The one after them was refused, and nothing is known of the others."""
@@ -45,7 +46,6 @@ class AcceptanceStats:
         kept = math.exp(-tried / TRIALS_KEPT)
         self.tried = kept * self.tried + tried
         self.taken = kept * self.taken + taken
-        self.chance = (self.taken + self.likely * PRIOR_WEIGHT) / (self.tried + PRIOR_WEIGHT)
 
 
 class Drafting:
@@ -62,9 +62,7 @@ class Drafting:
     `row_seconds` has (n, c(n), d(n)) for rising numbers of rows; if it is empty, drafts cost nothing.
     """
 
-    def __init__(
-        self, config: EngineConfig, counters: dict[str, float], row_seconds: Items[tuple[int, float, float]] = ()
-    ):
+    def __init__(self, config: EngineConfig, counters: dict[str, float], row_seconds: Items[tuple[int, float, float]]):
         self.by_model = config.speculation is not None and config.speculation.by_model
         self.likely = LIKELY_BY_MODEL if self.by_model else LIKELY
         self.most, self.row_seconds, self.counters = config.num_drafts, row_seconds, counters

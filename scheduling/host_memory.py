@@ -7,7 +7,7 @@ from collections.abc import Sequence as Items
 from itertools import islice
 
 from config import EngineConfig
-from kv_cache import AllocStatus, BlockManager, BlockSpaceManager, Entry
+from kv_cache import BlockManager, BlockSpaceManager, Entry
 from plan import StepPlan
 from scheduling.states import StateManager
 from sequence import Sequence, by_column
@@ -132,9 +132,8 @@ class TieredSpaceManager(BlockSpaceManager):
         kind of layers that sees most.
         """
         count, states = sum(map(len, blocks)), self.states
-        if self.mode == "recompute" or not count or self.host.can_allocate(count, kept=0) is not AllocStatus.OK:
-            return False
-        if states and states.host.can_allocate(1, kept=0) is not AllocStatus.OK:
+        fits = 0 < count <= self.host.num_free and (states is None or states.host.num_free > 0)
+        if self.mode == "recompute" or not fits:
             return False
         if self.mode == "swap":
             return True
@@ -163,7 +162,7 @@ class TieredSpaceManager(BlockSpaceManager):
         reach = seq.num_computed + most
         moved = [block for block in by_column(seq.host_tables) if block >= 0]
         grown = sum(self.missing(seq.host_tables, len(seq.tokens), reach))
-        if self.device.can_allocate(len(moved) + grown, kept) is not AllocStatus.OK:
+        if len(moved) + grown > self.device.num_free - kept:
             return False
         device = dict(zip(moved, self.device.allocate(len(moved)), strict=True))
         plan.swap_in += device.items()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from config import EngineConfig
-from kv_cache import AllocStatus, BlockSpaceManager
+from kv_cache import BlockSpaceManager
 from plan import bit_words
 from sequence import SequenceGroup
 
@@ -46,7 +46,7 @@ class RequestLimits:
         limit = self._limit_of(group)
         # The last token of a sequence is never computed, so it needs no place in the cache.
         needed, pool = self.space.most(limit - 1), self.space.device
-        if pool.can_allocate(needed) is AllocStatus.NEVER:
+        if needed > pool.num_blocks:
             raise ValueError(
                 f"the request may grow to {limit} tokens, {needed} KV blocks of {self.config.block_size}; "
                 f"the whole pool has {pool.num_blocks}: lower max_tokens or shorten the prompt"

@@ -37,10 +37,11 @@ class Reserve:
 
     def growth(self, seqs: Iterable[Sequence]) -> float:
         """Blocks that `seqs` are expected to need beyond those of their tokens, or that prompts have yet to take."""
-        slots, to_come = 0.0, 0
+        slots, to_come = 0.0, 0  # slots that outputs grow into; blocks that prompts have yet to take
         for seq in seqs:
-            end = seq.group.num_prompt + self.used_share * allowance(seq)
-            slots += self._slots(seq, end)
+            known = seq.num_known
+            end = max(known, seq.group.num_prompt + self.used_share * allowance(seq))
+            slots += sum(min(end, window or end) - min(known, window or known) for window in self.space.windows)
             to_come += self._to_come(seq)
         return to_come + slots * self.caution * self.conservativeness / self.block_size
 
@@ -56,12 +57,6 @@ class Reserve:
     def preempted(self) -> None:
         """A sequence was preempted: too little was kept free."""
         self.caution = min(1.0, self.caution + PREEMPTED)
-
-    def _slots(self, seq: Sequence, end: float) -> float:
-        """Slots of blocks that a sequence takes to grow from its known tokens to `end`."""
-        known = seq.num_known
-        end = max(known, end)
-        return sum(min(end, window or end) - min(known, window or known) for window in self.space.windows)
 
     def _to_come(self, seq: Sequence) -> int:
         """Blocks that the rest of a sequence's prompt will take, of the kinds with a window."""

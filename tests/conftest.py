@@ -152,7 +152,7 @@ def place(ops: ModuleType, device: str) -> str:
 
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that all processes of a run share. What `checkpoints.once` makes there is made once a run."""
+    """A folder that all processes of a run share. What `random_checkpoints.once` makes there is made once a run."""
     base = tmp_path_factory.getbasetemp()
     return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 

@@ -9,7 +9,7 @@ import pytest
 
 from fake_worker import VOCAB, Engine, expected, prompt, sample_seed
 from integrity import check_pool
-from kv_cache import AllocStatus, BlockManager
+from kv_cache import BlockManager
 from scheduling.host_memory import COPIES
 from sequence import Status, chain
 
@@ -22,15 +22,6 @@ def lookup(manager: BlockManager, hashes: list[bytes]) -> list[int]:
 def test_blocks_for_rounds_up():
     manager = BlockManager(4, 16)
     assert [manager.blocks_for(n) for n in (0, 1, 16, 17, 32)] == [0, 1, 1, 2, 2]
-
-
-def test_can_allocate_knows_now_later_and_never():
-    manager = BlockManager(500, 4)
-    manager.allocate(50)
-    assert manager.can_allocate(445) is AllocStatus.OK
-    assert manager.can_allocate(446) is AllocStatus.LATER  # would go below the watermark of 5
-    assert manager.can_allocate(446, kept=0) is AllocStatus.OK
-    assert manager.can_allocate(501) is AllocStatus.NEVER
 
 
 def test_chain_covers_everything_before_a_block():

@@ -32,7 +32,6 @@ from device.memory import (
     check_room,
     count_bytes,
     fit_pool,
-    gpu_bytes,
     plan_memory,
     settle_tokens,
 )
@@ -657,12 +656,12 @@ def test_the_driver_is_asked_for_the_gpu(monkeypatch):
         memory.subprocess, "run", lambda command, **_: asked.append(command[3:]) or SimpleNamespace(stdout=said)
     )
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert gpu_bytes() == 81559 * MIB and asked == [[]]
+    assert memory.gpu_bytes() == 81559 * MIB and asked == [[]]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
-    assert gpu_bytes() == 81559 * MIB and asked[1] == ["--id=2,3"]
+    assert memory.gpu_bytes() == 81559 * MIB and asked[1] == ["--id=2,3"]
     monkeypatch.undo()
     monkeypatch.setenv("PATH", "")
-    assert gpu_bytes() == 0
+    assert memory.gpu_bytes() == 0
 
 
 @pytest.mark.parametrize(

@@ -189,7 +189,7 @@ def test_rows_are_taken_by_their_numbers() -> None:
     sampled.follow(Rows([(0, 1), (1, 1)], {}, None, each, each, each[:0], []), torch.empty(0))
     sampled.forget([0])
     with NoWaiting(captured=False):
-        state.bar(logits, torch.arange(2), np.arange(2))
+        state.bar(logits, torch.arange(2), each, 0 * each)
         sampled.take(Unwatched, None)
     assert logits[0].isfinite().all() and logits[1].isfinite().nonzero().flatten().tolist() == [0, 2]
     assert state.token_ids[:, 0].tolist() == [0, 8] and state.num_known.tolist() == [0, 1]

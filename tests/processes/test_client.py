@@ -20,7 +20,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from async_llm import AsyncMPClient
 from engine import SamplingParams
 from plan import EngineCoreRequest, EngineOutput, Health, Outputs, Reply
 from processes import client as clients
@@ -492,11 +491,8 @@ def test_all_clients_have_one_face():
         "shutdown", "add_request", "get_output", "abort", "utility", "utility_on_all", "collective_rpc",
         "dp_engines_running", "scale_elastic_ep",
     }  # fmt: skip
-    for cls in (MPClient, InprocClient, DPClient, FleetClient, AsyncMPClient):
+    for cls in (MPClient, InprocClient, DPClient, FleetClient):
         assert {name: each for name, each in methods(cls).items() if name in wanted} == wanted, cls
-        for name in wanted:
-            is_coroutine = cls is AsyncMPClient and name != "shutdown"
-            assert inspect.iscoroutinefunction(getattr(cls, name)) == is_coroutine, (cls, name)
 
 
 def test_whether_an_engine_runs(served, llm):

@@ -319,7 +319,7 @@ def test_drafts_cease_where_they_do_not_pay() -> None:
     assert flat.price(1) == approx(0.1 * MARGIN) and flat.price(2) == approx((1.2 / 1.1 - 1) * MARGIN)
     assert [steep.price(rows) for rows in (1, 2, 3, 100)] == approx([MARGIN] * 4)
     assert 0 < flat.price(32) < 1 and flat.price(64) == approx(MARGIN)
-    assert Drafting(config, {}).price(9) == 0
+    assert Drafting(config, {}, ()).price(9) == 0
     stats = AcceptanceStats()
     chances = [stats.chance]
     for taken in [0] * 20 + [4] * 20:

@@ -1,6 +1,6 @@
 """A campaign: few real schemas are refused, and a grammar takes the instances of the others that are valid by them.
 
-    MASKBENCH=FOLDER [DRAWN=600] [SEED=0] python -m pytest -m long -s tests/scheduling/test_real_schemas.py
+    MASKBENCH=FOLDER [DRAWN=600] [SEED=0] python -m pytest -m long -s tests/text/test_real_schemas.py
 
 FOLDER is maskbench/data of https://github.com/guidance-ai/jsonschemabench. Each of its files has a schema, and mostly
 instances, of which the package jsonschema has told whether they are valid. A grammar has the properties of an object in
