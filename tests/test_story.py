@@ -7,8 +7,8 @@ import re
 import pytest
 
 from config import EngineConfig
-from plan import StepResult
-from quote import QUOTE, STORY, quoted, source_of
+from plan import StepPlan, StepResult
+from quote import QUOTE, STORY, quote, quoted
 from ring import Codec
 from sampling_params import SamplingParams
 from scheduler import Scheduler
@@ -20,15 +20,33 @@ STOPS = 8
 def test_the_quotes_are_the_code():
     page = STORY.read_text()
     assert page == quoted(page), "python docs/quote.py writes them anew"
-    assert len(QUOTE.findall(page)) == page.count("```python") == STOPS
-    assert len(re.findall(r"^## \d", page, re.MULTILINE)) == STOPS
+    assert len(QUOTE.findall(page)) == page.count("```python"), "a block of code without a marker, or one that is none"
+    _, *stops = re.split(r"^## \d", page, flags=re.MULTILINE)
+    assert len(stops) == STOPS and all(QUOTE.search(stop) for stop in stops)
+
+
+def test_parts_are_quoted_in_order_with_dots_for_gaps():
+    parts = ', "def tell", "if version" to\n"output", "return"'
+    assert quote("core.py", "EngineCore.tell", parts).splitlines() == [
+        "def tell(self) -> Outputs:",
+        "    ...",
+        "    if version := self.config.weights_version:  # weights never change within an answer",
+        "        for output in news.outputs:",
+        "            output.weights_version = version",
+        "    return news",
+    ]
+    assert quote("core.py", "EngineCore.tell", ', "def tell"').splitlines()[1:] == ["    ..."]
 
 
 def test_what_cannot_be_quoted_is_refused():
     with pytest.raises(ValueError, match=r"scheduler\.py has no Scheduler\.nothing"):
-        source_of("scheduler.py", "Scheduler.nothing")
+        quote("scheduler.py", "Scheduler.nothing")
     with pytest.raises(ValueError, match=r"Scheduler of scheduler\.py has .* lines; at most 40"):
-        source_of("scheduler.py", "Scheduler")
+        quote("scheduler.py", "Scheduler")
+    with pytest.raises(ValueError, match=r"tell of core\.py: no line after line 0 .* begins with 'nothing'"):
+        quote("core.py", "EngineCore.tell", ', "nothing"')
+    with pytest.raises(ValueError, match=r"no line after line \d .* begins with 'def tell'"):  # not in the code's order
+        quote("core.py", "EngineCore.tell", ', "return", "def tell"')
 
 
 def row_of(when: str, seq: Sequence) -> list[str]:
@@ -46,6 +64,7 @@ def test_the_table_has_a_real_schedulers_values():
     while scheduler.has_work():
         plan = scheduler.schedule()
         assert plan.rows == [(0, 1 if plan.step else 130)] and len(plan.new) == (plan.step == 0)
+        assert plan.step in (0, 63) or plan == StepPlan(plan.step, rows=[(0, 1)])
         assert plan.step or 500 < len(Codec().encode(plan)) < 700
         if plan.step < 2:
             rows.append(row_of("`schedule`", seq))
