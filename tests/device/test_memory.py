@@ -267,10 +267,9 @@ def steps() -> list[Any]:
 def test_a_step_takes_what_was_predicted(make, shape, rows, size, dtype):
     """It takes no more, and at least two thirds even in these shapes, in which small things count for much."""
     made = make(shape, size, dtype=dtype, max_num_seqs=len(rows), max_num_batched_tokens=sum(rows))
-    plan, worker, windows = made.memory, made.worker, made.model.layout.windows
-    per_seq, kinds = memory.blocks_per_seq(made.config, windows, made.max_model_len), len(windows)
+    plan, worker, kinds = made.memory, made.worker, len(made.model.layout.windows)
     new = [
-        NewRow(slot=i, token_ids=[1] * count, blocks=[list(range(i * per_seq, (i + 1) * per_seq))] * kinds)
+        NewRow(slot=i, token_ids=[1] * count, blocks=[[3 * i, 3 * i + 1, 3 * i + 2]] * kinds)
         for i, count in enumerate(rows)
     ]
     with LiveBytes() as live:  # the second step begins while the first one's inputs are alive
