@@ -173,10 +173,8 @@ class Transformer(Owner):
         return torch.cat((x, inputs[:, len(self.span) :].flatten(1)), 1)
 
     def run(self, residual: torch.Tensor, inputs: torch.Tensor | None, step: Step) -> torch.Tensor:
-        """The norm that follows the layers; before the last stage, the residual. `residual` changes in place.
-        The variable x holds a sublayer's input, and then its output."""
-        add_up, first = self.group.all_reduce, self.layers[self.span.start].attn_in
-        x = first(residual) if first else residual
+        """The norm that follows the layers; before the last stage, the residual, which changes in place."""
+        add_up, x = self.group.all_reduce, self.enter(residual)
         for i in self.span:
             layer, following = self.layers[i], self.following(i)
             if self.row.parallel:
@@ -243,6 +241,11 @@ class Transformer(Owner):
             return used.view(len(pool), layers, parts, heads, size, dim).unbind(1) if layers else ()
 
         return [view(layers, *shape) for layers, shape in zip(layout.layers, layout.shapes, strict=True)]
+
+    def enter(self, residual: torch.Tensor) -> torch.Tensor:
+        """The first norm of this stage, for the residual so far, which on the first stage is the embeddings."""
+        norm = self.layers[self.span.start].attn_in
+        return norm(residual) if norm else residual
 
     def add(self, y: torch.Tensor, residual: torch.Tensor, norm: Norm | None) -> torch.Tensor:
         """Add y to the residual in place; returns the norm of the residual, or the residual if there is no norm."""

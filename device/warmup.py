@@ -68,8 +68,7 @@ def run_layers(model: Transformer, rows: int, pool: torch.Tensor) -> None:
         block_tables=zeros[None, None], starts=zeros, query_starts=zeros,
     )  # fmt: skip
     step = model.new_step(batch, pool, x.new_empty(0, model.state_size, dtype=torch.float32))
-    if norm := model.layers[model.span.start].attn_in:
-        norm(x)
+    model.enter(x)
     for i in model.span:
         layer = model.layers[i]
         if layer.attention:

@@ -65,7 +65,7 @@ EVERY_FILE = [
 MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 24, 700, 80, 750
 MOST_STORY_LINES = 6740
 MOST_LINES = {
-    ".": 10767, "api": 6281, "checkpoints": 3125, "commands": 957, "cpu": 2718, "device": 3821, "executors": 962,
+    ".": 10770, "api": 6281, "checkpoints": 3125, "commands": 957, "cpu": 2718, "device": 3821, "executors": 962,
     "lora": 852, "models": 3744, "observe": 1535, "ops": 3006, "processes": 3649,
     "scheduling": 1845, "speculation": 720, "text": 4837,
 }  # fmt: skip
