@@ -123,7 +123,7 @@ def _filters(p_columns, heat, peak, V: tl.constexpr):
     k, share, least = tl.load(p_columns + TOP_K), tl.load(p_columns + TOP_P), tl.load(p_columns + MIN_P)
     k = tl.where((k > 0) & (k < V), k, 0.0).to(tl.int32)
     on = (k > 0) | (share < 1.0) | (least > 0.0)
-    bottom = tl.where(least > 0.0, peak + heat * tl.log(least), float("-inf"))
+    bottom = tl.where(least > 0.0, peak + heat * tl.log(tl.where(least > 0.0, least, 1.0)), float("-inf"))
     return k, share, bottom, on
 
 
