@@ -93,6 +93,17 @@ def may_plan_ahead(scheduler: Scheduler, ahead: int) -> bool:
     return lane.flying < ahead and 2 * waiting <= len(lane.decodes) + len(lane.others)
 
 
+def unfinished(core: EngineCore) -> tuple[Collection[str], ...]:
+    """The ids of requests that wait for new weights, for an adapter, for a grammar, and those in the scheduler."""
+    return core.paused, core.adapters.waiting, core.grammars.waiting, core.scheduler.requests
+
+
+def uses_adapter(core: EngineCore, adapter: Adapter) -> bool:
+    """Whether an unfinished request has this adapter."""
+    compiling = core.grammars.waiting.values()
+    return core.scheduler.admission.uses_adapter(adapter) or any(r.adapter == adapter for r in compiling)
+
+
 class EngineCore:
     """The scheduler and its executor.
 
@@ -129,7 +140,7 @@ class EngineCore:
         self.ahead = 2 if overlap else 1
         self.depth = config.pipeline_parallel_size - 1 + self.ahead
         self.paused: dict[str, EngineCoreRequest] = {}  # requests that wait for new weights
-        self.adapters = HostAdapters(config, self.workers.call, self._uses_adapter)
+        self.adapters = HostAdapters(config, self.workers.call, lambda adapter: uses_adapter(self, adapter))
         self.workers.on_restart = self._reload_adapters
         self.pausing = False  # whether new requests must wait, because an update of weights is about to begin
         self.news = Outputs()  # what `tell` has not returned yet
@@ -151,7 +162,7 @@ class EngineCore:
             ValueError: it can never run; see `Scheduler.add` and `check_pooling`.
         """
         r = request
-        if any(r.request_id in requests for requests in (*self._unfinished(), self.searches.running)):
+        if any(r.request_id in requests for requests in (*unfinished(self), self.searches.running)):
             raise ValueError(f"request id {r.request_id!r} is in use by a request in flight")
         if self.pausing:
             self.paused[r.request_id] = r
@@ -330,10 +341,6 @@ class EngineCore:
 
     # --- what waits for a grammar, an adapter or weights, and what has failed -----------------------------------------
 
-    def _unfinished(self) -> tuple[Collection[str], ...]:
-        """The ids of requests that wait for new weights, for an adapter, for a grammar, and those in the scheduler."""
-        return self.paused, self.adapters.waiting, self.grammars.waiting, self.scheduler.requests
-
     @undisturbed()
     def admit(self) -> None:
         """Queue the requests whose grammars, weights or adapters are ready; `tell` has the errors of refused ones."""
@@ -379,17 +386,8 @@ class EngineCore:
         self.news.outputs += self.searches.take(self.scheduler.start_over(lost, cause))
         return len(self.scheduler.requests)
 
-    def _uses_adapter(self, adapter: Adapter) -> bool:
-        """Whether an unfinished request has this adapter."""
-        compiling = self.grammars.waiting.values()
-        return self.scheduler.admission.uses_adapter(adapter) or any(r.adapter == adapter for r in compiling)
-
     def _reload_adapters(self) -> None:
-        """New workers read the adapters anew; requests whose adapter is gone end.
-
-        Raises:
-            WorkerError: a worker has died meanwhile.
-        """
+        """New workers read the adapters anew; requests whose adapter is gone end. A WorkerError: one has died again."""
         lost = self.adapters.reload(self.executor.collective_rpc)
         requests = chain(self.scheduler.requests.values(), self.grammars.waiting.values())
         self._give_up({r: lost[r.adapter] for r in requests if r.adapter in lost}, engine_fault=True)
@@ -419,7 +417,7 @@ class EngineCore:
     def abort_requests(self, names: list[str]) -> int:
         """End requests with an error, by their ids or those of their replies, or all of them; returns how many."""
         chosen = {*names}
-        all_ids = dict.fromkeys(map(self.searches.owner, chain(*self._unfinished())))
+        all_ids = dict.fromkeys(map(self.searches.owner, chain(*unfinished(self))))
         ids = [id for id in all_ids if not chosen or chosen & {id, id.rpartition("-")[0]}]
         for id in ids:
             self.abort(id)
