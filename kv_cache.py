@@ -141,7 +141,7 @@ class Entry(NamedTuple):
 
 
 class BlockSpaceManager:
-    """The device's blocks, and the tables of all sequences.
+    """The device's blocks, and the tables of all sequences. `TieredSpaceManager` adds host memory to it.
 
     Every move of a block's content goes into the step's plan. The workers make the moves in this order: out to the
     host, in from it, copies on the device, and then the step's tokens. A block that a move reads may only be filled by
@@ -162,8 +162,8 @@ class BlockSpaceManager:
         config: EngineConfig,
         num_blocks: int,
         windows: Items[int],
-        states: StateManager | None = None,
-        manager: type[BlockManager] = BlockManager,
+        states: StateManager | None,
+        manager: type[BlockManager],
     ):
         self.block_size = config.block_size
         # Tokens that a sequence computes in a step at most: without chunked prefill there is no limit to them.
@@ -285,6 +285,7 @@ class BlockSpaceManager:
             kind += 1
         for kind, (begin, mark) in enumerate(zip(begins, self.marks, strict=True)):
             blocks = [block for digest in hashes[begin:most] if (block := look_up(digest + mark)) is not None]
+            assert begin + len(blocks) == max(begin, most), "a block was found and then not"
             tables[kind] = [-1] * begin + blocks
         return min(most * size, last), tables
 

@@ -168,7 +168,7 @@ class EngineStats:
                 self.observe("inter_token_latency_seconds", self.now - at, times)
         self.rows_at = self.now
 
-    def sampled(self, seq: Sequence, count: int = 1) -> None:
+    def sampled(self, seq: Sequence, count: int) -> None:
         """A row of the step that has landed, none of its decodes, has brought a token, or several at once."""
         group = seq.group
         if group.params.max_tokens == 0 or group.beam:  # it goes to nobody

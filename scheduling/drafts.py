@@ -126,8 +126,10 @@ class Drafting:
 
     def wanted(self, seq: Sequence, room: float = math.inf) -> int:
         """How many drafts a sequence should have, and `room` at most."""
-        stats = seq.acceptance
-        if not self.floors or stats.found * stats.chance < self.needed:
+        if not self.floors:
+            return 0
+        stats, chance = seq.acceptance, seq.acceptance.chance
+        if stats.found * chance < self.needed:
             return 0
         params = seq.group.params
         most = min(room, seq.limit - seq.num_known - 1)
@@ -137,7 +139,7 @@ class Drafting:
             return 0  # a mask changes with the count of tokens
         if most <= 0:
             return 0
-        return min(bisect_right(self.floors, stats.chance), int(most))
+        return min(bisect_right(self.floors, chance), int(most))
 
     def guessed(self, flight: Flight, guesses: dict[int, bool]) -> None:
         """Learn from drafts that were not verified, by the indices of a step's rows."""

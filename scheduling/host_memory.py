@@ -41,12 +41,14 @@ class TieredSpaceManager(BlockSpaceManager):
     # --- cached prefixes ----------------------------------------------------------------------------------------------
 
     def look_up(self, key: bytes) -> int | None:
-        block = super().look_up(key)
+        block = self.device.block_of.get(key)
         return ON_HOST if block is None and key in self.host.block_of else block
 
     def find_prefix(self, seq: Sequence, last: int) -> tuple[int, list[list[int]]]:
         """Find the prefix. A block of it that the device has dropped shows that copies are useful."""
         cached, tables = super().find_prefix(seq, last)
+        if not self.host.num_blocks:
+            return cached, tables
         missed = self.hashes_of(seq, last)[len(tables[0]) :][:1]  # of the first block that is not found
         keys = [digest + mark for digest in missed for mark in self.marks]
         if any(ON_HOST in table for table in tables) or not self.uncopied.keys().isdisjoint(keys):

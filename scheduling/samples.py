@@ -62,11 +62,12 @@ class Samples:
     def prompt_done(self, seq: Sequence, now: float) -> None:
         """A sample has computed the prompt, and the others may branch off."""
         group = seq.group
-        tables = [table[: self._num_prompt_blocks(group)] for table in seq.tables]
-        if self._has_more(group, seq) and self.space.can_branch(tables, group.num_prompt):
-            group.prompt_tables = tables
-            self.space.device.share(by_column(tables))
-            self.holders.append(group)
+        if self._has_more(group, seq):
+            tables = [table[: self._num_prompt_blocks(group)] for table in seq.tables]
+            if self.space.can_branch(tables, group.num_prompt):
+                group.prompt_tables = tables
+                self.space.device.share(by_column(tables))
+                self.holders.append(group)
         self._let_go(group, now)
 
     def admitted(self, seq: Sequence) -> None:

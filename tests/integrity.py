@@ -51,6 +51,7 @@ def check_pool(manager: BlockManager, tables: Iterable[Items[int]]) -> None:
 def check_fair(policy: Fair, scheduler: Scheduler) -> None:
     """What the policy keeps of clients agrees with the requests that have yet to finish."""
     requests = scheduler.requests.values()
+    assert policy.charged.keys() <= {seq for group in requests for seq in group.seqs}
     assert policy.num_active == len({group.client for group in requests})
     for name, client in policy.clients.items():
         seqs = [seq for group in requests if group.client == name for seq in group.seqs]
