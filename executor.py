@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import gc
 import multiprocessing
 import os
 import signal
@@ -123,6 +124,7 @@ class UniExecutor:
     def close(self) -> None:
         """Let go of the worker, and so of the device's memory."""
         del self.worker
+        gc.collect()  # its phases refer to it
 
 
 class ExpertPeers(Protocol):

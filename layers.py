@@ -25,7 +25,7 @@ Cut = Callable[["Attention", torch.Tensor], torch.Tensor]  # as `Attention.atten
 
 @dataclass(slots=True, kw_only=True)
 class Batch:
-    """The device inputs of one step. Of its B rows, those of one token come first, and `attention_decode` has them."""
+    """The device inputs of one step. Of its B rows, those of a known token come first, with drafts behind it or none."""
 
     input_ids: torch.Tensor  # [T], as `prepare_inputs` makes it, and the next three
     positions: torch.Tensor  # [T]
@@ -34,7 +34,7 @@ class Batch:
     slots: torch.Tensor  # [B] row of the batch state
     block_tables: torch.Tensor  # [K, S, M] of all slots; layers of a kind share a table
     starts: torch.Tensor  # [B + 1] where each row begins
-    num_decodes: int = 0  # N, queries of `attention_decode`
+    num_decodes: int = 0  # N: these rows, or each of their tokens where tokens count one by one
     query_starts: torch.Tensor  # where each longer row begins, counted from the first of them, and where the last ends
     max_query_len: int = 1
     longer: Sequence[tuple[int, int]] = ()  # tokens of each longer row, and its blocks; for latent attention
@@ -48,7 +48,7 @@ class Batch:
 
     @property
     def queries(self) -> int:
-        """Tokens of each of the N queries."""
+        """Tokens of each of the N."""
         return self.drafts.queries if self.drafts else 1
 
 

@@ -298,15 +298,15 @@ def add_stages(w: Any) -> None:
 
     def receive(run: Any) -> None:
         w.mark("receive")
-        x = incoming_of(w, run.shape.tokens)
-        run.incoming = w.incoming[: run.shape.tokens].copy_(x) if run.graph and x is not None else x
+        x = w.pipeline.receive((run.shape.tokens, w.model.passed_sizes[0]), w.model.dtype, w.device)
+        run.incoming = w.incoming[: run.shape.tokens].copy_(x) if run.graph else x
 
     def hand_on(run: Any) -> None:  # in place of sampling: the step's tokens are computed, and others come later
         run.result = run.hidden
         if not w.pooler:
             w.mark("post_update")
             none, starts = run.hidden.new_empty(0, dtype=torch.int64), w.state.sample_starts[: run.shape.rows + 1]
-            w.state.update(w.ops, run.batch.slots, run.batch.starts, torch.zeros_like(starts), none)
+            w.state.update(w.ops, run.batch.slots, run.batch.starts, torch.zeros_like(starts), none, None, run.shape.drafted > 0)
 
     def send(run: Any) -> None:
         if not w.pipeline.last:

@@ -830,7 +830,7 @@ def mask_words(
 
 
 class SamplingColumns(NamedTuple):
-    """The columns of the sampling parameters, in float32, which has every whole number that a top_k may be exactly."""
+    """The columns of the sampling parameters, in float32, which has every whole number up to a vocabulary's size."""
 
     temperature: torch.Tensor  # 0 takes the largest x, the lowest id among equals
     top_k: torch.Tensor  # off where it is <= 0, or no less than the vocabulary

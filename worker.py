@@ -70,9 +70,9 @@ class StepRun:
     batch: Batch = field(init=False)
     adjust: Any = None  # how logits are adjusted, see `reference.Adjust`; None: not at all
     hidden: torch.Tensor = field(init=False)  # [T, hidden]
-    picked: torch.Tensor = field(init=False)  # [R, hidden], after which a token is sampled,
-    sampling: torch.Tensor = field(init=False)  # [R] and their slots
-    drafts: torch.Tensor | None = None  # [R, K] that each comes after
+    picked: torch.Tensor = field(init=False)  # [R, hidden], a token is sampled after each of these
+    sampling: torch.Tensor = field(init=False)  # [R] the slots of these
+    drafts: torch.Tensor | None = None  # [R, K] the drafts before each of these, then -1
     logits: torch.Tensor = field(init=False)  # [R, vocab]
     ids: torch.Tensor = field(init=False)  # [R] the sampled tokens
     result: torch.Tensor = field(init=False)  # what `post_update` returns; vectors with pooling, else hidden states
@@ -369,9 +369,9 @@ class Worker(Profiled):
         input_ids, positions, slot_mapping, seq_lens = self.ops.prepare_inputs(
             state.token_ids, state.num_computed, state.block_tables, slots, starts, shape.tokens, state.block_size
         )
-        longer = [(shape.max_query_len, -(-shape.max_query_len // state.block_size))] * (shape.rows - first)
-        if run.plan.rows:
-            longer = [(count, state.num_blocks[slot][0]) for slot, count in run.plan.rows[first:]]
+        longer = [(count, state.num_blocks[slot][0]) for slot, count in run.plan.rows[first:]]
+        if not run.plan.rows:
+            longer = [(shape.max_query_len, -(-shape.max_query_len // state.block_size))] * (shape.rows - first)
         run.batch = Batch(
             input_ids=input_ids, positions=positions, slot_mapping=slot_mapping, seq_lens=seq_lens, slots=slots,
             block_tables=state.block_tables, num_decodes=n // shape.queries, starts=starts,

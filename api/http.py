@@ -65,15 +65,15 @@ def arriving(config: ServerConfig, most: int, cap: str) -> Generator[bytes, None
         raise ApiError(415, f"the content type is {kind or 'not given'}; {must}")
     request.max_content_length = most + 1  # a chunked body is cut there: the extra byte shows it
     try:
-        with gevent.Timeout(config.body_timeout):
-            for part in unpacked(request.headers.get("Content-Encoding", "identity").strip().lower()):
-                if len(part) in (0, BODY_PART):
-                    gevent.sleep(0)  # a socket that always has more would let nobody else run
-                size += len(part)
-                if size > most:
-                    raise RequestEntityTooLarge
-                if part:
-                    yield part
+        coding = request.headers.get("Content-Encoding", "identity").strip().lower()
+        for part in unpacked(coding, config.body_timeout):
+            if len(part) in (0, BODY_PART):
+                gevent.sleep(0)  # a socket that always has more would let nobody else run
+            size += len(part)
+            if size > most:
+                raise RequestEntityTooLarge
+            if part:
+                yield part
     except gevent.Timeout:
         raise ApiError(400, f"the body did not arrive within {config.body_timeout} s (body_timeout)") from None
     except RequestEntityTooLarge:
@@ -101,9 +101,27 @@ def read_body(config: ServerConfig, bodies: Shares) -> bytearray:
     return body
 
 
-def unpacked(coding: str) -> Iterator[bytes]:
-    """The parts of this request's body, of at most BODY_PART bytes; an `ApiError` if this `coding` is not its own."""
-    packed = iter(lambda: request.stream.read(BODY_PART), b"")
+def packed_parts(seconds: float) -> Iterator[bytes]:
+    """The parts of this request's body as they arrive; a `gevent.Timeout` once it has waited for them so long in all.
+
+    The time in which they are unpacked or stored does not count: on a busy machine it is long.
+    """
+    while True:
+        begun = time.monotonic()
+        with gevent.Timeout(seconds):
+            part = request.stream.read(BODY_PART)
+        if not part:
+            return
+        seconds = max(0.0, seconds - (time.monotonic() - begun))
+        yield part
+
+
+def unpacked(coding: str, seconds: float) -> Iterator[bytes]:
+    """The parts of this request's body, of at most BODY_PART bytes; an `ApiError` if this `coding` is not its own.
+
+    For `seconds` see `packed_parts`.
+    """
+    packed = packed_parts(seconds)
     if coding == "identity":
         yield from packed
         return

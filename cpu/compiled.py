@@ -50,7 +50,8 @@ from reference import Quantized
 
 MODULES = sys.modules[__name__], cpu_weights, cpu_quantized, cpu_ops, reference  # they have what is compiled
 INDUCTOR_FOLDER = "TORCHINDUCTOR_CACHE_DIR"  # the variable that says where Inductor keeps what it makes
-WORKPLACE, DAY = "tmp", 86400  # the names of folders to compile in begin so; and seconds after which one is left over
+WORKPLACE = "tmp"  # the names of folders to compile in begin so
+DAY = 86400  # seconds after which one is left over
 SETTLED = 600  # seconds after which a server with a small model is one that stays
 MANY = 64  # tokens of a step; with so many or more, compiled code uses several threads
 

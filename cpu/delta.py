@@ -124,7 +124,7 @@ def _step(states: list[torch.Tensor], x: Inputs) -> torch.Tensor:
 
 
 def _chunk(state: torch.Tensor, x: Inputs, seen: int) -> torch.Tensor:
-    """o [n, Hv, dv] of the next n tokens of the row with this state [Hv, dk, dv], which the first `kept` change."""
+    """o [n, Hv, dv] of the next n tokens of the row with this state [Hv, dk, dv], which the first `seen` change."""
     (n, _, key_heads, dk), (heads, _, dv) = x.qk.shape, state.shape
     lines, beta = x.qk.permute(2, 1, 0, 3).reshape(key_heads, 1, 2 * n, dk), x.beta.T[..., None]
     k = lines[:, :, n:]

@@ -173,14 +173,12 @@ def count_step(dry: Worker, counts: list[int]) -> tuple[int, int, int, int]:
     shape = shape._replace(adjusted=True, adapted=dry.adapters is not None)
     propose = dry.config.num_drafts if len(counts) <= MOST_DRAFTING else 0
     state, plan = dry.state, StepPlan(0, rows=[*enumerate(counts)], propose=propose)
-    run = StepRun(plan, shape)
     state.num_blocks = [[state.block_tables.shape[2]] for _ in counts]  # all contexts have their full length
     if experts := dry.group.experts:
         experts.engines = experts.most
     with torch.inference_mode(), torch.device("meta"), unlaunched(kernels_of(dry.ops)), LiveBytes() as live:
         dry.marks = live  # it is told of the same phases
-        run.incoming = incoming_of(dry, shape.tokens)
-        dry.forward(run)
+        dry.forward(StepRun(plan, shape, incoming_of(dry, shape.tokens)))  # nobody keeps what it made
         begin, most = live.phases.pop("sample", (0, 0))
         activations = max(peak for _, peak in live.phases.values())
         if most:

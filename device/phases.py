@@ -132,9 +132,10 @@ def add_greedy_head(w: Worker, head: GreedyHead) -> None:
     """A CPU finds the token of a single greedy row without all logits, if it can."""
 
     def sample(run: StepRun) -> None:
-        w.mark("logits")
-        adapted = w.adapters and w.adapters.have_head(run.sampling)
-        ids = None if adapted else head.find(run.picked, w.state, run.sampling)
+        ids = None
+        if run.shape.samples and not (w.adapters and w.adapters.have_head(run.sampling)):
+            w.mark("greedy_head")
+            ids = head.find(run.picked, w.state, run.sampling)
         if ids is None:
             w.sample(run)
         else:

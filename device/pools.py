@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from dataclasses import replace
 
@@ -110,6 +111,7 @@ def free_bytes(start: Start) -> int:
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
     peak = profile(start)
+    gc.collect()  # the worker that ran: its phases refer to it
     torch.cuda.empty_cache()
     start.measured = peak - (torch.cuda.memory_reserved() - before)  # cuBLAS's workspace stays and is not counted
     free, total = torch.cuda.mem_get_info()

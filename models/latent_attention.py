@@ -164,7 +164,7 @@ class LatentAttention(Attention):
         return self.ops.rope_last(q, rotation, bool(self.row.interleaved), absorbed)
 
     def expand(self, sums: torch.Tensor, heads: slice, out: torch.Tensor) -> None:
-        """out[:, heads] = W_UV found for some heads' sums of latents, found [T, heads, R]."""
+        """out[:, heads] = W_UV sums for some heads' sums of latents [T, heads, R]."""
         weight = self.kv_b[heads, self.latent.nope_dim :]
         if self.batch_invariant:
             out[:, heads] = self.ops.head_linear(sums.contiguous(), weight)
