@@ -221,7 +221,7 @@ class Admission:
     def _make_way_for(self, seq: Sequence, running: Items[Sequence], plan: StepPlan) -> list[Sequence]:
         """What `make_way` returns, for this sequence. If it will fit, it is `urgent`."""
         slots = len(self.free_slots)
-        holders = [r for r in self.samples.holders if self.policy.yields(r.seqs[0], seq)]
+        holders = [group for group in self.samples.holders if self.policy.yields(group.seqs[0], seq)]
         if not (holders or self.policy.yields(running[-1], seq)):
             return []
         with_adapter = self.adapters.to_preempt(seq, lambda victim: self.policy.yields(victim, seq))

@@ -79,7 +79,7 @@ class AsyncStream(Stream):
 class AsyncMPClient:
     """An engine process, which this starts and replaces, and its client. It waits until the engine is ready.
 
-    A task of an event loop calls `engine`, whose methods wait, in another thread.
+    The methods of `engine` wait, so a task of an event loop calls them in another thread.
 
     Raises:
         EngineDeadError: the engine does not start, and says why.
@@ -146,7 +146,7 @@ class AsyncLLM:
             )
         set_up(config.log_level, config.log_format, logger.name)
         config = find_model(config)
-        # Here, because a message of the engine process would only be printed.
+        # Here, so that a model that cannot be is a ValueError before a process starts.
         ModelConfig.from_folder(config.folder, config.hf_overrides)
         self.config, self.tokenizer = config, open_tokenizer(config.folder, config.skip_tokenizer_init)
         self.live: dict[str, tuple[str, AsyncStream]] = {}  # by the caller's name of a request: the engine's, its news

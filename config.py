@@ -165,7 +165,7 @@ class EngineConfig:
     max_model_len: int | None = option(None, "tokens of prompt and output (default: the model's limit)", 2, MAX_CONTEXT)
     max_num_seqs: int = option(256, "sequences in one step", 1, 65536)
     max_num_batched_tokens: int | None = option(
-        None, "tokens in one step (default: 2048; GPU 8192, of 80 GB 16384; policy fair: what takes 0.1 s)", 1, 2**20
+        None, "tokens in one step, max_num_seqs at least (default: 2048; GPU 8192, 80 GB 16384; fair: 0.1 s)", 1, 2**20
     )
     block_size: int = option(64, "tokens in one KV block; on cuda 16, 32, 64 or 128", 1, 4096)
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3"] = option(
@@ -182,7 +182,7 @@ class EngineConfig:
     )
     enable_prefix_caching: bool = option(True, "reuse the KV blocks of equal prompt beginnings")
     num_state_snapshots: int | None = option(
-        None, "recurrent states that the prefix cache keeps (default: max_num_seqs, or fewer on a CPU)", 0, 2**20
+        None, "recurrent states the prefix cache keeps (default: max_num_seqs; CPU: in half of free memory)", 0, 2**20
     )
     scheduling_policy: str = option(
         "auto",
@@ -197,8 +197,8 @@ class EngineConfig:
     preemption_mode: Literal["auto", "recompute", "swap"] = option(
         "auto", "a preempted request computes its tokens again, or its KV blocks wait in host memory; auto: the cheaper"
     )
-    schedule_conservativeness: float = option(1.0, "share of expected growth that admission keeps free", 0.0, 10.0)
-    async_scheduling: bool | None = option(None, "plan before results are in (default: on cuda, and in processes)")
+    schedule_conservativeness: float = option(1.0, "share of expected growth to keep free; 0 lets all in", 0.0, 10.0)
+    async_scheduling: bool | None = option(None, "plan before results are in (default: cuda or worker processes)")
     num_lookahead_slots: int = option(0, "KV slots that each sequence owns ahead of its tokens", 0, 1024)
     speculative_config: str | None = option(
         None,
@@ -220,7 +220,7 @@ class EngineConfig:
     )
     startup_timeout: float = option(1800.0, "seconds that workers, or an engine process, may take to start", 0.1, 1e6)
     step_timeout: float | None = option(
-        None, "seconds a step may take before workers restart (default: 20 of the largest steps, at least 30)", 0.1, 1e6
+        None, "seconds a step may take before workers restart (default: 20 times the largest, at least 30)", 0.1, 1e6
     )
     max_worker_restarts: int = option(20, "restarts of workers without a step between, before the engine ends", 1)
     data_parallel_backend: Literal["mp", "ray"] = option(
@@ -238,12 +238,12 @@ class EngineConfig:
         False, "serve engine data_parallel_rank alone; others have servers of their own, behind one load balancer"
     )
     data_parallel_rank: int = option(0, "with data_parallel_external_lb: which of the engines this is", 0, 63)
-    data_parallel_size_max: int | None = option(None, "most engines for POST /scale (default: a fixed number)", 1, 64)
+    data_parallel_size_max: int | None = option(None, "most engines for POST /scale (default: no change)", 1, 64)
     enable_lora: bool = option(False, "serve LoRA adapters of the model beside it")
     max_loras: int = option(4, "adapters that requests of one step may have", 1, 1024)
     max_cpu_loras: int | None = option(None, "adapters kept in host memory (default: four times max_loras)", 1, 65536)
     max_lora_rank: int = option(16, "the highest rank of an adapter", 1, 256)
-    max_prompt_adapter_token: int = option(0, "virtual tokens that an adapter may put before a prompt", 0, 65536)
+    max_prompt_adapter_token: int = option(0, "virtual tokens an adapter may put before a prompt; 0: none", 0, 65536)
     max_logprobs: int = option(20, "likeliest tokens whose log-probabilities a request may ask for", 0, 1024)
     logits_processors: tuple[str, ...] = option((), "MODULE:CLASS of one's own that changes logits, or several")
     log_level: Literal["debug", "info", "warning", "error"] = option(
@@ -253,7 +253,7 @@ class EngineConfig:
     disable_log_stats: bool = option(False, "log no line with the throughput every 10 s while there is work")
     log_scheduler: str | None = option(None, "file of JSON lines: what came to the scheduler and what it decided")
     trace: str | None = option(None, "file for Perfetto: when each step's phases ran, in the engine and on the device")
-    torch_profiler_dir: str | None = option(None, "folder for what torch's profiler records; without it there is none")
+    torch_profiler_dir: str | None = option(None, "folder for torch's profiler, from start_profile to stop_profile")
     sanitize_kv: bool = option(False, "for debugging: check in every step that no request reads or writes another's KV")
     snapshot: str = option("", "")  # the folder that the model was downloaded to, if it was; see `hub.find_model`
     expert_rendezvous: str = option("", "")  # a file by which the ranks of engines that share experts meet

@@ -387,7 +387,7 @@ class EngineCore:
         return len(self.scheduler.requests)
 
     def _reload_adapters(self) -> None:
-        """New workers read the adapters anew; requests whose adapter is gone end. Raises WorkerError if a worker has died meanwhile."""
+        """New workers read the adapters anew, or raise a WorkerError; requests whose adapter is gone end."""
         lost = self.adapters.reload(self.executor.collective_rpc)
         requests = chain(self.scheduler.requests.values(), self.grammars.waiting.values())
         self._give_up({r: lost[r.adapter] for r in requests if r.adapter in lost}, engine_fault=True)

@@ -438,11 +438,9 @@ class LLM(PoolingFaces):
         params = sampling_params or SamplingParams(**{"max_tokens": None} | self.client.facts["default_sampling"])
         end = self.tokenizer.turn_end(chat_template)  # trainers often name it nowhere else
         if end is not None and end not in self.client.facts["eos_token_ids"]:
-            each = [params] * len(ids) if isinstance(params, SamplingParams) else params
-            params = [
-                param if param.ignore_eos else replace(param, stop_token_ids=(*param.stop_token_ids, end))
-                for param in each
-            ]
+            several = [params] if isinstance(params, SamplingParams) else params
+            ended = [p if p.ignore_eos else replace(p, stop_token_ids=(*p.stop_token_ids, end)) for p in several]
+            params = ended[0] if isinstance(params, SamplingParams) else ended
         return self.generate(ids, params, use_tqdm, lora_request)
 
     def beam_search(

@@ -25,7 +25,7 @@ Cut = Callable[["Attention", torch.Tensor], torch.Tensor]  # as `Attention.atten
 
 @dataclass(slots=True, kw_only=True)
 class Batch:
-    """The device inputs of one step. Of its B rows, those of a known token come first, with drafts behind it or none."""
+    """The device inputs of one step. Its rows of one known token come first, with drafts behind it or none."""
 
     input_ids: torch.Tensor  # [T], as `prepare_inputs` makes it, and the next three
     positions: torch.Tensor  # [T]

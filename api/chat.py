@@ -143,7 +143,7 @@ def conversation(api: Api, fields: dict[str, Any], caller: Caller) -> tuple[Prom
 
 
 def as_chat(fields: dict[str, Any], messages: list[dict[str, Any]], **others: Any) -> dict[str, Any]:
-    """The fields of a chat's request: these, as far as it knows them, with `messages` and its `own`."""
+    """The fields of a chat's request: these, as far as it knows them, with `messages` and the `others`."""
     chat = CHAT.defaults()
     return chat | {name: fields[name] for name in fields.keys() & chat.keys()} | {"messages": messages} | others
 

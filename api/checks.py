@@ -3,7 +3,7 @@
 The fields of a route become a msgspec struct, which validates its requests and is its schema in /openapi.json. What a
 type cannot say is left to a check of the field. A check takes a value of the field's type and a `CheckContext`, and
 returns the value to use. Its `ValueError` says what is allowed; `read_fields` adds the name and the value. A client's
-mistake is an `ApiError`. A name that no row has is a mistake, too.
+mistake is an `ApiError`. So is a name that neither a row nor a table of the face has, unless the options allow it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ HARMLESS = (
     # vLLM's, SGLang's, llama.cpp's and ollama's
     "guided_decoding_backend", "session_id", "return_mm_kwargs", "stream_reasoning", "custom_labels", "cache_prompt",
     "n_cache_reuse", "sse_ping_interval", "keep_alive",
-    # These belong to samplers that are off, as NOT_YET sees to.
+    # These belong to samplers that are off, as `NOT_YET` of api/fields.py sees to.
     "mirostat_tau", "mirostat_eta", "xtc_threshold", "dynatemp_exponent", "dry_base", "dry_allowed_length",
     "dry_penalty_last_n", "dry_sequence_breakers",
 )  # fmt: skip
@@ -134,8 +134,8 @@ class Face:
     needed: tuple[str, ...] = ()  # fields that must be there
     tasks: tuple[str, ...] = ()  # the server must do one of these; () is any
     together: Callable[[dict[str, Any]], None] = lambda fields: None  # checks fields against each other
-    not_yet: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)  # see `NOT_YET`
-    elsewhere: Mapping[str, str] = dataclasses.field(default_factory=dict)  # see `ELSEWHERE`
+    not_yet: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)  # see api/fields.py
+    elsewhere: Mapping[str, str] = dataclasses.field(default_factory=dict)  # see it, too
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)  # other names of its fields, which are read
     ignored: tuple[str, ...] = ()  # what cannot change the answer, beside `HARMLESS`
     error_body: Callable[[ApiError], dict[str, Any]] = ApiError.body  # what an error looks like

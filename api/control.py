@@ -114,7 +114,7 @@ def collective_rpc(api: Api) -> dict[str, Any]:
 
 
 def load_lora_adapter(api: Api) -> Response:
-    """Give a name to an adapter; the answers are vLLM's. The engines load it, and refuse a wrong one."""
+    """Give a name to an adapter; the answers are vLLM's. The engines load it, or say why they cannot."""
     body = body_with(api, *LOADED)
     name, path, inplace = body.get("lora_name"), body.get("lora_path"), body.get("load_inplace") or False
     if not isinstance(name, str) or not 0 < len(name) <= MOST_NAME or name in api.names:

@@ -1,4 +1,4 @@
-"""From prompts to answers: sampling parameters within the server's caps, and the call of the engine."""
+"""From prompts to answers: who asks, sampling parameters within the server's caps, the engine's call, and its log."""
 
 from __future__ import annotations
 

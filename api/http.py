@@ -66,7 +66,7 @@ def arriving(config: ServerConfig, most: int, cap: str) -> Generator[bytes, None
     request.max_content_length = most + 1  # a chunked body is cut there: the extra byte shows it
     try:
         coding = request.headers.get("Content-Encoding", "identity").strip().lower()
-        for part in unpacked(coding, config.body_timeout):
+        for part in unpacked(coding, packed_parts(config.body_timeout)):
             if len(part) in (0, BODY_PART):
                 gevent.sleep(0)  # a socket that always has more would let nobody else run
             size += len(part)
@@ -102,10 +102,7 @@ def read_body(config: ServerConfig, bodies: Shares) -> bytearray:
 
 
 def packed_parts(seconds: float) -> Iterator[bytes]:
-    """The parts of this request's body as they arrive; a `gevent.Timeout` once it has waited for them so long in all.
-
-    The time in which they are unpacked or stored does not count: on a busy machine it is long.
-    """
+    """This request's body as it arrives; a `gevent.Timeout` once it has waited so long, the work on it not counted."""
     while True:
         begun = time.monotonic()
         with gevent.Timeout(seconds):
@@ -116,12 +113,8 @@ def packed_parts(seconds: float) -> Iterator[bytes]:
         yield part
 
 
-def unpacked(coding: str, seconds: float) -> Iterator[bytes]:
-    """The parts of this request's body, of at most BODY_PART bytes; an `ApiError` if this `coding` is not its own.
-
-    For `seconds` see `packed_parts`.
-    """
-    packed = packed_parts(seconds)
+def unpacked(coding: str, packed: Iterator[bytes]) -> Iterator[bytes]:
+    """The parts of this request's body, of at most BODY_PART bytes; an `ApiError` if this `coding` is not its own."""
     if coding == "identity":
         yield from packed
         return

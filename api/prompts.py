@@ -1,7 +1,7 @@
 """Prompts of requests, and how the answers to them are read.
 
-Texts and conversations become tokens, which are cut where the request says so. The parsers of calls and of hidden
-reasoning are those that the options name, or the chat template tells which they are.
+Texts and conversations become tokens, which are cut where the request says so. The options name the parsers of calls
+and of hidden reasoning, or the chat template shows which they are.
 """
 
 from __future__ import annotations

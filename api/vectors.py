@@ -23,7 +23,7 @@ from text.prompts import CUT, opening
 
 def embeddings(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:
     """A vector for each prompt."""
-    prompts = encoded(api, fields, fields["input"], fields["add_special_tokens"] is not False)
+    prompts = inputs(api, fields)
     pooled = pool(api, fields, caller, prompts)
     return listed(fields, caller, prompts, vectors("embedding", "embedding", pooled, fields))
 
@@ -33,7 +33,7 @@ def pooling(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:
     task = api.facts["task"]
     if fields["task"] not in (None, task, "classify" if task == "score" else task):
         raise ApiError(400, f"task is {fields['task']}; this server's is {task}", "task")
-    prompts = encoded(api, fields, fields["input"], fields["add_special_tokens"] is not False)
+    prompts = inputs(api, fields)
     pooled = pool(api, fields, caller, prompts)
     return listed(fields, caller, prompts, vectors("pooling", "data", pooled, fields))
 
@@ -41,7 +41,7 @@ def pooling(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:
 def classify(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:
     """The probability of each label for each prompt, and the label of the highest one."""
     labels, data = api.facts["labels"], []
-    prompts = encoded(api, fields, fields["input"], fields["add_special_tokens"] is not False)
+    prompts = inputs(api, fields)
     for i, probs in enumerate(map(numbers, pool(api, fields, caller, prompts))):
         label = labels[max(range(len(probs)), key=probs.__getitem__)]
         data.append({"index": i, "label": label, "probs": probs, "num_classes": len(probs)})
@@ -82,11 +82,16 @@ def compare(
         before = named(api, fields)
         pairs = zip([before + each for each in first] * (len(second) // len(first)), second, strict=True)
         prompts: list[Any] = [api.prompts.encode(fields, pair, True) for pair in pairs]
-        return [numbers(found)[0] for found in pool(api, fields, caller, prompts)], prompts
+        return [numbers(pooled)[0] for pooled in pool(api, fields, caller, prompts)], prompts
     prompts = encoded(api, fields, first + second, True)
-    found = [numbers(pooled) for pooled in pool(api, fields, caller, prompts)]
-    left = found[: len(first)] * (len(second) // len(first))
-    return [cosine(a, b) for a, b in zip(left, found[len(first) :], strict=True)], prompts
+    all_vectors = [numbers(pooled) for pooled in pool(api, fields, caller, prompts)]
+    left = all_vectors[: len(first)] * (len(second) // len(first))
+    return [cosine(a, b) for a, b in zip(left, all_vectors[len(first) :], strict=True)], prompts
+
+
+def inputs(api: Api, fields: dict[str, Any]) -> list[Prompt]:
+    """The request's texts or token ids, as `encoded` has them."""
+    return encoded(api, fields, fields["input"], fields["add_special_tokens"] is not False)
 
 
 def encoded(api: Api, fields: dict[str, Any], prompts: Sequence[str | list[int]], special: bool) -> list[Prompt]:
@@ -94,17 +99,12 @@ def encoded(api: Api, fields: dict[str, Any], prompts: Sequence[str | list[int]]
     before = named(api, fields)
     cuts = api.facts["cuts_texts"] and fields["truncate_prompt_tokens"] is None
     cut = fields | {"truncate_prompt_tokens": -1} if cuts else fields
-    sources = [before + text_or_ids if isinstance(text_or_ids, str) else text_or_ids for text_or_ids in prompts]
-    encoded_prompts = [
-        api.prompts.encode(cut if isinstance(text_or_ids, str) else fields, text_or_ids, special)
-        for text_or_ids in sources
-    ]
-    if cuts and any(
-        text is None and isinstance(text_or_ids, str)
-        for (text, _), text_or_ids in zip(encoded_prompts, sources, strict=True)
-    ):
+    sources = [before + source if isinstance(source, str) else source for source in prompts]
+    pairs = [api.prompts.encode(cut if isinstance(source, str) else fields, source, special) for source in sources]
+    was_cut = (text is None and isinstance(source, str) for (text, _), source in zip(pairs, sources, strict=True))
+    if cuts and any(was_cut):
         warn_once(CUT.format(api.facts["max_model_len"]))
-    return encoded_prompts
+    return pairs
 
 
 def named(api: Api, fields: dict[str, Any]) -> str:
@@ -181,12 +181,14 @@ FORM = Field("encoding_format", Literal["float", "base64"], "float")
 ACTIVATION = Field("use_activation", bool, about=shared.attributes_of(PoolingParams)["use_activation"])
 NAME = Field("prompt_name", str, about='Of the prompt that goes before each text, or ""; null: the model\'s default.')
 LAST = (*shared.CUT, shared.PRIORITY)
-TASKS = ("embed", "score", "classify")
 TASK = Field("task", Literal["embed", "classify", "score"], about="What this server does with prompts.")
 FIRST = (shared.MODEL, INPUT, ACTIVATION, shared.SPECIAL_TOKENS)
 SIZED = (SIZE, FORM, *LAST)
-EMBEDDINGS = Face("embeddings", ("/v1/embeddings",), (*FIRST, NAME, *SIZED), embeddings, "embd-", ("input",), TASKS[:1])
-POOLING = Face("pooling", ("/pooling",), (*FIRST, NAME, TASK, *SIZED), pooling, "pool-", ("input",), TASKS)
+EMBED = ("embed",)  # tasks of the server that a route needs one of
+PAIRS = ("embed", "score")
+VECTORS = ("embed", "score", "classify")
+EMBEDDINGS = Face("embeddings", ("/v1/embeddings",), (*FIRST, NAME, *SIZED), embeddings, "embd-", ("input",), EMBED)
+POOLING = Face("pooling", ("/pooling",), (*FIRST, NAME, TASK, *SIZED), pooling, "pool-", ("input",), VECTORS)
 CLASSIFY = Face("classify", ("/classify",), (*FIRST, *LAST), classify, "classify-", ("input",), ("classify", "score"))
 SCORED = (
     shared.MODEL,
@@ -197,7 +199,7 @@ SCORED = (
     *LAST,
 )
 SCORE = Face(
-    "score", ("/score", "/v1/score"), SCORED, score, "score-", ("text_1", "text_2"), TASKS[:2],
+    "score", ("/score", "/v1/score"), SCORED, score, "score-", ("text_1", "text_2"), PAIRS,
     aliases={"queries": "text_1", "data_1": "text_1", "documents": "text_2", "items": "text_2", "data_2": "text_2"},
 )  # fmt: skip
 RERANKED = (
@@ -211,5 +213,11 @@ RERANKED = (
     *LAST,
 )
 RERANK = Face(
-    "rerank", ("/rerank", "/v1/rerank", "/v2/rerank"), RERANKED, rerank, "rerank-", ("query", "documents"), TASKS[:2]
+    "rerank",
+    ("/rerank", "/v1/rerank", "/v2/rerank"),
+    RERANKED,
+    rerank,
+    "rerank-",
+    ("query", "documents"),
+    ("embed", "score"),
 )

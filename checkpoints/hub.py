@@ -64,8 +64,8 @@ def find_model(config: EngineConfig, weights: bool = True) -> EngineConfig:
     """
     if (options := config.speculation) and options.model:
         draft_config = EngineConfig(options.model, download_dir=config.download_dir, load_format=config.load_format)
-        path = json.dumps(dataclasses.asdict(options) | {"model": find_model(draft_config, weights).folder})
-        config = dataclasses.replace(config, speculative_config=path)
+        drafting = json.dumps(dataclasses.asdict(options) | {"model": find_model(draft_config, weights).folder})
+        config = dataclasses.replace(config, speculative_config=drafting)
     if config.snapshot:  # found before
         return config
     name, weights = config.model, weights and config.load_format != "dummy"

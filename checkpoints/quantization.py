@@ -209,10 +209,9 @@ def activations_of(scheme: str, group: dict[str, Any], columns: int) -> tuple[st
     of tokens, or of those `columns` that share a scale of the weights.
     """
     activations, (type_here, kind) = group.get("input_activations"), ACTIVATIONS.get(scheme, (None, ""))
-    if not isinstance(activations, dict) or (activations.get("type", "int"), activations.get("num_bits", 8)) != (
-        type_here,
-        8,
-    ):
+    if not isinstance(activations, dict):
+        return "", False
+    if (activations.get("type", "int"), activations.get("num_bits", 8)) != (type_here, 8):
         return "", False
     size = activations.get("group_size") if activations.get("strategy") == "group" else 0
     strategies = ("group",) if columns else ("token", "tensor", None)

@@ -66,9 +66,7 @@ def groups_of(
         return None
     check("groups of inputs", groups, [inputs])
     neighbours = (torch.arange(inputs) // size).to(groups.dtype)
-    if bool((groups == -1).all()) or torch.equal(
-        groups, neighbours
-    ):  # compressed-tensors leaves -1 where none has moved
+    if torch.equal(groups, neighbours) or bool((groups == -1).all()):  # -1: compressed-tensors has moved none
         return None
     if not bool(((groups >= 0) & (groups < count)).all()):
         raise ValueError(
@@ -221,8 +219,8 @@ def unpack_bnb_4bit(
 ) -> Packed:  # fmt: skip
     """table[codes] * scales: codes of the flattened matrix in pairs, the upper one first, and a scale for each block of
     it. Nested scales are themselves codes: nested_table[codes] * nested, for each block of them, and an offset."""
-    fields_of = read_state(state)
-    (n, k), block = fields_of["shape"], fields_of["blocksize"]
+    quant_state = read_state(state)
+    (n, k), block = quant_state["shape"], quant_state["blocksize"]
     count = -(-n * k // block)
     check("codes", codes, [-(-n * k // 2), 1])
     check("scales", scales, [count])
@@ -233,9 +231,9 @@ def unpack_bnb_4bit(
         )
     absmax: Stored = scales.view(n if k % block == 0 else 1, -1)  # else a block may be in two rows
     if nested is not None and nested_table is not None:
-        check("nested scales", nested, [-(-count // fields_of["nested_blocksize"])])
+        check("nested scales", nested, [-(-count // quant_state["nested_blocksize"])])
         check("a nested table", nested_table, [256])
-        absmax = unnest(scales.view(absmax.shape), nested, nested_table, fields_of)
+        absmax = unnest(scales.view(absmax.shape), nested, nested_table, quant_state)
     pairs = codes.view(n if k % 2 == 0 else 1, -1)
     numbers, number = fields(pairs, 1, 4, 2 * pairs.shape[1], order=UPPER_FIRST), partial(entries, table)
     if absmax.shape[0] == n and torch.allclose(table, torch.tensor(NF4), atol=1e-6):  # a block is of one row
@@ -246,15 +244,16 @@ def unpack_bnb_4bit(
 def read_state(state: torch.Tensor) -> dict[str, Any]:
     """Read the JSON in a `quant_state`, which describes a matrix."""
     try:
-        fields_of = {"nested_blocksize": 256, "nested_offset": 0.0} | json.loads(bytes(state.tolist()))
+        quant_state = {"nested_blocksize": 256, "nested_offset": 0.0} | json.loads(bytes(state.tolist()))
     except (ValueError, TypeError):
         raise ValueError("has a quant_state that is no JSON object") from None
-    shape = fields_of.get("shape")
-    sizes = [*(shape if isinstance(shape, list) else [None]), fields_of.get("blocksize"), fields_of["nested_blocksize"]]
+    shape = quant_state.get("shape")
+    blocks = quant_state.get("blocksize"), quant_state["nested_blocksize"]
+    sizes = [*(shape if isinstance(shape, list) else [None]), *blocks]
     fine = len(sizes) == 4 and all(type(size) is int and size > 0 for size in sizes)
-    if not fine or not isinstance(fields_of["nested_offset"], int | float):
-        raise ValueError(f"has the quant_state {fields_of!r:.200}; it must be of a matrix, with a blocksize")
-    return fields_of
+    if not fine or not isinstance(quant_state["nested_offset"], int | float):
+        raise ValueError(f"has the quant_state {quant_state!r:.200}; it must be of a matrix, with a blocksize")
+    return quant_state
 
 
 def flat(table: Stored, n: int, k: int, each: int) -> Packed:
@@ -270,13 +269,13 @@ def entries(table: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
     return table.index_select(0, codes.flatten().int()).view(codes.shape)
 
 
-def unnest(codes: torch.Tensor, nested: torch.Tensor, table: torch.Tensor, fields_of: dict[str, Any]) -> Packed:
+def unnest(codes: torch.Tensor, nested: torch.Tensor, table: torch.Tensor, quant_state: dict[str, Any]) -> Packed:
     """The scales that are packed themselves [rows, columns], see `unpack_bnb_4bit`."""
 
     def values(row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
         scales = entries(table, take(codes, (row, column), (1, 1), torch.Tensor.int))
-        scales = scales.mul_(take(nested, (row * codes.shape[1] + column,), (fields_of["nested_blocksize"],)))
-        return scales.add_(fields_of["nested_offset"])
+        scales = scales.mul_(take(nested, (row * codes.shape[1] + column,), (quant_state["nested_blocksize"],)))
+        return scales.add_(quant_state["nested_offset"])
 
     return lookup(codes.shape, values)
 

@@ -87,7 +87,7 @@ def quote(file: str, name: str, parts: str = "") -> str:
 
 def quoted(page: str) -> str:
     """The page with its quotes as the code is now."""
-    return QUOTE.sub(lambda found: found["opening"] + quote(found["file"], found["name"], found["parts"]), page)
+    return QUOTE.sub(lambda match: match["opening"] + quote(match["file"], match["name"], match["parts"]), page)
 
 
 if __name__ == "__main__":

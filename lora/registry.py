@@ -102,32 +102,32 @@ class HostAdapters:
                 if (line := lines.get(name)) and line.pop(request_id, None) is not None and not line:
                     del lines[name]
 
-    def _find(self, request: LoRARequest, at_once: bool) -> Adapter | None:
+    def _find(self, lora: LoRARequest, at_once: bool) -> Adapter | None:
         if not self.enabled:
-            raise ValueError(f"lora_request is {request.lora_name!r:.200}; it needs an engine with enable_lora")
-        if request.lora_path in self.reading.values():
+            raise ValueError(f"lora_request is {lora.lora_name!r:.200}; it needs an engine with enable_lora")
+        if lora.lora_path in self.reading.values():
             return None
-        wanted = Adapter(state_of(request.lora_path), -1)
+        wanted = Adapter(state_of(lora.lora_path), -1)
         adapter = next((known for known in self.known if known == wanted), None)
-        has_turn = not self.crowded or request.lora_path in self.turns
+        has_turn = not self.crowded or lora.lora_path in self.turns
         if adapter and not has_turn and adapter is next(iter(self.known)):  # it has to leave
             return None
         if adapter:
             self.known[adapter] = self.known.pop(adapter)
-            return dataclasses.replace(adapter, name=request.lora_name)  # one folder may have several names
+            return dataclasses.replace(adapter, name=lora.lora_name)  # one folder may have several names
         message, refused_at = self.failed.get(wanted, ("", 0.0))
         if time.monotonic() < refused_at + MEMORY:
             raise ValueError(message)
         if not (has_turn and self._make_room()):
             return None
-        adapter = Adapter(wanted.key, self.free.pop(), request.lora_name)
-        self.reading[adapter] = request.lora_path
+        adapter = Adapter(wanted.key, self.free.pop(), lora.lora_name)
+        self.reading[adapter] = lora.lora_path
         with contextlib.suppress(ValueError):  # new workers read nothing yet, and the caller sees that in `reading`
             self.call("adapters.begin_load", adapter.row, adapter.key)
         if not at_once:
             return None
-        self._read_to_end(request.lora_path)
-        return self._find(request, at_once)
+        self._read_to_end(lora.lora_path)
+        return self._find(lora, at_once)
 
     def _read_to_end(self, folder: str) -> None:
         """Wait until the workers do not read a folder any more."""

@@ -88,8 +88,8 @@ def text_half(architecture: Any, raw: dict[str, Any]) -> dict[str, Any] | None:
     if wrapper in FLAT:
         halves.append({name: value for name, value in raw.items() if name != "model_type"})
     half = next((each for each in halves if each is not None), None)
-    kind = {"model_type": f"{raw.get('model_type')}_text".replace("_thinker", "")}
-    return None if half is None else kind | WRAPPERS.get(wrapper, {}) | half
+    model_type = {"model_type": f"{raw.get('model_type')}_text".replace("_thinker", "")}
+    return None if half is None else model_type | WRAPPERS.get(wrapper, {}) | half
 
 
 def tied_half(architecture: Any, raw: dict[str, Any], half: dict[str, Any]) -> Any:

@@ -169,7 +169,7 @@ def flat(holders: Iterable[tuple[int, Iterable[list[int]]]]) -> tuple[bytes, lis
 
 
 def request_row(seq: Sequence, state: str) -> dict[str, Any]:
-    """What is told of a sequence that has yet to finish. Its key is the number of the request's arrival."""
+    """The live view's row of a sequence that has yet to finish. Its key is the number of the request's arrival."""
     group = seq.group
     return {
         "key": seq.key[1],
@@ -185,7 +185,7 @@ def request_row(seq: Sequence, state: str) -> dict[str, Any]:
 
 
 def ending(report: dict[str, Any]) -> dict[str, Any]:
-    """What is told of a finished request; see `Reports.explain`."""
+    """The live view's row of a finished request, from its report of `Reports.explain`."""
     answers = report["answers"]
     return {
         "id": report["request_id"],

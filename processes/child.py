@@ -54,7 +54,7 @@ FAILURE = "failure"  # in place of facts: why the process cannot start
 
 
 class NotStartedError(SystemExit):
-    """A process could not start: it ends this one, which was to have it. `why` is empty if only stderr says why."""
+    """A child could not start. Uncaught, this ends its parent with `code`. `why` is empty if only stderr says why."""
 
     def __init__(self, code: int, why: str = ""):
         super().__init__(code)

@@ -143,7 +143,7 @@ class Fleet:
                 if self.launcher.trouble:
                     raise ValueError(self.launcher.trouble)
         if not ready:
-            raise NotStartedError(2, gate.failure)
+            raise NotStartedError(2)  # its gate has said why on stderr
 
     def _take_weights(self, facts: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
         """Start engines here anew if other hosts have kept newer weights, from before this server; returns their facts.

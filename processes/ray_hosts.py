@@ -146,8 +146,9 @@ class RayHost:
         settle(version, config, here, environment, "node")
         try:
             follow(find_model_here(config, here), secret)
-        except SystemExit:
-            raise ValueError(f"engine {rank} does not start on the node {here}, and has said why there") from None
+        except SystemExit as error:
+            why = getattr(error, "why", "") or "it has said why there"
+            raise ValueError(f"engine {rank} does not start on the node {here}: {why}") from None
 
 
 def leave_with_raylet() -> None:

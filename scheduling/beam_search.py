@@ -94,7 +94,7 @@ class Search:
     """A client's request for a beam search, and the requests of its step."""
 
     group: SequenceGroup  # the client's, which the scheduler never has
-    seq: Sequence  # as what it is told of
+    seq: Sequence  # stands for the search in reports and metrics; it never runs
     params: SamplingParams  # of a beam's request
     beams: Generator[list[list[int]], list[Nexts], list[Answer]]
     asked: list[str] = field(default_factory=list)  # ids of the step's requests, one a beam

@@ -39,8 +39,8 @@ class ClassicOrder:
         """Whether the first to have come has yet to wait; as in vLLM, that is not always the first in line."""
         if not self.delay_factor or not self.scheduler.waiting or not self.scheduler.running:
             return False
-        requests = self.scheduler.requests.values()  # in the order of arrival, so it passes only those that run
-        first = next(r for r in requests if any(seq.status is Status.WAITING for seq in r.seqs))
+        groups = self.scheduler.requests.values()  # in the order of arrival, so it passes only those that run
+        first = next(group for group in groups if any(seq.status is Status.WAITING for seq in group.seqs))
         return now - first.arrival <= self.delay_factor * self.prefill_seconds
 
     def landed(self, flight: Flight, now: float) -> None:

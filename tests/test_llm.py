@@ -100,8 +100,8 @@ def test_the_templates_own_end_of_a_turn_ends_a_chat(llm, monkeypatch):
     for params in (ends, None, (past_ends, replace(ends, stop_token_ids=[9]))):
         llm.chat([QUESTION, QUESTION], params, chat_template=template)
     llm.chat(QUESTION, ends)
-    ids = [[param.stop_token_ids for param in params] for params in asked[:3]]
-    assert ids == [[(other,), (other,)], [(other,), (other,)], [(), (9, other)]] and asked[3] is ends
+    assert [asked[0].stop_token_ids, asked[1].stop_token_ids] == [(other,), (other,)]
+    assert [each.stop_token_ids for each in asked[2]] == [(), (9, other)] and asked[3] is ends
 
 
 def test_chat_takes_another_template(llm):

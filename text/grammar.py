@@ -5,8 +5,7 @@
 
 A grammar may harm the process that compiles it, so it is first tried in another one (`text/sandbox.py`).
 
-A constraint follows from a sequence's output alone, so preemption, chunks, swaps and dead workers do not matter to it:
-it reads the tokens that it has not read.
+A constraint follows from a sequence's output alone, so preemption, chunks, swaps and dead workers do not matter to it.
 """
 
 from __future__ import annotations
@@ -54,9 +53,8 @@ class Constraint:
     """
 
     def __init__(self, params: SamplingParams, grammar: Grammar | None, stops: dict[int, int], words: int):
-        self.params, self.stops = params, stops
-        self.words = words
-        self.grammar = grammar
+        self.params, self.grammar = params, grammar
+        self.stops, self.words = stops, words
         self.matcher: Any = None  # the grammar's, copied once there is something to read
         self.allowed = grammar.first if grammar else np.full(words, ALL, dtype=np.uint32)  # by the grammar
         self.num_read = 0  # tokens of the output that `mask` follows

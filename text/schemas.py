@@ -49,7 +49,7 @@ OPPOSITES = {
 
 
 def grammar_text(wanted: StructuredOutputsParams) -> str:
-    """The grammar for llguidance; a ValueError if the request's is malformed.
+    """The grammar for llguidance; a ValueError if what is wanted is malformed.
 
     Where only one text can follow, llguidance would allow only its usual tokens. To find them, it would read the whole
     text before each token: 0.2 s for 250,000 characters. With `no_forcing`, any tokens that spell it are allowed.
@@ -60,7 +60,7 @@ def grammar_text(wanted: StructuredOutputsParams) -> str:
 
 
 def grammars_of(wanted: StructuredOutputsParams) -> list[dict[str, Any]]:
-    """The grammars that llguidance takes, the first of them on top; a ValueError if the request's is malformed."""
+    """The grammars that llguidance takes, which begins with the first; a ValueError if what is wanted is malformed."""
     from llguidance import LLMatcher, StructTag
     from llguidance.gbnf_to_lark import any_to_lark
 

@@ -489,7 +489,8 @@ class HarmonyFormat:
         source.in_reasoning = False
         if found:
             yield from source.space()
-        yield content((yield from source.follows(*self.ends)) * marked)
+        end = yield from source.follows(*self.ends)
+        yield content(end * marked)
 
     def write_answer(self, lark: Lark, tools: Sequence[Tool], required: bool) -> str:
         """The grammar of an answer: after messages of reasoning, and where no call is required others, one call."""

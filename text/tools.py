@@ -544,18 +544,20 @@ MOST_AGAIN = 2**15  # characters of an answer that are read again, because a cal
 MOST_READINGS = 16  # of one answer, for each call that turns out to be none; then all that follow are left out
 
 
-def read_whole(make: Callable[..., AnswerReader], parser: str | None, text: str) -> tuple[list[AnswerPart], bool]:
+def read_whole(
+    make_reader: Callable[..., AnswerReader], reasoning_parser: str | None, text: str
+) -> tuple[list[AnswerPart], bool]:
     """Read an answer that is all there; returns its parts, and whether what seemed to be its last call is none.
 
     A call whose arguments are no JSON object, as those of one that is cut, is left in its content. What stands before
-    the end of reasoning is reasoning, even where nothing has begun it, and calls in it are none. `make` is
+    the end of reasoning is reasoning, even where nothing has begun it, and calls in it are none. `make_reader` is
     `new_reader` with all of its arguments but the last two.
     """
-    lacks_start = parser is not None and REASONING_PARSERS[parser].lacks_start
+    lacks_start = reasoning_parser is not None and REASONING_PARSERS[reasoning_parser].lacks_start
     refused: set[int] = set()
     reasoned, before = False, -1  # the latter: calls before the last that is refused
     while True:
-        reader = make(refused=refused, reasoned=reasoned)
+        reader = make_reader(refused=refused, reasoned=reasoned)
         parts = reader.feed(text) + reader.end()
         if not reasoned and reader.source.ended_late and (lacks_start or any(part.reasoning for part in parts)):
             reasoned, before = True, -1
@@ -569,8 +571,7 @@ def read_whole(make: Callable[..., AnswerReader], parser: str | None, text: str)
         if not broken:
             return parts, len(arguments) == before
         before = broken[0]
-        # The first of them is none, and may have hidden others, so all behind it is read again. But not for ever: then
-        # all calls from it on are refused.
+        # The first of them is none, and may have hidden others, so all behind it is read again, MOST_READINGS times.
         first = [number for number in range(max(arguments) + len(refused) + 1) if number not in refused][broken[0]]
         refused |= {first} if len(refused) < MOST_READINGS else {*range(first, len(text))}
 
