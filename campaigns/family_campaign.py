@@ -432,11 +432,10 @@ def main() -> None:
     parser.add_argument("--shape", help="try this printed shape alone")
     parser.add_argument("--add", action="store_true", help="add to what bench_results/families.json has")
     parser.add_argument("--dry", action="store_true", help="leave bench_results/families.json alone")
-    parser.add_argument("--table", action="store_true", help="write docs/families.md's table, and print README's list")
+    parser.add_argument("--table", action="store_true", help="write docs/families.md's table")
     args = parser.parse_args()
     if args.table:
         PAGE.write_text(with_table(PAGE.read_text()))
-        print(short_list())
         return
     torch.set_num_threads(1)
     oracle, folder = Oracle(), Path(tempfile.mkdtemp())
@@ -519,11 +518,6 @@ def table() -> str:
         star = "" if name in drawn else "\\*"
         lines.append(f"| {known_as(name)}{star} | {names} |")
     return "\n".join(lines)
-
-
-def short_list() -> str:
-    """The families in one line, for the README."""
-    return f"{len(FAMILIES)} families: {'; '.join(sorted(map(known_as, FAMILIES), key=str.lower))}."
 
 
 def with_table(page: str) -> str:

@@ -14,10 +14,9 @@ class StateManager:
     """The rows of the state pools, for models with recurrent layers.
 
     A running sequence's state lies in the row of its slot. It has seen all computed tokens, and none can be taken back.
-    So the prefix cache keeps snapshots (which pay: Marconi, Pan et al., 2024) in the rows after those of the slots:
-    states at borders between two blocks, found by the chained hash of the tokens that they have seen. A prompt's step
-    ends at such a border if it can, as in vLLM, at the latest before the last token, so that the same prompt finds its
-    state.
+    So the prefix cache keeps snapshots (Marconi, Pan et al., 2024) in the rows after those of the slots: states at
+    borders between two blocks, found by the chained hash of the tokens that they have seen. A prompt's step ends at
+    such a border if it can, as in vLLM, at the latest before the last token, so that the same prompt finds its state.
 
     No row may be both read and written by one plan's copies, which the workers make at once: so snapshots are found,
     and host rows reused, once the plan is made.
