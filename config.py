@@ -628,7 +628,7 @@ def step_tokens(config: EngineConfig, most: int, seconds: float) -> int:
 
     A decode gets its next token when the step ends, so the prompts of others must not make the step long.
     """
-    given = config.max_num_batched_tokens is not None
-    if config.scheduling_policy != "fair" or given or config.makes_vectors or not config.enable_chunked_prefill:
+    is_set = config.max_num_batched_tokens is not None
+    if config.scheduling_policy != "fair" or is_set or config.makes_vectors or not config.enable_chunked_prefill:
         return most
     return max(config.max_num_seqs, min(most, int(most * FAIR_STEP / max(seconds, FAIR_STEP))))

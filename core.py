@@ -295,8 +295,8 @@ class EngineCore:
                     self._start_over(False, None if result.lasting else result.error)
                     return
                 if result.not_finite:
-                    wrong = not_finite(self.scheduler.in_flight[0], result.not_finite)
-                    self._give_up(wrong, engine_fault=True, lasting=True)
+                    failed = not_finite(self.scheduler.in_flight[0], result.not_finite)
+                    self._give_up(failed, engine_fault=True, lasting=True)
                 self._observe("landed", result)
                 with self.span("update", plan):
                     news = self.scheduler.update(plan, result)

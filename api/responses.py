@@ -67,19 +67,19 @@ def respond(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any] 
     if (background := fields["background"]) and not fields["store"]:
         raise ApiError(400, f"background is true; {api.store.closed or 'it needs store: true'}", "background")
     items, chat = as_chat_fields(api, fields, caller)
-    kept = StoredResponse(api.store, caller.client, items) if fields["store"] else None
+    stored = StoredResponse(api.store, caller.client, items) if fields["store"] else None
     caller.remote = None if background else caller.remote
     with renamed(**IN_CHAT):
         prompt, reading = conversation(api, chat, caller)
-        shape = partial(ResponseReply, fields, kept)
+        shape = partial(ResponseReply, fields, stored)
         answer = generate(api, chat, caller, [prompt], shape, None, reading, waits=not background)
     if not background:
         return answer
-    assert kept and isinstance(answer, Events)
+    assert stored and isinstance(answer, Events)
     runs, caller.call = dataclasses.replace(caller), None  # which the log tells when it has ended
     log = partial(log_request, caller.name, caller.client, "", 200, time.monotonic(), runs, "", logging.INFO)
-    kept.run(answer.events, answer.close, log)
-    return Events(kept.follow(0), lambda: None) if fields["stream"] else msgspec.json.decode(kept.response)
+    stored.run(answer.events, answer.close, log)
+    return Events(stored.follow(0), lambda: None) if fields["stream"] else msgspec.json.decode(stored.response)
 
 
 def count_input(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:

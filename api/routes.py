@@ -117,7 +117,7 @@ class Api:
             return None
         if module := self.adapters.find(name):
             return module
-        known = [*self.names, *self.adapters.given()]  # not the ones in `lora_dir`, which would have to be looked for
-        more = f" and {len(known) - MOST_LISTED} more" if len(known) > MOST_LISTED else ""
-        message = f"there is no model {reprlib.repr(name)} here; there is {', '.join(known[:MOST_LISTED])}{more}"
+        names = [*self.names, *self.adapters.given()]  # not the ones in `lora_dir`, which would have to be looked for
+        more = f" and {len(names) - MOST_LISTED} more" if len(names) > MOST_LISTED else ""
+        message = f"there is no model {reprlib.repr(name)} here; there is {', '.join(names[:MOST_LISTED])}{more}"
         raise ApiError(404, message, "model", "model_not_found")

@@ -335,8 +335,8 @@ def sample_cases(s: Shape, rows: int = 256) -> Iterator[Case]:
             logits = draw(device, rows, s.vocab, scale=3.0)
 
             params = torch.tensor(SamplingParams(temperature=heat, top_k=top_k, top_p=top_p).columns, device=device)
-            known = torch.full((rows,), 7, dtype=torch.int32, device=device)
-            state = params.repeat(rows, 1), torch.arange(rows, device=device), known
+            num_known = torch.full((rows,), 7, dtype=torch.int32, device=device)
+            state = params.repeat(rows, 1), torch.arange(rows, device=device), num_known
             slots = ints(range(rows), device)
 
             if penalized:

@@ -185,7 +185,7 @@ class Meetings:
             return {}
         self.waiting.difference_update(range(self.size))
         before, self.place = self.place, contextlib.ExitStack()
-        met = Rendezvous(self.place.enter_context(meeting_place()), os.urandom(8).hex(), self.size)
+        rendezvous = Rendezvous(self.place.enter_context(meeting_place()), os.urandom(8).hex(), self.size)
         before.close()
         self.met = self.size
-        return {engine: met for engine, (rank, _) in self.turns.items() if rank < self.size}
+        return {engine: rendezvous for engine, (rank, _) in self.turns.items() if rank < self.size}

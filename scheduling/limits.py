@@ -38,10 +38,10 @@ class RequestLimits:
         params = group.params
         params.check_vocabulary(self.vocab_size, self.eos_token_ids)
         params.check_logprobs(self.config.max_logprobs)
-        own = group.prompt[group.num_virtual :]
-        if not own:
+        tokens = group.prompt[group.num_virtual :]
+        if not tokens:
             raise ValueError("the prompt is empty; it must have at least 1 token")
-        if bad := [token for token in (min(own), max(own)) if not 0 <= token < self.vocab_size]:
+        if bad := [token for token in (min(tokens), max(tokens)) if not 0 <= token < self.vocab_size]:
             raise ValueError(f"the prompt has token id {bad[0]}; allowed: 0 to {self.vocab_size - 1}")
         limit = self._limit_of(group)
         # The last token of a sequence is never computed, so it needs no place in the cache.

@@ -39,9 +39,9 @@ class Reserve:
         """Blocks that `seqs` are expected to need beyond those of their tokens, or that prompts have yet to take."""
         slots, to_come = 0.0, 0  # slots that outputs grow into; blocks that prompts have yet to take
         for seq in seqs:
-            known = seq.num_known
-            end = max(known, seq.group.num_prompt + self.used_share * allowance(seq))
-            slots += sum(min(end, window or end) - min(known, window or known) for window in self.space.windows)
+            num_known = seq.num_known
+            end = max(num_known, seq.group.num_prompt + self.used_share * allowance(seq))
+            slots += sum(min(end, window or end) - min(num_known, window or num_known) for window in self.space.windows)
             to_come += self._to_come(seq)
         return to_come + slots * self.caution * self.conservativeness / self.block_size
 

@@ -60,11 +60,11 @@ class Drafter:
                     state.token_ids, at, tables, slots, starts, size, state.block_size
                 )
                 ids = drafts[:, i - 1].clamp(min=0).long() if i else ids
-                one = Batch(
+                decode = Batch(
                     input_ids=ids, positions=positions, slot_mapping=mapping, seq_lens=lens, slots=slots,
                     block_tables=tables, starts=starts, num_decodes=size, query_starts=starts[size:],
                 )  # fmt: skip
-                x, hidden = self.run(one, pool, hidden)
+                x, hidden = self.run(decode, pool, hidden)
             sampled = state.sample(self.ops, self.logits(x), slots, None, drafts)
             drafts[:, i] = sampled.int().masked_fill(slots < 0, -1)
         self.ops.put_drafts(state.token_ids, state.num_known, state.num_drafts, batch.slots, drafts)
@@ -80,7 +80,7 @@ class Drafter:
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """Logits [R, vocab_size] of what `run` gives [R, hidden]."""
         logits = self.model.logits(x)
-        lacking = self.vocab_size - logits.shape[1]  # less than 0: these no draft may be
+        lacking = self.vocab_size - logits.shape[1]  # negative: tokens of the model that no draft can be
         return F.pad(logits, (0, lacking), value=-math.inf) if lacking else logits
 
     def following(self, state: BatchState, batch: Batch) -> torch.Tensor:

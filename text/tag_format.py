@@ -133,14 +133,14 @@ class TagFormat(ToolParser):
                 inner -= 1
             else:
                 source.mark = source.at
-                what = yield from self._meaning(calls, keys)
+                meaning = yield from self._meaning(calls, keys)
                 source.back()
-                if what == CUT:
+                if meaning == CUT:
                     source.at = len(source.text)
                     return
-                if what == END:
+                if meaning == END:
                     break
-                inner += what == INNER
+                inner += meaning == INNER
             yield make(source.take(source.text.index(mark, source.at) + len(mark)))
         if mark:
             yield make(source.take(source.after_space()).removesuffix(self.padding))

@@ -625,11 +625,11 @@ def call_grammar(
         called = then(*turn, lark.syntax(begin), written)
         if format.named:
             begins = (filled(lark, format.named, lark.text(tool.name)) for tool in functions_of_tools)
-            each = [
+            answers = [
                 then(begin, format.write(lark, [tool], False))
                 for begin, tool in zip(begins, functions_of_tools, strict=True)
             ]
-            called = repeated(then(*turn, lark.one_of(each), closing), "", parallel)
+            called = repeated(then(*turn, lark.one_of(answers), closing), "", parallel)
         text = "" if required else "TEXT?"
         return lark.grammar(then(*turn, opening, text, closing, called if required else f"({called})?"))
     if required:
