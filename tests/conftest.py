@@ -122,8 +122,8 @@ def device(kernel_device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]
     import torch
 
     torch.manual_seed(0)
-    if find_spec("triton"):
-        attention = importlib.import_module("ops.attention")
+    attention = importlib.import_module("ops.attention") if find_spec("triton") else None
+    if attention:
         attention._programs.cache_clear()
         monkeypatch.setattr(attention, "PROCESSORS", 6)  # few programs for the interpreter, and rows in several of them
     empty, empty_like = torch.empty, torch.empty_like
@@ -135,6 +135,8 @@ def device(kernel_device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]
     monkeypatch.setattr(torch, "empty_like", lambda *args, **kwargs: poison(empty_like(*args, **kwargs)))
     with np.errstate(all="ignore"):  # the interpreter computes in numpy, which warns of an overflow to inf
         yield kernel_device
+    if attention:
+        attention._programs.cache_clear()  # what comes later has as many programs as it would have alone
 
 
 @pytest.fixture(params=["reference", "cpu.ops", "kernels"])

@@ -290,8 +290,6 @@ REMOTE: dict[str, dict[str, Any]] = {
     "yi": remote("YiForCausalLM", "LlamaConfig", **THETA),
 }  # fmt: skip
 
-FORMULAS = {"BaichuanForCausalLM"}  # families without a class in transformers: tests/models/test_formulas.py
-
 # --- positions, windows, files ----------------------------------------------------------------------------------------
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,

@@ -32,6 +32,9 @@ FACTS = {
 TEXT = "Hello, wörld 日本! "  # what the scripted engine answers, again and again
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 BODIES = {COMPLETIONS: {"prompt": "To be"}, CHAT: {"messages": [{"role": "user", "content": "Hi"}]}}
+ANSWERING = BODIES | {
+    "/v1/responses": {"input": "Hi"}, "/v1/messages": {"messages": BODIES[CHAT]["messages"], "max_tokens": 4},
+}  # fmt: skip
 TOKENIZER = Tokenizer(DEMO)
 END = next(iter(sorted(TOKENIZER.special_ids)))  # a token that ends an answer
 MISSING = object()
@@ -171,7 +174,7 @@ def client_of(engine: ScriptedClient, facts: dict[str, Any] = FACTS, **config: A
 
 
 def post(http_client: FlaskClient, route: str, **fields: Any) -> TestResponse:
-    body = {name: value for name, value in (BODIES.get(route, {}) | fields).items() if value is not MISSING}
+    body = {name: value for name, value in (ANSWERING.get(route, {}) | fields).items() if value is not MISSING}
     return http_client.post(route, json=body)
 
 
@@ -184,6 +187,21 @@ def refusal(response: TestResponse, status: int = 400) -> dict[str, Any]:
     assert error["code"] is None or isinstance(error["code"], str)
     assert 0 < len(error["message"]) <= 1000
     return error
+
+
+def error_of(response: TestResponse, status: int, kind: str) -> str:
+    """The message of an error as Anthropic spells it."""
+    assert response.status_code == status and response.mimetype == "application/json", response.text
+    assert set(response.json) == {"type", "error"} and response.json["type"] == "error"
+    assert set(response.json["error"]) == {"type", "message"} and response.json["error"]["type"] == kind
+    return response.json["error"]["message"]
+
+
+def refused(http_client: FlaskClient, route: str, **fields: Any) -> str:
+    """The message of a mistake, after a look at its form, which is that of the route."""
+    response = post(http_client, route, **fields)
+    messages = route == "/v1/messages"
+    return error_of(response, 400, "invalid_request_error") if messages else refusal(response)["message"]
 
 
 def events(response: TestResponse) -> list[dict[str, Any]]:

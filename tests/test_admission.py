@@ -47,6 +47,16 @@ def test_the_last_to_arrive_is_preempted_first_and_resumes_first():
     assert len(late.tokens) == 6
 
 
+@pytest.mark.parametrize(("length", "admitted"), [(392, True), (393, False)])
+def test_admission_leaves_the_watermark_free(length, admitted):
+    """It is 2 of 200 blocks here: beside the 100 blocks of the first prompt 98 may be taken."""
+    engine = Engine(num_blocks=200, max_model_len=500, max_num_batched_tokens=1000)
+    engine.add("runs", prompt(400), max_tokens=2)
+    engine.add("comes", prompt(length, 3), max_tokens=2)
+    engine.step()
+    assert (len(engine.scheduler.running) == 2) == admitted
+
+
 @pytest.mark.parametrize(("policy", "ended"), [("priority", ["a1", "a2", "b", "c"]), ("fcfs", ["c", "a1", "b", "a2"])])
 def test_priority_goes_first_and_equals_by_arrival(policy, ended):
     """Under `fcfs` priorities mean nothing."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import shutil
 import signal
 import threading
 from dataclasses import replace
@@ -287,3 +288,12 @@ def test_options_for_which_there_is_no_engine_are_refused():
                 make(**fields)
     with pytest.raises(ValueError, match="EngineConfig has no max_seqs; the nearest is max_num_seqs"):
         AsyncLLM("demo", max_seqs=3)
+
+
+@pytest.mark.full
+def test_an_engine_that_cannot_be_is_an_error(tmp_path):
+    for name in ("config.json", "tokenizer.json"):
+        shutil.copy(f"{DEMO}/{name}", tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"temperature": -1}')
+    with pytest.raises(EngineDeadError, match=r"^the engine process has not started: temperature is -1; it must be a number"):
+        AsyncLLM(EngineArgs(str(tmp_path), device="cpu", load_format="dummy"))

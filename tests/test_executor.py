@@ -118,9 +118,9 @@ def test_a_workers_death_is_noticed_by_the_clock_alone(mp_llm, answers, undistur
     mp_llm.core.workers.on_trouble = said.append
     before = mp_llm.core.metrics()["num_worker_restarts_total"]
     when(mp_llm, [3, 20], lambda: os.kill(worker(mp_llm), with_signal))
-    first, trial, suspects = worker(mp_llm), mp_llm.core.scheduler.admission.isolation, []
-    blame = trial.blame
-    monkeypatch.setattr(trial, "blame", lambda *of: suspects.extend(of[2]) or blame(*of))
+    first, isolation, suspects = worker(mp_llm), mp_llm.core.scheduler.admission.isolation, []
+    blame = isolation.blame
+    monkeypatch.setattr(isolation, "blame", lambda *of: suspects.extend(of[2]) or blame(*of))
     assert tokens(mp_llm.generate(PROMPTS, MIXED, use_tqdm=False)) == answers
     check_integrity(mp_llm.core.scheduler)
     assert mp_llm.core.metrics()["num_worker_restarts_total"] == before + 2 and not alive(first)

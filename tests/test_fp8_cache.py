@@ -50,8 +50,9 @@ def test_fp8_hardly_changes_what_the_demo_says(llm, sure, fp8_answers):
         (TIGHT | {"preemption_mode": "swap", "swap_space": 0.01}, "num_swapped_blocks_total"),
         pytest.param({"speculative_config": DRAFTS}, "spec_decode_num_accepted_tokens_total", marks=pytest.mark.full),
         pytest.param({"tensor_parallel_size": 2}, "", marks=pytest.mark.full),
+        pytest.param({"sanitize_kv": True}, "", marks=pytest.mark.full),
     ],
-    ids=["prefix cache", "chunks of 32", "recompute", "swap", "drafts", "two ranks"],
+    ids=["prefix cache", "chunks of 32", "recompute", "swap", "drafts", "two ranks", "sanitizer"],
 )  # fmt: skip
 def test_same_answers_however_they_are_computed(make_llm, sure, fp8_answers, fields, happened):
     llm = make_llm(kv_cache_dtype="fp8", **fields)

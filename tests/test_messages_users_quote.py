@@ -47,6 +47,7 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
 ]
 PROMPTS: list[tuple[Any, str]] = [
     (5, "prompts is 5; it must be a prompt or a list of prompts"),
+    ([{"prompt": 5}], "a prompt's text is 5; it must be a string"),
     (["a", 5], "a prompt is 5; it must be a string, token ids or a dict of these"),
     ([{}], "a prompt is {}; it must have prompt or prompt_token_ids"),
     ([{"promt": "a"}], "a prompt has the key 'promt'; known: prompt, prompt_token_ids, cache_salt"),
@@ -63,6 +64,7 @@ CALLS: list[tuple[dict[str, Any], str]] = [
     ({"sampling_params": {"temperature": 0}}, "sampling_params is {'temperature': 0}; it must be SamplingParams"),
     ({"sampling_params": [SHORT]}, "sampling_params has 1 entries for 2 prompts"),
     ({"sampling_params": SamplingParams(logprobs=21)}, "logprobs is 21; it must be at most max_logprobs, 20"),
+    ({"priority": "high"}, "priority is 'high'; it must be a whole number"),
     ({"priority": 1}, "priority is 1; it must be 0, because scheduling_policy is 'auto'"),
     ({"lora_request": "a"}, "lora_request is 'a'; it must be a LoRARequest or None"),
     ({"lora_request": LoRARequest("sql", 1, "/a")}, "lora_request is 'sql'; it needs an engine with enable_lora"),
@@ -101,4 +103,5 @@ def test_requests(llm: LLM) -> None:
         assert message_of(llm.generate, ["a", "b"], use_tqdm=False, **fields) == message
     for messages, message in TALKS:
         assert message_of(llm.chat, messages, SHORT, use_tqdm=False) == message
+    assert message_of(llm.llm_engine.add_request, 5, "a", SHORT) == "request_id is 5; it must be a string"
     assert not llm.core.has_work()

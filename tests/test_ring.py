@@ -214,7 +214,7 @@ def test_a_sleeping_reader_takes_no_time(pair):
     assert time.thread_time() - begun < 0.01
 
 
-def test_heartbeats_and_naps_reach_the_other_end(pair, monkeypatch):
+def test_heartbeats_and_sleeps_reach_the_other_end(pair, monkeypatch):
     monkeypatch.setattr(ring_module, "BACKSTOP", 0.1)
     writer, reader = pair()
     assert (reader.beats, writer.sleep_count(0)) == (0, 0)
@@ -234,7 +234,7 @@ def test_heartbeats_and_naps_reach_the_other_end(pair, monkeypatch):
     assert writer.sleep_count(0) == 0
 
 
-def test_each_reader_naps_and_is_woken_whatever_the_others_do(monkeypatch):
+def test_each_reader_sleeps_and_is_woken_whatever_the_others_do(monkeypatch):
     monkeypatch.setattr(ring_module, "BACKSTOP", 10.0)
     writer = RingBuffer(2, CHUNK)
     busy, idle = copied(writer), copied(writer)

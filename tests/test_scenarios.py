@@ -217,8 +217,8 @@ class Scenario:
         slots = [seq.slot for seq in seqs if seq.slot >= 0]
         assert len(set(slots)) == len(slots) and not set(slots) & set(scheduler.admission.free_slots)
         admission, counts = scheduler.admission, Counter(seq.status for seq in seqs)
-        aside = [*admission.deferred]
-        places = (scheduler.running, scheduler.waiting, scheduler.swapped, aside)
+        deferred = [*admission.deferred]
+        places = (scheduler.running, scheduler.waiting, scheduler.swapped, deferred)
         statuses = (Status.RUNNING, Status.WAITING, Status.SWAPPED, Status.DEFERRED)
         assert [*map(len, places)] == [counts[status] for status in statuses]
         assert all(seq.status is Status.RUNNING for seq in scheduler.others)

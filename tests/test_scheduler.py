@@ -411,8 +411,8 @@ def test_a_request_that_kills_workers_is_found_and_ended(poison, place, chunked,
     for i in range(12):
         assert engine.outputs[str(i)] == expected(prompt(6 + i, i), 20, 64, ignore_eos=True)
     assert engine.scheduler.blocks.num_free == engine.scheduler.blocks.num_blocks
-    trial = engine.scheduler.admission.isolation
-    assert not trial.suspects and not trial.candidates and not trial.isolated
+    isolation = engine.scheduler.admission.isolation
+    assert not isolation.suspects and not isolation.candidates and not isolation.isolated
 
 
 def test_each_of_several_such_requests_is_found():
@@ -437,9 +437,9 @@ def test_deaths_that_nobody_is_to_blame_for_cost_no_request(depth):
     tried, late = set(), 0
     while engine.scheduler.has_work():
         engine.step()
-        trial = engine.scheduler.admission.isolation
-        tried.add(frozenset(request.request_id for request in trial.isolated))
-        if trial.isolated and not late:  # who comes meanwhile waits, and may leave
+        isolation = engine.scheduler.admission.isolation
+        tried.add(frozenset(request.request_id for request in isolation.isolated))
+        if isolation.isolated and not late:  # who comes meanwhile waits, and may leave
             late = engine.scheduler.step
             engine.add("late", prompt(7), max_tokens=5, ignore_eos=True)
             engine.add("gone", prompt(7), max_tokens=5)

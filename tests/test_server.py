@@ -20,6 +20,7 @@ from commands.start import with_policy
 from config import VERSION, EngineConfig
 from sampling_params import SamplingParams
 from scripted import (
+    ANSWERING,
     BODIES,
     CHAT,
     COMPLETIONS,
@@ -29,6 +30,7 @@ from scripted import (
     client_of,
     post,
     refusal,
+    refused,
 )
 from served import Server, eventually, serving
 from server import main
@@ -191,8 +193,8 @@ def test_several_keys_are_served_fairly_unless_another_policy_is_asked_for(
 @pytest.mark.parametrize("policy", ["fcfs", "fair"])
 def test_a_priority_needs_its_policy(engine: ScriptedClient, policy: str) -> None:
     http_client = client_of(engine, FACTS | {"scheduling_policy": policy})
-    message = refusal(post(http_client, COMPLETIONS, priority=3))["message"]
-    assert message == f"priority is 3; under the policy {policy} it must be 0"
+    for route in ANSWERING:
+        assert refused(http_client, route, priority=3) == f"priority is 3; under the policy {policy} it must be 0"
 
 
 @pytest.mark.parametrize("route", ["/health", "/nope", "/v1/models/nope"])
@@ -416,6 +418,7 @@ def test_no_reply_names_the_server(server: Server) -> None:
         got, headers, rest = exchange(server, raw)
         assert "server" not in headers and b"gunicorn" not in rest and headers["x-request-id"]
         assert status in (0, got) and json.loads(rest)
+    assert "failed" not in server.log.read_text()  # it was no mistake of ours
 
 
 # --- keys ------------------------------------------------------------------------------------------------------------

@@ -27,13 +27,12 @@ from plan import EngineCoreRequest
 from processes.child import Board
 from processes.client import Stream
 from sampling_params import LoRARequest
-from scripted import BODIES, FACTS, TOKENIZER, ScriptedClient, events, post, refusal
+from scripted import ANSWERING, BODIES, FACTS, TOKENIZER, ScriptedClient, events, post, refusal
 from served import Server, alive, eventually, serving
 from server import create_app, main
 
 TURN = [{"role": "user", "content": "Hi"}]
-ROUTES: dict[str, dict[str, Any]] = BODIES | {
-    "/v1/responses": {"input": "Hi"}, "/v1/messages": {"messages": TURN, "max_tokens": 4},
+ROUTES: dict[str, dict[str, Any]] = ANSWERING | {
     "/v1/embeddings": {"input": "Hi"}, "/pooling": {"input": "Hi"}, "/score": {"text_1": "Hi", "text_2": "Ho"},
     "/rerank": {"query": "Hi", "documents": ["Ho"]},
 }  # fmt: skip
@@ -154,7 +153,7 @@ def test_what_is_wrong_with_prompt_adapters_is_said_at_start(engines: Engines, t
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_a_request_names_its_adapter_as_its_model(engines: Engines, route: str) -> None:
-    makes_vectors = route not in ("/v1/responses", "/v1/messages", *BODIES)
+    makes_vectors = route not in ANSWERING
     http_client = client_of(engines, lora_modules=("a=/a",), task="embed" if makes_vectors else "generate")
     for model, asked in (("a", LoRARequest("a", 1, "/a")), ("manta", None), ("other", None), (None, None)):
         response = http_client.post(route, json=ROUTES[route] | {"model": model})

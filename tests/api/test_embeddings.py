@@ -12,7 +12,7 @@ from flask.testing import FlaskClient
 
 from outputs import cosine
 from plan import EngineOutput
-from scripted import COMPLETIONS, FACTS, MISSING, TOKENIZER, ScriptedClient, client_of, post, refusal, vector_of
+from scripted import ANSWERING, FACTS, MISSING, TOKENIZER, ScriptedClient, client_of, post, refusal, refused, vector_of
 
 EMBEDDINGS = "/v1/embeddings"
 TASKS = {
@@ -127,8 +127,8 @@ def test_each_route_needs_its_task(engine: ScriptedClient, task: str) -> None:
             assert response.status_code == 200
         else:
             assert f"task is {task}" in refusal(response)["message"]
-    if task != "generate":
-        assert f"task is {task}" in refusal(post(http_client, COMPLETIONS))["message"]
+    for route in ANSWERING if task != "generate" else ():
+        assert f"task is {task}" in refused(http_client, route)
 
 
 @pytest.mark.parametrize("route", [EMBEDDINGS, "/pooling", "/classify"])

@@ -8,8 +8,8 @@ import pytest
 from flask.testing import FlaskClient
 
 from api.anthropic import CLIENT_TOOLS, SERVER_TOOLS
-from scripted import CHAT, FACTS, ScriptedClient, client_of, refusal
-from test_responses import COUNT, HI, TALK, error_of, post, prompt_of
+from scripted import CHAT, FACTS, ScriptedClient, client_of, error_of, refusal
+from test_responses import COUNT, HI, TALK, post, prompt_of
 from text.messages import BLOCKS
 
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBO"}}

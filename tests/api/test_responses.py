@@ -16,7 +16,7 @@ from api.generation import ClientGone
 from api.options import ServerConfig
 from api.response_store import Store, StoredResponse
 from api.responses import RESPONSES
-from scripted import BROKEN, FACTS, MISSING, TEXT, TOKENIZER, ScriptedClient, client_of, refusal, told
+from scripted import BROKEN, FACTS, MISSING, TEXT, TOKENIZER, ScriptedClient, client_of, error_of, refusal, told
 from test_protocol import BAD, BAD_MESSAGES, IMAGE
 
 ASK, TALK, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
@@ -62,14 +62,6 @@ def typed_events(response: TestResponse) -> list[dict[str, Any]]:
     assert [kind for kind, _ in lines] == ["event: " + event["type"] for event in found]
     response.close()
     return found
-
-
-def error_of(response: TestResponse, status: int, kind: str) -> str:
-    """The message of an error as Anthropic spells it."""
-    assert response.status_code == status and response.mimetype == "application/json", response.text
-    assert set(response.json) == {"type", "error"} and response.json["type"] == "error"
-    assert set(response.json["error"]) == {"type", "message"} and response.json["error"]["type"] == kind
-    return response.json["error"]["message"]
 
 
 def prompt_of(*messages: tuple[str, str], **fields: Any) -> list[int]:

@@ -12,10 +12,10 @@ from api.checks import CheckContext
 from api.options import ServerConfig
 from api.responses import input_items
 from counting import Compared
-from scripted import CHAT, FACTS, TOKENIZER, ScriptedClient, client_of, refusal
+from scripted import CHAT, FACTS, TOKENIZER, ScriptedClient, client_of, error_of, refusal
 from test_agents import Block, claude_blocks, claude_joined, codex_blocks, codex_joined
 from test_chat_tools import ADD, HERMES, OPEN, PLAIN, SUB, THINKS, TOOLS, streamed, talk
-from test_responses import ASK, COUNT, TALK, ask, check, error_of, post, typed_events
+from test_responses import ASK, COUNT, TALK, ask, check, post, typed_events
 from text.tools import call_grammar
 
 ROOM = FACTS | {"max_model_len": 4096}

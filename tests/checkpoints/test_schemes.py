@@ -149,13 +149,14 @@ def pack(config: dict[str, Any], ordered: bool = False) -> Callable[[int, int], 
     return encode
 
 
-def int8(strategy: str, symmetric: bool) -> Callable[[int, int], Encoded]:
+def int8(strategy: str, symmetric: bool, zeros_beside: bool = False) -> Callable[[int, int], Encoded]:
     def encode(n: int, k: int) -> Encoded:
         codes = torch.randint(-128, 128, (n, k), dtype=torch.int8)
         shape = {"tensor": (1,), "channel": (n, 1)}[strategy]
         scales, zeros = torch.rand(shape), torch.randint(-128, 128, shape, dtype=torch.int8)
         packed = {"weight": codes, "weight_scale": scales, "input_scale": torch.ones(1)}
         packed |= {} if symmetric else {"weight_zero_point": zeros}
+        packed |= {"weight_zero_point": torch.zeros_like(zeros)} if zeros_beside else {}
         return packed, (codes.int() - (0 if symmetric else zeros.int())).float() * scales
 
     return encode
@@ -256,6 +257,7 @@ def checkpoints(
 CASES: dict[str, tuple[dict[str, Any], Callable[[int, int], Encoded]]] = {
     "awq": (AWQ, awq),
     "int8 channel": (compressed("int-quantized", num_bits=8, strategy="channel"), int8("channel", True)),
+    "int8 all zeros": (compressed("int-quantized", num_bits=8, strategy="channel"), int8("channel", True, True)),
     "int8 zeros": (
         compressed("naive-quantized", num_bits=8, strategy="tensor", symmetric=False),
         int8("tensor", False),

@@ -384,6 +384,17 @@ def test_calls_wait_for_a_call_that_was_given_up(busy):
 
 
 @pytest.mark.full
+def test_a_call_without_a_timeout_has_that_of_a_step(ranks):
+    slow = Slow()
+    executor = ranks(slow, step_timeout=STEP)
+    with pytest.raises(TimeoutError, match=r"rank 0 has not replied within 1\.5 s"):
+        executor.collective_rpc("slow")
+    slow.later(2 * STEP)
+    look_for(executor, 2.4 * STEP)
+    assert executor.collective_rpc("next")
+
+
+@pytest.mark.full
 def test_a_call_that_fails_on_one_rank_may_run_on_on_the_others(ranks):
     slow = Slow(on=(1,))
     executor = ranks(slow, 2, step_timeout=STEP)

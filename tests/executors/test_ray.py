@@ -201,7 +201,7 @@ def test_a_rank_that_takes_nothing_is_named():
     engine.close()
 
 
-def test_heartbeats_and_naps_are_counted(monkeypatch):
+def test_heartbeats_and_sleeps_are_counted(monkeypatch):
     monkeypatch.setattr("executors.links.BACKSTOP", 0.05)
     engine, rank = connected()
     rank.beat()

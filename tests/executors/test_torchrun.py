@@ -19,6 +19,7 @@ from config import DEMO, EngineConfig
 from engine import LLM, SamplingParams
 from executors import torchrun
 from executors.torchrun import first_node, launched_as
+from network import two_namespaces
 from parallel import Group
 from served import Reader, Server, command, engine_of, eventually, serving
 
@@ -119,6 +120,17 @@ def test_where_a_rank_is_gone_all_of_them_end(tmp_path: Path) -> None:
         log = server.log.read_text()
         assert log.count(" ERROR engine 0: rank 0 has lost the other ranks: ") == 1, log
         assert "new workers" not in log and "starting another" not in log
+
+
+@pytest.mark.long
+def test_where_torchrun_is_killed_its_ranks_drain_and_end(tmp_path: Path) -> None:
+    with two_ranks(tmp_path) as server:
+        reader = Reader(server, prompt="Once", max_tokens=60)
+        eventually(lambda: bool(reader.text), 20)
+        server.process.kill()
+        reader.join(60)
+        assert reader.ended and not reader.error
+        server.assert_gone()
 
 
 def test_other_numbers_of_ranks_than_were_started_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,3 +305,51 @@ def test_a_server_of_two_tasks_ends_as_scancel_says(tmp_path: Path, monkeypatch:
         assert server.process.wait(END) == 0 and follower.wait(END) == 0, follower.communicate()[1]
         server.assert_gone()
         assert "lost" not in server.log.read_text()
+
+
+# --- two hosts --------------------------------------------------------------------------------------------------------
+
+ASK = """
+import json, sys, urllib.request
+url, body = sys.argv[1:]
+request = urllib.request.Request(url, body.encode(), {"Content-Type": "application/json"})
+print(json.load(urllib.request.urlopen(request, timeout=60))["choices"][0]["message"]["content"])
+"""
+
+
+@pytest.fixture
+def hosts() -> Iterator[list[str]]:
+    with two_namespaces() as names:
+        yield names
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stages", [1, 2])
+def test_two_hosts_serve_one_model(hosts: list[str], tmp_path: Path, stages: int) -> None:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "cable", "TMPDIR": str(tmp_path)}
+    log, nodes = tmp_path / "log", []
+    try:
+        for i, host in enumerate(hosts):
+            meet = ["--nnodes", "2", "--node-rank", str(i), "--master-addr", "10.213.77.1", "--master-port", "29500"]
+            launch = [sys.executable, *TORCHRUN, *meet, "--nproc-per-node", "1", "server.py"]
+            flags = [*FLAGS, "--device", "cpu", "--dtype", "float32", "--port", "8000"]
+            flags += ["--pipeline-parallel-size", str(stages)]
+            command = ["ip", "netns", "exec", host, *launch, *flags]
+            with open(log, "a") as file:
+                nodes.append(subprocess.Popen(command, cwd=ROOT, env=environment, stderr=file))
+        eventually(lambda: "http://127.0.0.1:8000" in log.read_text() or nodes[0].poll() is not None, 60)
+        url, body = f"http://127.0.0.1:8000{CHAT}", json.dumps({"messages": QUESTION, "temperature": 0})
+        command = ["ip", "netns", "exec", hosts[0], sys.executable, "-c", ASK, url, body]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert done.stdout == "81\n", done.stderr + log.read_text()
+        assert "2 ranks of an external launcher" in log.read_text()
+        nodes[0].terminate()  # of which torchrun tells the ranks of its own host alone
+        assert nodes[1].wait(END) == 0, log.read_text()
+        assert nodes[0].wait(END) == 1 and "lost" not in log.read_text()
+    finally:
+        for node in nodes:
+            if node.poll() is None:
+                node.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    node.wait(30)
+                node.kill()

@@ -54,8 +54,8 @@ def test_logits_and_tokens_equal_pefts(checkpoints: Checkpoints, made: Path, nam
     assert worker.adapters.load(1, state_of(str(folder))) == VIRTUAL
     virtual = [-1 - (VIRTUAL + 2) - j for j in range(VIRTUAL)]
     rows = [virtual + prompt for prompt in prompts] + prompts
-    own = [2 * (i < len(prompts)) for i in range(len(rows))]
-    sampled, hidden = first_step(worker, rows, own, adapters=[(1, 1)])
+    row_adapters = [2 * (i < len(prompts)) for i in range(len(rows))]
+    sampled, hidden = first_step(worker, rows, row_adapters, adapters=[(1, 1)])
     ours = worker.model.logits(hidden).split([len(p) for p in rows])
     for i in range(len(prompts)):
         assert (ours[i] - oracle[f"logits{i}"]).abs().max() <= 1e-4

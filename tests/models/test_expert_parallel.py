@@ -287,10 +287,7 @@ def test_engines_meet_anew_when_there_are_to_be_more_or_fewer() -> None:
     assert meetings.update(a, Meet(0, 2)) == {b: Rendezvous()}
     assert {met.engines for met in meetings.update(b, Meet(1, 2)).values()} == {3}
     assert meetings.resize(2) == dict.fromkeys((a, b, new), Rendezvous())
-    assert meetings.update(new, Meet(2, 2)) == {
-        a: Rendezvous(),
-        b: Rendezvous(),
-    }  # it is one too many
+    assert meetings.update(new, Meet(2, 2)) == dict.fromkeys((a, b), Rendezvous())  # it is one too many
     assert meetings.update(new, None) == {a: Rendezvous(), b: Rendezvous()}
     assert meetings.update(b, Meet(1, 3)) == {a: Rendezvous()}
     fewer = meetings.update(a, Meet(0, 3))
@@ -307,10 +304,7 @@ def test_engines_meet_anew_when_there_are_to_be_more_or_fewer() -> None:
 def test_a_new_coordinator_breaks_off_a_meeting_with_one_engine_too_many() -> None:
     before, after, (a, b) = Meetings(3), Meetings(2), [socket.socket() for _ in range(2)]
     assert before.update(a, Meet(0, 0, 3)) == before.update(b, Meet(1, 0, 3)) == {}
-    assert before.resize(2) == {
-        a: Rendezvous(),
-        b: Rendezvous(),
-    }  # it heard of the engines first
+    assert before.resize(2) == dict.fromkeys((a, b), Rendezvous())  # it heard of the engines first
     assert after.update(a, Meet(0, 0, 3)) == {a: Rendezvous()} and after.update(b, Meet(1, 0, 3)) == {b: Rendezvous()}
     assert Meetings(3).update(a, Meet(0, 0, 2)) == {}  # they go on until the third one is there
     for used in (a, b):

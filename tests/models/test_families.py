@@ -20,18 +20,25 @@ from device.memory import stage_layers
 from device.startup import start_worker
 from forked import run_ranks
 from model_config import ModelConfig
-from models.families import FAMILIES
+from models.families import FAMILIES, family_of
 from models.shares import check_division
 from oracle_checks import ask, check, first_step, known, make_core, make_worker
 from parallel import Group
 from plan import StepPlan
-from random_checkpoints import DATA, KEPT, LLAMAS, Checkpoints, tiers
+from random_checkpoints import DATA, KEPT, LLAMAS, REMOTE, Checkpoints, tiers
 from random_checkpoints import FAMILIES as CASES
 
 
 @pytest.fixture(scope="session")
 def checkpoints(shared: Path) -> Checkpoints:
     return Checkpoints("families", shared)
+
+
+@pytest.mark.full
+def test_every_family_has_a_case(checkpoints: Checkpoints) -> None:
+    raws = [json.loads((checkpoints / name / "config.json").read_text()) for name in CASES]
+    named = {family_of(raw["architectures"][0], raw)[0] for raw in raws}
+    assert named | {case["architecture"] for case in REMOTE.values()} == set(FAMILIES)
 
 
 @pytest.mark.parametrize("name", tiers("families"))

@@ -174,7 +174,7 @@ def test_the_worst_class_makes_way_for_an_adapter(mode):
     check(engine, {"mid": 0, "low": 1}, 6, 50)
 
 
-def test_a_swapped_group_whose_adapter_lost_its_slot_may_preempt_a_worse_one():
+def test_a_swapped_sequence_whose_adapter_lost_its_slot_may_preempt_a_worse_one():
     engine = Engine(
         200, 64, 200, max_num_seqs=8, max_num_batched_tokens=64, scheduling_policy="priority", max_loras=1,
         preemption_mode="swap",
@@ -219,7 +219,7 @@ def test_who_waits_for_many_adapters_is_before_another_client_once(slots):
     engine.run()
 
 
-def test_groups_of_one_adapter_make_way_wherever_they_stand():
+def test_sequences_of_one_adapter_make_way_wherever_they_stand():
     """Only sequences of a worse class do, and those of one adapter, wherever they stand in line."""
     engine = Engine(200, max_num_seqs=8, max_num_batched_tokens=64, scheduling_policy="priority", max_loras=3)
     adapters = {"two": 0, "one": 1, "two more": 0, "better": 2, "none": None}

@@ -297,6 +297,19 @@ def test_tokens_are_those_without_drafts(
     llm.close()
 
 
+@pytest.mark.full
+def test_workers_die_with_drafts_in_flight(
+    made: Make, plain: Callable[[str], list[RequestOutput]], forked: None
+) -> None:
+    llm = tiny(made("mtp"), "mtp", tensor_parallel_size=2, distributed_executor_backend="mp")
+    killed = kill_with_drafts_in_flight(llm.core)
+    assert_equal(every_way(llm), plain("mtp"))
+    drafted, taken = counted(llm)
+    assert drafted > taken > 20 and llm.core.metrics()["num_worker_restarts_total"] == len(killed) == 2
+    check_integrity(llm.core.scheduler)
+    llm.close()
+
+
 @pytest.mark.parametrize("name", ["mtp", pytest.param("draft_model", marks=pytest.mark.full)])
 def test_padding_has_no_drafts(name: str, made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU pads steps of decodes to the sizes of its graphs. Padding has slot -1, which may stand for any tokens."""
