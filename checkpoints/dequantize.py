@@ -301,7 +301,7 @@ def scaled(
         numbers = number(take(codes, places, ones, raw))
         if zeros is not None:
             numbers = numbers.sub_(take(zeros, there, shared))
-        read = torch.Tensor.float if factor is None else lambda entries: entries.float() * factor
+        read = (lambda entries: entries.float()) if factor is None else lambda entries: entries.float() * factor
         return numbers.mul_(take(scales, there, shared, read))
 
     def read_codes(rows: tuple[torch.Tensor, ...], columns: torch.Tensor, group: int, wide: int) -> CodedRows:
