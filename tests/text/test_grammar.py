@@ -20,7 +20,7 @@ from engine import SamplingParams, StructuredOutputsParams
 from integrity import check_integrity
 from plan import EngineCoreRequest, bit_words
 from text.grammar import MAX_CHARS, Constraint, Grammars
-from text.schemas import FORMATS, NAMED, grammar_text, negated, plain
+from text.schemas import FORMATS, NAMED, grammar_text, plain
 from tokenizer import Tokenizer
 
 PERSON = {
@@ -154,39 +154,14 @@ def test_formats_that_are_kept_are_those_that_are_checked(grammars):
         assert (name in text) == (name in FORMATS)
 
 
-@pytest.mark.parametrize(
-    ("schema", "other"),
-    [
-        ({}, False),
-        (True, False),
-        (False, True),
-        ({"title": "all"}, False),
-        ({"type": ["string", "number", "array", "object", "boolean"]}, {"type": ["null"]}),
-        ({"type": "integer"}, {"type": ["null", "boolean", "string", "array", "object"]}),
-        ({"minimum": 3}, {"type": "number", "exclusiveMaximum": 3}),
-        ({"exclusiveMaximum": 3}, {"type": "number", "minimum": 3}),
-        ({"not": {"type": "null"}}, {"type": "null"}),
-        ({"required": ["a"]}, {"type": "object", "anyOf": [{"properties": {"a": False}}]}),
-        ({"anyOf": [{"type": "null"}, {"minimum": 1}]},
-         {"allOf": [{"type": ["boolean", "number", "string", "array", "object"]},
-                    {"type": "number", "exclusiveMaximum": 1}]}),
-        ({"allOf": [{"minimum": 1}, {"multipleOf": 2}]}, {"anyOf": [{"type": "number", "exclusiveMaximum": 1}]}),
-        ({"multipleOf": 2}, None),
-        ({"anyOf": [{"multipleOf": 2}, {"minimum": 1}]}, None),
-    ],
-)  # fmt: skip
-def test_not_is_said_otherwise(schema, other):
-    assert negated(schema) == other
-
-
-def test_not_is_taken_away_wherever_a_schema_lies():
-    inner = {"not": {"type": ["null", "boolean", "number", "string", "array"]}}
+def test_a_keyword_is_taken_away_wherever_a_schema_lies():
+    inner = {"uniqueItems": True}
     for schema in (
         inner, {"items": inner}, {"prefixItems": [inner]}, {"anyOf": [inner, inner]}, {"x": {"y": inner}},
         *({name: {"x": inner}} for name in NAMED),
     ):  # fmt: skip
-        assert '"not": {"type"' not in json.dumps(plain(schema, []))
-    for schema in ({"const": inner}, {"enum": [inner]}, {"properties": {"not": {"type": "null"}}}):
+        assert "uniqueItems" not in json.dumps(plain(schema, []))
+    for schema in ({"const": inner}, {"enum": [inner]}, {"properties": {"uniqueItems": {"type": "null"}}}):
         assert plain(schema) == schema
 
 
