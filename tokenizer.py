@@ -45,11 +45,11 @@ GAPS = {
 class Tokenizer:
     """The tokenizer and the chat template of one model folder."""
 
-    def __init__(self, folder: str, max_template_chars: int = 16 * 2**20, max_template_seconds: float = 10.0):
+    def __init__(self, folder: str, max_template_chars: int = 16 * 2**20):
         """Read `tokenizer.json`, `tokenizer_config.json` and `chat_template.jinja`; only the first must be there.
 
         A file that `text/vocabularies.py` reads can stand in for the first. A chat template may write
-        `max_template_chars` and run for `max_template_seconds`.
+        `max_template_chars`.
 
         Raises:
             ValueError: a file is missing or broken.
@@ -71,7 +71,7 @@ class Tokenizer:
         self.token_text = functools.cache(self._token_text)
         config = self.config = read_json(folder, "tokenizer_config.json", {})
         self.special_tokens = names | special_tokens(read_json(folder, "special_tokens_map.json", {}) | config)
-        environment = TemplateEnvironment(max_template_chars, max_template_seconds)
+        environment = TemplateEnvironment(max_template_chars)
         self._templates = _compile_templates(Path(folder), config, environment)
         self.turn_end = functools.lru_cache(CALLERS_TEMPLATES)(self._turn_end)
         self._compile = functools.lru_cache(CALLERS_TEMPLATES)(functools.partial(read_template, environment))

@@ -583,7 +583,7 @@ def test_a_template_of_the_callers(tmp_path: Path) -> None:
 
 def test_what_a_template_expects_is_soon_found_out() -> None:
     """Also where variables are set to each other in a long row, backwards."""
-    environment = TemplateEnvironment(1000, 1.0)
+    environment = TemplateEnvironment(1000)
     chain = "".join(f"{{% set a{i} = a{i + 1} %}}" for i in range(3000))
     assert not read_template(
         environment, chain + "{% set a3000 = m.content %}{% for p in a0 %}{% endfor %}"

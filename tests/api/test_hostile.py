@@ -6,15 +6,11 @@ import contextlib
 import gzip
 import itertools
 import json
-import os
-import resource
 import select
 import socket
 import struct
-import time
 import zlib
 from http.client import HTTPResponse
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -27,12 +23,10 @@ from api.checks import Face
 from api.faces import FACES
 from api.options import ServerConfig
 from api.routes import Api
-from config import DEMO
 from processes.child import Board
-from scripted import CHAT, COMPLETIONS, FACTS, ScriptedClient, client_of
+from scripted import CHAT, COMPLETIONS, FACTS, TOKENIZER, ScriptedClient, client_of
 from served import Server, eventually
 from server import create_app
-from tokenizer import Tokenizer
 
 ANTHROPIC = [*MESSAGES.paths, *COUNT_TOKENS.paths]
 PATHS = {face.name: face.paths for face in FACES}
@@ -44,7 +38,6 @@ GOOD: dict[str, dict[str, Any]] = {
     "pooling": {"input": "a"}, "classify": {"input": "a"}, "score": {"text_1": "a", "text_2": "b"},
     "rerank": {"query": "a", "documents": ["b"]}, "input_tokens": {"input": "a"},
 }  # fmt: skip
-HASTY = Tokenizer(DEMO, max_template_seconds=0.2)
 TASK_OF = {"embeddings": "embed", "pooling": "embed", "score": "embed", "rerank": "embed", "classify": "classify"}
 
 
@@ -65,7 +58,7 @@ def check_refused(response: TestResponse, path: str, statuses: range | list[int]
 
 
 class Apps:
-    """An app for each task, all around one scripted engine. Their templates have little time."""
+    """An app for each task, all around one scripted engine."""
 
     def __init__(self, engine: ScriptedClient, **options: Any):
         self.engine, self.config = engine, ServerConfig(**options)
@@ -74,7 +67,7 @@ class Apps:
     def client_for(self, task: str) -> FlaskClient:
         if task not in self.clients:
             facts = FACTS | {"labels": ("bad", "good"), "vector_size": 32, "task": task}
-            api = Api(self.engine, HASTY, facts, self.config, ["manta"], Board())
+            api = Api(self.engine, TOKENIZER, facts, self.config, ["manta"], Board())
             self.clients[task] = create_app(api).test_client()
         return self.clients[task]
 
@@ -265,7 +258,6 @@ def test_conversations_that_are_none(apps: Apps, what: str) -> None:
 
 TEMPLATES = {
     "a loop": "{% for i in range(10**9) %}{% endfor %}",
-    "a product": "{{ 'a' * 10**10 }}",
     "a macro of itself": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     "deep brackets": "{{ " + "(" * 2000 + "1" + ")" * 2000 + " }}",
     "a class": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
@@ -278,7 +270,7 @@ TEMPLATES = {
 
 
 @pytest.mark.parametrize("what", TEMPLATES)
-def test_templates_that_never_end_or_look_around(apps: Apps, what: str) -> None:
+def test_templates_that_look_around(apps: Apps, what: str) -> None:
     check_refused(apps.send("chat", GOOD["chat"] | {"chat_template": TEMPLATES[what]}), CHAT, [400])
     apps.check_good("chat")
 
@@ -540,29 +532,6 @@ def test_a_client_that_has_ended_what_it_sends_gets_its_answer(server: Server, s
         assert response.status == 200 and (b"[DONE]" in content if streams else json.loads(content)["choices"])
     eventually(lambda: server.running() == 0)
     assert server.metric("generation_tokens_total") - generated < 60 + 900 / 2
-
-
-def test_silent_connections_that_take_all_descriptors_keep_nobody_out(server: Server) -> None:
-    names = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in server.family()}
-    api = next(pid for pid, name in names.items() if b"api 0" in name)
-    before = resource.prlimit(api, resource.RLIMIT_NOFILE)
-    body = {"prompt": "Once", "max_tokens": 200, "stream": True}
-    resource.prlimit(api, resource.RLIMIT_NOFILE, (len(os.listdir(f"/proc/{api}/fd")) + 40, before[1]))
-    try:
-        with contextlib.ExitStack() as stack, server.connect("POST", COMPLETIONS, body) as asking:
-            told, begun = asking.recv(100), time.monotonic()
-            for _ in range(200):
-                stack.enter_context(connect(server))
-            for _ in range(5):
-                assert server.get("/health")[0] == 200
-            check_serves(server)
-            assert time.monotonic() < begun + 6  # the seconds after which silent ones are hung up on
-            while b"[DONE]" not in told:  # who has sent a request keeps its place
-                told += (more := asking.recv(2**16))
-                assert more
-    finally:
-        resource.prlimit(api, resource.RLIMIT_NOFILE, before)
-    assert server.log.read_text().count("connections take all descriptors") == 1
 
 
 def test_nothing_of_all_that_was_a_mistake_of_the_servers(server: Server) -> None:
