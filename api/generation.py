@@ -45,11 +45,13 @@ class Events(NamedTuple):
     close: Callable[[], None]
 
 
-class Remote(NamedTuple):
+class Remote(Protocol):
     """The HTTP client at the other end of a connection; for `probe` see `NamelessResponse.probe`."""
 
     sock: socket.socket
-    probe: Callable[[], bool]
+
+    def probe(self) -> bool:
+        """Write what takes nothing away."""
 
 
 @dataclass(slots=True)
@@ -241,16 +243,6 @@ def log_request(
 # --- making texts -----------------------------------------------------------------------------------------------------
 
 
-class ReplyShape(Protocol):
-    """Makes the reply of the answers as they come."""
-
-    def whole(self) -> dict[str, Any]:
-        """The reply in one piece, once all answers have ended."""
-
-    def events(self, news: Iterator[tuple[int, int, str]]) -> Iterator[bytes]:
-        """The server-sent events of a stream. Once it has begun, an error can only be an event."""
-
-
 @contextlib.contextmanager
 def admitted(api: Api, answers: int, caller: Caller) -> Iterator[None]:
     """A context in which so many answers are in flight, if there may be as many; the body is no longer needed."""
@@ -266,10 +258,10 @@ def admitted(api: Api, answers: int, caller: Caller) -> Iterator[None]:
 
 
 def generate(
-    api: Api, fields: dict[str, Any], caller: Caller, prompts: Sequence[Prompt], shape: Callable[..., ReplyShape],
+    api: Api, fields: dict[str, Any], caller: Caller, prompts: Sequence[Prompt], shape: Callable[..., Any],
     default_max_tokens: int | None = None, reading: Reading | None = None, clamp: bool = False, waits: bool = True,
 ) -> dict[str, Any] | Events:  # fmt: skip
-    """Answer prompts, with a reply of this shape.
+    """Answer prompts. `shape` makes the reply, which is `whole` once all answers have ended, or `events` of their news.
 
     The fields have the names of a chat's or of a completion's. Where neither the request nor the model says how many
     tokens of output there may be, `default_max_tokens` does, or else the context; with `clamp` that bounds what the

@@ -95,8 +95,8 @@ def as_chat_fields(api: Api, fields: dict[str, Any], caller: Caller) -> tuple[li
     owner, previous, items = caller.client, fields["previous_response_id"], fields.pop("input")
     if not items and previous is None:
         raise ApiError(400, "input is []; without a previous response it must have at least one item", "input")
-    known = api.store.items(owner, {item["id"] for item in items if item["type"] == "item_reference"})
-    items = [known[item["id"]] if item["type"] == "item_reference" else item for item in items]
+    stored = api.store.items(owner, {item["id"] for item in items if item["type"] == "item_reference"})
+    items = [stored[item["id"]] if item["type"] == "item_reference" else item for item in items]
     for i, item in enumerate(items):
         item["id"] = item["id"] or f"msg_{caller.name}_{i}"
     if previous is not None:
@@ -198,9 +198,9 @@ class ResponseReply(BlockReply):
         if not is_call:
             yield self._numbered("response.content_part.added", **self._where(at), part=part_of(kind, "", []))
 
-    def _grow(self, piece: NewText, whole: bool = False) -> bytes:
+    def _grow(self, new: NewText, whole: bool = False) -> bytes:
         """The event of more text; empty if the JSON has grown, but not the custom tool's text in it."""
-        (at, text, _), (_, _, name, key) = piece, self._row(piece.at)
+        (at, text, _), (_, _, name, key) = new, self._row(new.at)
         if key == "input":
             text, self.sent[at] = custom_input(self._block(at).text, self.sent.get(at, 0), whole)
         scores = {"logprobs": self._logprobs(at, new=True)} if self._block(at).kind == CONTENT else {}

@@ -177,16 +177,13 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, missing: st
         check_telemetry({})
 
 
-def test_complaints_are_few(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    now = 100.0
-    monkeypatch.setattr(telemetry.time, "monotonic", lambda: now)
+def test_complaints_are_few(caplog: pytest.LogCaptureFixture) -> None:
     theirs = logging.Logger("opentelemetry")
     theirs.addHandler(Complaints())
-    for at in (100, 101, 159, 160, 161):
-        now = float(at)
-        theirs.error(f"no {at}")
+    for i in range(3):
         theirs.info("well")
-    assert caplog.messages == ["OpenTelemetry: no 100", "OpenTelemetry: no 160"]
+        theirs.error(f"no {i}")
+    assert caplog.messages == ["OpenTelemetry: no 0"]
 
 
 def ask(port: int) -> int:
