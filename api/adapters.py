@@ -84,8 +84,8 @@ class AdapterNames:
         self.listed: tuple[object, list[Module]] = None, []  # the adapters there, and when they were looked for
         if self.folder is not None and not os.path.isdir(self.folder):
             raise ValueError(f"lora_dir is {config.lora_dir!r:.200}, which is no folder")
-        for given in config.lora_modules:
-            module = read_module(given)
+        for value in config.lora_modules:
+            module = read_module(value)
             if module.name in names:
                 raise ValueError(f"lora_modules has {module.name!r:.200}, which is a name of the model itself")
             if not self.add(module):
@@ -176,8 +176,8 @@ class AdapterNames:
         Raises:
             ValueError: the engine serves no adapters, or one of them cannot be served; the message names its file.
         """
-        for option, given in (("lora_modules", self.modules), ("lora_dir", self.folder)):
-            if given and not config.enable_lora:
+        for option, value in (("lora_modules", self.modules), ("lora_dir", self.folder)):
+            if value and not config.enable_lora:
                 raise ValueError(f"{option} is given; it needs --enable-lora")
         for module in self.modules.values():
             with named(module):

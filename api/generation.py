@@ -158,8 +158,8 @@ class EngineCall(Generic[Asks]):
     def facts(self, begun: float) -> dict[str, Any]:
         """What a log says of it: counts, and seconds since `begun`, which is by `time.monotonic()`; but no text."""
         metrics = [request.metrics for request in self.requests]
-        firsts = [at for each in metrics if (at := each.first_token_time) is not None]
-        queued = [seconds for each in metrics if (seconds := each.time_in_queue) is not None]
+        firsts = [at for times in metrics if (at := times.first_token_time) is not None]
+        queued = [seconds for times in metrics if (seconds := times.time_in_queue) is not None]
         return {
             "id": self.id, "model": self.fields["model"], "stream": bool(self.fields.get("stream")),
             "n": self.requests[0].params.n, **self.counts(),

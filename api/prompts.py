@@ -265,7 +265,7 @@ class Parsers:
         start = () if thinking.opened_by(prompt) else self.ids_of(thinking.starts[0])
         best, *others = map(self.ids_of, ends)
         spaced = (self.ids_of(ends[0] + space) for space in (" ", "\n", "\n\n"))  # may be one token with its last one
-        return start, (best, *others, *(each for each in spaced if len(each) == len(best)))
+        return start, (best, *others, *(ids for ids in spaced if len(ids) == len(best)))
 
 
 def called_tools(tools: Sequence[dict[str, Any]], choice: ToolChoice) -> Sequence[dict[str, Any]]:

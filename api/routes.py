@@ -107,8 +107,8 @@ class Api:
         stories = self.client.utility("explain_prompts", id, self.config.max_prompts, client).values()
         prompts = sorted(itertools.chain(*stories), key=lambda story: int(story["request_id"].rpartition("-")[2]))
         if not prompts:
-            known = "the engine knows those that run and the latest that have finished"
-            raise ApiError(404, f"there is no request {repr(id)[:100]}; {known}", "id")
+            words = "the engine knows those that run and the latest that have finished"
+            raise ApiError(404, f"there is no request {repr(id)[:100]}; {words}", "id")
         return {"id": id, "prompts": prompts}
 
     def _adapter(self, name: str) -> Module | None:
@@ -118,6 +118,6 @@ class Api:
         if module := self.adapters.find(name):
             return module
         names = [*self.names, *self.adapters.given()]  # not the ones in `lora_dir`, which would have to be looked for
-        more = f" and {len(names) - MOST_LISTED} more" if len(names) > MOST_LISTED else ""
-        message = f"there is no model {reprlib.repr(name)} here; there is {', '.join(names[:MOST_LISTED])}{more}"
+        rest = f" and {len(names) - MOST_LISTED} more" if len(names) > MOST_LISTED else ""
+        message = f"there is no model {reprlib.repr(name)} here; there is {', '.join(names[:MOST_LISTED])}{rest}"
         raise ApiError(404, message, "model", "model_not_found")

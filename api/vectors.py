@@ -80,7 +80,7 @@ def compare(
     """
     if api.facts["task"] == "score":
         before = named(api, fields)
-        pairs = zip([before + each for each in first] * (len(second) // len(first)), second, strict=True)
+        pairs = zip([before + text for text in first] * (len(second) // len(first)), second, strict=True)
         prompts: list[Any] = [api.prompts.encode(fields, pair, True) for pair in pairs]
         return [numbers(pooled)[0] for pooled in pool(api, fields, caller, prompts)], prompts
     prompts = encoded(api, fields, first + second, True)

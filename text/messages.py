@@ -508,9 +508,9 @@ def _turns(blocks: list[Any], role: str, i: int) -> list[dict[str, Any]]:
     texts: list[str] = []
     thoughts: list[str] = []
     before: list[dict[str, Any]] = []
-    known = {kind: row for kind, row in BLOCKS.items() if role in row.roles}
+    allowed = {kind: row for kind, row in BLOCKS.items() if role in row.roles}
     for j, block in enumerate(blocks):
-        kind = _kind(block, known, place := f"message {i}: content[{j}]")
+        kind = _kind(block, allowed, place := f"message {i}: content[{j}]")
         if kind == "compaction" and (summary := _shown(block, place)):
             turn, texts, thoughts = {"role": role, "content": ""}, [], []
             before = [{"role": "user", "content": summary, "compacts": True}]

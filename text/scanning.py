@@ -198,8 +198,8 @@ class Source:
         """Read a short text, as a name or a key, up to one of the stops, which stays unread; NoCall if none is near."""
         pattern = markers(frozenset(stops)).pattern
         while True:
-            if found := pattern.search(self.text, self.at, self.at + LONGEST_NAME):
-                return self.take(found.start())
+            if stop := pattern.search(self.text, self.at, self.at + LONGEST_NAME):
+                return self.take(stop.start())
             if self.ended or len(self.text) - self.at > LONGEST_NAME:
                 self.at = len(self.text) if self.ended else self.at
                 raise NoCall

@@ -146,9 +146,9 @@ def parts_of(schema: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[st
     changed = {}
     for key, value in schema.items():
         if key in NAMED and isinstance(value, dict):
-            value = {name: change(each) for name, each in value.items()}
+            value = {name: change(part) for name, part in value.items()}
         elif key not in DATA and key != "not":
-            value = [change(each) for each in value] if isinstance(value, list) else change(value)
+            value = [change(part) for part in value] if isinstance(value, list) else change(value)
         changed[key] = value
     return changed
 

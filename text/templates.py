@@ -112,7 +112,7 @@ def read_template(environment: TemplateEnvironment, source: str) -> ChatTemplate
     walked: list[nodes.Node] = [loop.iter for loop in tree.find_all(nodes.For)]
     walked += [used for used in tree.find_all(nodes.Filter) if used.name in PART_FILTERS]
     takes_parts = any(is_value(unfiltered(node), "content", contents) for node in walked)
-    asked = any(is_value(t.node, "content", contents) for t in tree.find_all(nodes.Test) if t.name in TEXT_TESTS)
+    asks_kind = any(is_value(t.node, "content", contents) for t in tree.find_all(nodes.Test) if t.name in TEXT_TESTS)
     developer = any(constant.value == "developer" for constant in tree.find_all(nodes.Const))
     firsts: list[nodes.Node | None] = [item.node for item in tree.find_all(nodes.Getitem) if is_value(item, 0, set())]
     firsts += [used.node for used in tree.find_all(nodes.Filter) if used.name == "first"]
@@ -121,7 +121,7 @@ def read_template(environment: TemplateEnvironment, source: str) -> ChatTemplate
     compared = [test for test in tree.find_all(nodes.Compare) if is_value(test.expr, "role", names)]
     constants = (const.value for test in compared for operand in test.ops for const in operand.find_all(nodes.Const))
     roles = frozenset(value for value in constants if isinstance(value, str))
-    return ChatTemplate(template, source, takes_parts, not takes_parts or asked, developer, roles, one and not all_)
+    return ChatTemplate(template, source, takes_parts, not takes_parts or asks_kind, developer, roles, one and not all_)
 
 
 def unfiltered(node: nodes.Node | None) -> nodes.Node | None:

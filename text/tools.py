@@ -387,9 +387,9 @@ class AnswerReader:
             if part != AnswerPart():
                 parts.append(part)
         joined = []
-        for (kind, _), (first, *more) in groupby(parts, kind_of):
-            if more:
-                setattr(first, kind, "".join(getattr(part, kind) for part in (first, *more)))
+        for (kind, _), (first, *others) in groupby(parts, kind_of):
+            if others:
+                setattr(first, kind, "".join(getattr(part, kind) for part in (first, *others)))
             joined.append(first)
         return joined
 
@@ -470,8 +470,8 @@ def read_calls(calls: Calls, format: ToolParser, begin: str, make: Make) -> Step
             calls.again += size
             for text in (begin, "[]", format.end):
                 yield from source.space()
-                found = yield from source.follows(text)
-            if TOKEN.fullmatch(found) and make is content and (yield from source.char()) not in tuple("`'\""):
+                mark = yield from source.follows(text)
+            if TOKEN.fullmatch(mark) and make is content and (yield from source.char()) not in tuple("`'\""):
                 source.mark = None
                 return True
             source.back()
@@ -567,7 +567,7 @@ def read_whole(
         for part in parts:
             if part.call is not None:
                 arguments[part.call] = arguments.get(part.call, "") + part.arguments
-        broken = [call for call, each in arguments.items() if not is_object(each)]
+        broken = [call for call, json_text in arguments.items() if not is_object(json_text)]
         if not broken:
             return parts, len(arguments) == before
         before = broken[0]
