@@ -11,13 +11,11 @@ import pytest
 from flask.testing import FlaskClient
 from werkzeug.test import TestResponse
 
-from api.anthropic import MESSAGES
 from api.generation import ClientGone
 from api.options import ServerConfig
 from api.response_store import Store, StoredResponse
-from api.responses import RESPONSES
 from scripted import BROKEN, FACTS, MISSING, TEXT, TOKENIZER, ScriptedClient, client_of, error_of, refusal, told
-from test_protocol import BAD, BAD_MESSAGES, IMAGE
+from test_protocol import BAD_MESSAGES, IMAGE
 
 ASK, TALK, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
 HI = [{"role": "user", "content": "Hi"}]
@@ -486,36 +484,32 @@ BAD_TOOLS: list[Any] = [
 ]  # fmt: skip
 BAD_HERE: dict[str, dict[str, list[Any]]] = {
     ASK: {
-        "input": [MISSING, None, *BAD_INPUT], "instructions": [5, ["x"]], "previous_response_id": [5, "x" * 1025, {}],
-        "max_output_tokens": [0, -1, 1.5, "9", True, 2**31], "store": [1, "true"], "parallel_tool_calls": [0],
-        "metadata": [5, "x", [], {"a": 1}, {"a" * 65: "x"}, {"a": "x" * 513}, {str(i): "x" for i in range(17)}],
-        "user": [5], "prompt_cache_key": [5, "x" * 1025], "safety_identifier": [{}],
-        "include": ["x", [5], ["x"]], "top_logprobs": [-1, 1.5, "2", 21], "background": [1, "true"],
-        "text": ["x", {"format": {"type": "json"}}, {"format": "text"}, {"verbosity": 5}, {"x": 1},
+        "input": [MISSING, None, *BAD_INPUT], "previous_response_id": ["x" * 1025],
+        "max_output_tokens": [0, -1, 2**31], "prompt_cache_key": ["x" * 1025],
+        "metadata": [{"a": 1}, {"a" * 65: "x"}, {"a": "x" * 513}, {str(i): "x" for i in range(17)}],
+        "include": [["x"]], "top_logprobs": [-1, 21],
+        "text": [{"format": {"type": "json"}}, {"format": "text"}, {"verbosity": 5}, {"x": 1},
                  {"format": {"type": "json_schema"}}, {"format": {"type": "json_schema", "schema": {}, "x": 1}}],
-        "reasoning": ["low", {"effort": 5}, {"effort": True}, {"summary": "long"}, {"context": 5}, {"mode": "pro"},
+        "reasoning": [{"effort": 5}, {"effort": True}, {"summary": "long"}, {"context": 5}, {"mode": "pro"},
                       {"x": 1}],
-        "max_tool_calls": [-1, "5"], "generate": [1, "no"],
         "tools": [*TOOL_5, [{"type": "function", "name": "x", "parameters": 5}], *BAD_TOOLS],
         "tool_choice": [5, "any", {"type": "function"}, {"type": "allowed_tools", "mode": "auto", "tools": []}],
     },
     TALK: {
-        "messages": [MISSING, None, *BAD_TURNS], "max_tokens": [MISSING, None, 0, -1, 1.5, "9", True, 2**31],
-        "parallel_tool_calls": [0, "yes"],
-        "stop_sequences": ["x", [""], [5], ["a"] * 65, ["a" * 513]],
+        "messages": [MISSING, None, *BAD_TURNS], "max_tokens": [MISSING, None, 0, -1, 2**31],
+        "stop_sequences": [[""], ["a"] * 65, ["a" * 513]],
         "system": [5, {}, ["x"], [IMAGE], [{"type": "text"}]],
-        "thinking": ["on", {}, {"type": "on"}, {"type": []}, {"type": "enabled", "budget_tokens": "9"},
+        "thinking": [{}, {"type": "on"}, {"type": []}, {"type": "enabled", "budget_tokens": "9"},
                      {"type": "enabled", "budget_tokens": True}, {"type": "enabled", "display": "full"},
                      {"type": "enabled", "budget_tokens": -1}],
-        "output_config": ["low", {"effort": 5}, {"format": {"type": "json_schema"}}, {"x": 1}, {"format": "json"}],
-        "output_format": ["json", {}, {"type": "json_schema"}, {"type": "json_schema", "schema": "{}"}],
+        "output_config": [{"effort": 5}, {"format": {"type": "json_schema"}}, {"x": 1}, {"format": "json"}],
+        "output_format": [{}, {"type": "json_schema"}, {"type": "json_schema", "schema": "{}"}],
         "tools": [*TOOL_5, [{"name": "x", "input_schema": 5}], [{"name": "x", "parameters": {}}]],
-        "tool_choice": ["auto", {}, {"type": []}, {"type": "auto", "name": 5}, {"type": "tool", "name": 5},
+        "tool_choice": [{}, {"type": []}, {"type": "auto", "name": 5}, {"type": "tool", "name": 5},
                         {"type": "required"}, {"type": "tool"}, {"type": "any", "name": "x"},
                         {"type": "auto", "disable_parallel_tool_use": 1}, {"type": "auto", "x": 1}],
     },
 }  # fmt: skip
-BOTH = {"chat_template_kwargs": [5, {"messages": 1}, {"a b": 1}]}
 NOT_YET_HERE = [
     (ASK, "conversation", "conv_5"), (ASK, "prompt", {"id": "x"}), (ASK, "n", 2),
     *((ASK, "tools", [{"type": kind}]) for kind in ("mcp", "file_search", "code_interpreter", "computer_use_preview")),
@@ -533,11 +527,8 @@ OTHERWISE = [  # a field, what it is called here, or a misspelling of
 
 
 def test_bad_values_are_400_and_name_the_field(http_client: FlaskClient, engine: ScriptedClient) -> None:
-    for route, known in ((ASK, RESPONSES.fields), (TALK, MESSAGES.fields)):
-        judged = {name for name, field in known.items() if field.type is not Any}
-        bad = {name: values for name, values in BAD.items() if name in judged} | BOTH | BAD_HERE[route]
-        assert set(bad) == judged
-        for name, values in bad.items():
+    for route, fields in BAD_HERE.items():
+        for name, values in fields.items():
             for value in values:
                 response = post(http_client, route, **{name: value})
                 if route == ASK:
