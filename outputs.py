@@ -1,4 +1,4 @@
-"""What callers get back: the records that `LLM` returns, and the objects that fill them while the engine works.
+"""Records that `LLM` returns, and the objects that fill them while the engine works.
 
     Generation      one answer: its tokens and text so far
     Choices         one request: an answer for each sample, and the choice of those that its client gets
@@ -177,7 +177,7 @@ class PoolingRequestOutput(Generic[Pooled]):
     error: str | None = None  # why the engine gave it up
 
     def having(self, outputs: Other) -> PoolingRequestOutput[Other]:
-        """The same with other outputs."""
+        """This request with other outputs."""
         return PoolingRequestOutput(self.request_id, outputs, self.prompt_token_ids, self.finished, self.error)
 
 

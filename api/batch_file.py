@@ -118,7 +118,7 @@ def read_lines(file: BinaryIO, most: int) -> Iterator[Line]:
 
 
 def patient(file: BinaryIO) -> BinaryIO:
-    """The same file; but if it is a pipe, reading from it lets all other greenlets run."""
+    """A file that lets other greenlets run while it is read, even if it is a pipe."""
     if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         return file
     return FileObjectPosix(file.fileno(), "rb", closefd=False)

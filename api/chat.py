@@ -120,7 +120,7 @@ def chat(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any] | E
 
 
 def setting_of(fields: dict[str, Any], names: Sequence[str]) -> Any:
-    """What a request says of a setting by any of its names; None if it does not, an `ApiError` if two names differ."""
+    """A setting, by any of its names; None if the request has none of them, an `ApiError` if two names differ."""
     first = value = None
     for name in names:
         field, _, key = name.partition(".")

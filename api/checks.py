@@ -215,7 +215,7 @@ def refusal(name: str, value: Any, words: str, code: str | None) -> ApiError:
 
 
 def in_words(schema: dict[str, Any]) -> str:
-    """What a JSON schema allows, for a person."""
+    """Describe to a person the values that a JSON schema allows."""
     kinds = {"boolean": "true or false", "string": "a string", "object": "an object", "null": "null"}
     if "anyOf" in schema:
         return " or ".join(map(in_words, schema["anyOf"]))

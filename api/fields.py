@@ -77,7 +77,7 @@ def sampling_type(name: str, hint: Any) -> Any:
 
 
 def attributes_of(record: type) -> dict[str, str]:
-    """What a docstring says of each attribute."""
+    """The text about each attribute in a docstring."""
     lines = re.findall(r"^        (\w+): (.+(?:\n {12}.+)*)", record.__doc__ or "", re.MULTILINE)
     return {name: " ".join(text.split()) for name, text in lines}
 

@@ -56,7 +56,7 @@ class Remote(Protocol):
 
 @dataclass(slots=True)
 class Caller:
-    """Who asks, and how to tell whether somebody still waits for the answer."""
+    """The client of a request, and how to tell whether it still waits for the answer."""
 
     name: str  # of the request, unique; the reply's id ends in it
     client: str  # whose request it is, for fairness, cached prefixes and `explain`
@@ -91,7 +91,7 @@ def unquoted(error: str) -> str:
 
 
 class EngineCall(Generic[Asks]):
-    """What an API request of this caller asks of the engine: a request for each prompt."""
+    """The engine's requests for one API request of this caller, one for each prompt."""
 
     def __init__(self, caller: Caller, fields: dict[str, Any], requests: Sequence[Asks]):
         self.id, self.fields, self.requests = caller.id, fields, requests
@@ -156,7 +156,7 @@ class EngineCall(Generic[Asks]):
                 yield i, index, ""
 
     def facts(self, begun: float) -> dict[str, Any]:
-        """What a log says of it: counts, and seconds since `begun`, which is by `time.monotonic()`; but no text."""
+        """Counts, and seconds since `begun` (by `time.monotonic()`), for the log; but no text."""
         metrics = [request.metrics for request in self.requests]
         firsts = [at for times in metrics if (at := times.first_token_time) is not None]
         queued = [seconds for times in metrics if (seconds := times.time_in_queue) is not None]

@@ -121,7 +121,7 @@ def added_text(detokenizer: Detokenizer, id: int) -> str:
 
 
 def served(items: Iterable[T]) -> Iterator[T]:
-    """The same items; between some of them others are served."""
+    """Pass items on; between some of them others are served."""
     for part in in_parts(list(items), TOKENS_AT_ONCE):
         yield from part
 

@@ -232,7 +232,7 @@ class Parsers:
         choice: ToolChoice,
         parallel: bool,
     ) -> StructuredOutputsParams | None:
-        """What the text of an answer with calls must be; None where nothing is asked of it."""
+        """The structure of an answer with calls; None where it may be anything."""
         required, several = choice.mode == "required", parallel and not choice.single
         strict = any(tool["function"].get("strict") for tool in tools)
         if not (required or strict or structure) and several:
@@ -284,7 +284,7 @@ def called_tools(tools: Sequence[dict[str, Any]], choice: ToolChoice) -> Sequenc
 
 
 def structure_of(fields: Mapping[str, Any]) -> StructuredOutputsParams | None:
-    """What the answer to a request must be, whichever of its fields says so; an `ApiError` if two of them do."""
+    """The structure that a request asks for, in any of its fields; an `ApiError` if two of them do."""
     names = [name for name in FORMS if fields[name] is not None]
     if len(names) > 1:
         words = f"{names[0]} and {names[1]} are both given; only one may say what the answer must be"

@@ -1,4 +1,4 @@
-"""What goes out: answers as they are read, the shapes of replies, and their JSON.
+"""Replies: answers as they are read, the shapes of replies, and their JSON.
 
     Answer       one answer, as blocks of content, hidden reasoning and calls
     ChoiceReply  a choice for each answer: completions and chats
@@ -63,7 +63,7 @@ class Answer:
         self._is_half = False  # whether what seemed to be the last one is content
 
     def read(self) -> list[NewText]:
-        """What is new since the last time; once the answer is complete, all that is left."""
+        """Read the new text since the last time; once the answer is complete, all that is left."""
         is_whole = self._read == 0 and self.generation.finished
         text, reader = self.generation.text[self._read :], self._reader
         self._read += len(text)

@@ -201,7 +201,7 @@ class Store:
 
 
 def page_of(items: list[dict[str, Any]], query: Mapping[str, str], *filters: str) -> dict[str, Any]:
-    """Some of these items, the oldest of which is the first; an `ApiError` if the query is wrong.
+    """A page of items, which come the oldest first; an `ApiError` if the query is wrong.
 
     It may have a `limit`, from 1 to 100; an `order`, `desc` (the latest first) or `asc`; `after`, an item's id; and
     `filters`, which are fields of items, with the value that an item must have.

@@ -266,7 +266,7 @@ class ResponseReply(BlockReply):
         return msgspec.Raw(json_of(chat_logprobs(self.taken[first:last], self.top or 0, name, bytes_of)["content"]))
 
     def _place(self, at: int) -> int:
-        """Where in the answer's text, which has marks as well, the text of a block begins."""
+        """The place in the answer's text, which has marks as well, where the text of a block begins."""
         text, block = self.generation.text, self._block(at).text
         if at not in self.places:
             place = text.find(block, self.located) if at < len(self.answer.blocks) - 1 else text.rfind(block)
@@ -323,7 +323,7 @@ def included(value: list[str], context: CheckContext) -> list[str]:
 
 
 def response_text(value: dict[str, Any], context: CheckContext) -> dict[str, Any]:
-    """What OpenAI's Responses API has as `text`, and as its `structure` what that comes to."""
+    """Read `text` of OpenAI's Responses API; its `structure` is what its format comes to."""
     settings: dict[str, Any] = checks.settings("verbosity", format=dict, verbosity=str)(value, context)
     return settings | {"structure": settings["format"] and flat_format(settings["format"], context)}
 

@@ -28,7 +28,7 @@ MOST_LISTED = 16  # names of models in an error
 
 
 class Api:
-    """What the routes share.
+    """State that all routes share.
 
     The engine reports the `facts`: `max_model_len`, `vocab_size` and more. Replies say the first of the model's
     `names`. All API processes have the same `board` and `adapters`.
@@ -78,7 +78,7 @@ class Api:
         return {"object": "list", "data": [*named, *(self._card(each.name, each) for each in self.adapters.all())]}
 
     def model(self, name: str) -> dict[str, Any]:
-        """What is told of a model; an `ApiError` if there is none of that name."""
+        """The card of a model; an `ApiError` if there is none of that name."""
         return self._card(name, self._adapter(name))
 
     def _card(self, name: str, adapter: Module | None) -> dict[str, Any]:
@@ -103,7 +103,7 @@ class Api:
         return Events(self.viewers.events(viewer), partial(self.viewers.leave, viewer))
 
     def explain(self, id: str, client: str) -> dict[str, Any]:
-        """Where the time of a request went, prompt by prompt."""
+        """Tell where the time of a request went, prompt by prompt."""
         stories = self.client.utility("explain_prompts", id, self.config.max_prompts, client).values()
         prompts = sorted(itertools.chain(*stories), key=lambda story: int(story["request_id"].rpartition("-")[2]))
         if not prompts:

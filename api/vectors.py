@@ -29,7 +29,7 @@ def embeddings(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, An
 
 
 def pooling(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:
-    """What the model makes of each prompt: a vector, or what its classification head says."""
+    """Each prompt's vector, or the output of the classification head."""
     task = api.facts["task"]
     if fields["task"] not in (None, task, "classify" if task == "score" else task):
         raise ApiError(400, f"task is {fields['task']}; this server's is {task}", "task")

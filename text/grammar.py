@@ -43,7 +43,7 @@ ALL = 0xFFFFFFFF  # a word of a mask
 
 
 class Constraint:
-    """What may come next in one sequence: `mask` [words] uint32, in the order of `Adjust.bitmask`.
+    """The tokens that may come next in one sequence: `mask` [words] uint32, in the order of `Adjust.bitmask`.
 
     Args:
         params: of the request.
@@ -132,7 +132,7 @@ class Constraint:
         self.num_read = len(output)
 
     def _mask(self, output: Items[int]) -> np.ndarray:
-        """What may follow `output`, by the reasoning or the grammar, and by the request's own lists."""
+        """The mask after `output`, by the reasoning or the grammar, and by the request's own lists."""
         params, end = self.params, self.params.reasoning_end_ids
         budget = params.thinking_token_budget
         if self.reasoning and budget is not None and self.num_reasoning >= budget:  # its end comes, or the rest of it
@@ -152,7 +152,7 @@ class Constraint:
         return early if early.any() else listed  # what is complete ends, whatever `min_tokens` says
 
     def _allowed_after(self, output: Items[int]) -> np.ndarray:
-        """What the grammar allows after tokens that it has not read, and may not allow."""
+        """The grammar's mask after tokens that it has not read; all zeros if it does not allow these."""
         if self.grammar is None or not output:
             return self.allowed
         matcher = self.grammar.matcher.deep_copy()

@@ -43,7 +43,7 @@ def property_schema(schema: Schema, key: str) -> Schema:
 
 
 def referred(schema: Schema) -> Schema:
-    """The same schema with only those definitions that it refers to, itself or by way of others."""
+    """Drop the definitions that a schema does not refer to, itself or by way of others."""
     shared = {name: schema[name] for name in SHARED if isinstance(schema.get(name), dict)}
     kept: dict[str, Any] = {name: schema[name] for name in schema if name not in shared}
     rest: list[Any] = [{**kept}] if shared else []
@@ -67,7 +67,7 @@ def pointer(reference: str) -> list[str]:
 
 
 def at(root: Any, reference: str) -> Any:
-    """What a reference within a schema points to; None if that is nothing, or elsewhere."""
+    """The target of a reference within a schema; None if there is none, or it lies elsewhere."""
     names = pointer(reference)
     target: Any = root if names or reference == "#" else None
     with contextlib.suppress(LookupError, TypeError, ValueError):
@@ -152,7 +152,7 @@ class Held:
         self.root, self._steps, self._tags = root, [each for each, _ in steps], dict[str, Held]()
 
     def by_tag(self, tag: str, listed: bool) -> Held:
-        """The same of one of its items or values."""
+        """The types of one of its items or values."""
         if tag not in self._tags:
             inner = [each.get("items") if listed else (each.get("properties") or {}).get(tag) for each in self._steps]
             self._tags[tag] = Held(next((each for each in inner if isinstance(each, dict)), {}), self.root)

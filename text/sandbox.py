@@ -51,7 +51,7 @@ class Grammar(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """What a grammar may take in the sandbox."""
+    """Limits of a grammar in the sandbox."""
 
     cpu_time: int = 5  # seconds of a core
     time: float = 15.0  # seconds by the clock, on a machine that has much else to do
@@ -68,7 +68,7 @@ class Refused(ValueError):
 
 
 def text_of(wanted: StructuredOutputsParams) -> str:
-    """What is asked for, as llguidance's grammar.
+    """Write structured outputs as llguidance's grammar.
 
     Raises:
         Refused: it is malformed.
@@ -232,7 +232,7 @@ def reason(code: int, limits: Limits) -> str:
 
 
 def sandbox_main() -> None:
-    """What the sandbox's process runs, until nobody is left who could send a grammar."""
+    """Run the sandbox's process, until nobody is left who could send a grammar."""
     name_process("grammars")
     end_with_parent(signal.SIGKILL)
     folder, vocab_size, eos_token_ids = json.loads(sys.argv[1])

@@ -106,7 +106,7 @@ def json_parts(wanted: StructuredOutputsParams, left: list[str] | None = None) -
 
 
 def relaxed(wanted: StructuredOutputsParams) -> tuple[StructuredOutputsParams, list[str]]:
-    """The same without what no grammar can hold an answer to, and the keywords that say it."""
+    """Structured outputs without the keywords that no grammar can enforce, and these keywords."""
     left: list[str] = []
     schema, _ = json_parts(wanted, left)
     if not left:
@@ -142,7 +142,7 @@ def read_tags(text: str | dict[str, Any]) -> Iterator[tuple[str, str, Any, str]]
 
 
 def parts_of(schema: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
-    """The same schema with each schema directly in it changed."""
+    """Change each schema that lies directly in a schema."""
     changed = {}
     for key, value in schema.items():
         if key in NAMED and isinstance(value, dict):
@@ -154,7 +154,7 @@ def parts_of(schema: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[st
 
 
 def closed(schema: Any) -> Any:
-    """The same schema, but its objects have no properties that they do not name."""
+    """Forbid an object's properties that its schema does not name, in all of a schema."""
     if not isinstance(schema, dict):
         return schema
     changed = parts_of(schema, closed)
@@ -162,7 +162,7 @@ def closed(schema: Any) -> Any:
 
 
 def plain(schema: Any, left: list[str] | None = None, is_closed: bool = False) -> Any:
-    """The same schema in keywords that llguidance knows; if `is_closed`, objects get no properties beside those named.
+    """Write a schema in keywords that llguidance knows; if `is_closed`, objects get no properties beside those named.
 
     The list `left` gets the keywords that have to be left out; where it is not given, there may be none. A ValueError:
     it lies too deep, or says what no grammar can hold an answer to.
@@ -180,7 +180,7 @@ def plain(schema: Any, left: list[str] | None = None, is_closed: bool = False) -
 
 
 class Rewriting:
-    """What becomes of the parts of a schema. `left` names the keywords that are left out.
+    """Rewrites the parts of a schema. `left` names the keywords that are left out.
 
     Formats that nobody checks say nothing.
     """
@@ -190,7 +190,7 @@ class Rewriting:
         self.left: dict[str, None] = {}
 
     def change(self, schema: Any) -> Any:
-        """The same schema in other words."""
+        """Rewrite a schema and all schemas in it."""
         if not isinstance(schema, dict):
             return schema
         self.steps += 1
@@ -232,7 +232,7 @@ class Rewriting:
             return False
 
     def _names(self, schema: Schema) -> dict[str, Any] | None:
-        """What `propertyNames` says, as a pattern of names; empty if that is nothing, None if it takes more."""
+        """Write `propertyNames` as a pattern of names; empty if it allows all, None if it takes more."""
         names = schema["propertyNames"]
         if isinstance(names, dict) and isinstance(reference := names.get("$ref"), str):
             names = at(self.root, reference)

@@ -83,7 +83,7 @@ class TagFormat(ToolParser):
             mark = ""
             for texts in zip(ends, others or ends, strict=True):
                 mark = yield from source.closes(*texts)
-            if others and not mark:  # what says of which type the value is
+            if others and not mark:  # it says which type the value has
                 end = self.tag_end or self.name_end[-1]
                 yield from source.short(end)
                 yield from source.follows(end)
@@ -149,7 +149,7 @@ class TagFormat(ToolParser):
             yield from source.follows(self.value_end)
 
     def _meaning(self, calls: Calls, keys: Collection[str]) -> Waiting[str]:
-        """What the mark that comes next, at `Source.mark`, means for the value that is being read.
+        """Tell what the mark that comes next, at `Source.mark`, means for the value that is being read.
 
         A value ends before the next argument, or before the end of the call, if nothing behind that could be the end of
         this value. A text may tell of calls, whose arguments then begin and end within it.

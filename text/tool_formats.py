@@ -41,7 +41,7 @@ class Tool(NamedTuple):
 
 @dataclass(slots=True)
 class Ahead:
-    """What `TagFormat` has looked up in an answer ahead of its reading, so that it is looked up once.
+    """Results that `TagFormat` has looked up in an answer ahead of its reading, so that it looks once.
 
     Places count as `Source.place` does.
     """

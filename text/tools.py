@@ -395,7 +395,7 @@ class AnswerReader:
 
 
 def kind_of(part: AnswerPart) -> tuple[str, int | None]:
-    """What a part has more of: parts of one kind that follow one another can be one."""
+    """The kind of a part, and its call: parts of one kind that follow one another can be one."""
     return next((kind for kind in ("content", "reasoning", "arguments") if getattr(part, kind)), ""), part.call
 
 
@@ -549,7 +549,7 @@ def read_whole(
 ) -> tuple[list[AnswerPart], bool]:
     """Read an answer that is all there; returns its parts, and whether what seemed to be its last call is none.
 
-    A call whose arguments are no JSON object, as those of one that is cut, is left in its content. What stands before
+    A call whose arguments are no JSON object, because it is cut, say, is left in the content. What stands before
     the end of reasoning is reasoning, even where nothing has begun it, and calls in it are none. `make_reader` is
     `new_reader` with all of its arguments but the last two.
     """
