@@ -279,7 +279,7 @@ def output_config(value: dict[str, Any], context: CheckContext) -> dict[str, Any
 NEEDED_KEYS = {kind: ("type", *row.needed) for kind, row in BLOCKS.items()}
 BLOCK_KEYS = {kind: (*NEEDED_KEYS[kind], *row.others) for kind, row in BLOCKS.items()}
 CONTENT_SCHEMA = {"anyOf": [{"type": "string"}, shared.listed(BLOCK_KEYS, NEEDED_KEYS)]}
-ALTERNATING = shared.conversation({"enum": ["user", "assistant", "system"]}, CONTENT_SCHEMA, others=True)
+ALTERNATING = shared.conversation({"enum": ["user", "assistant", "system"]}, CONTENT_SCHEMA)
 SYSTEM = shared.shown(**shared.content_of(BLOCK_KEYS["text"], others=True))
 TURNS = (
     shared.MODEL,

@@ -30,7 +30,7 @@ class Token(NamedTuple):
     """A token of a reply."""
 
     id: int
-    found: Logprobs | None  # None for the first of a prompt
+    scores: Logprobs | None  # None for the first of a prompt
     offset: int  # characters of the choice's text before the token's own
 
 

@@ -15,11 +15,10 @@ import copy
 import os
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor, wait
-from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -187,7 +186,6 @@ class Grammars:
         self.cache: OrderedDict[StructuredOutputsParams, Future[Grammar]] = OrderedDict()
         self.waiting: dict[str, SequenceGroup] = {}  # for their grammars, by id; the first to come first
         self.deadlines: dict[SequenceGroup, float] = {}  # until when these wait
-        self.compiled: deque[SequenceGroup] = deque()  # whose grammars are ready
 
     def prepare(self) -> None:
         """Begin to read the model's vocabulary, before the first grammar needs it."""
@@ -229,15 +227,13 @@ class Grammars:
         """Have a request wait until `ready` returns it."""
         self.waiting[request.request_id] = request
         self.deadlines[request] = time.monotonic() + COMPILE_TIMEOUT
-        request.grammar.add_done_callback(lambda _: self.compiled.append(request))
 
     def ready(self) -> list[SequenceGroup]:
         """The requests that wait no more: their grammars are compiled, or they have waited for COMPILE_TIMEOUT."""
-        now, ready = time.monotonic(), [self.compiled.popleft() for _ in range(len(self.compiled))]
-        ready += takewhile(lambda request: now > self.deadlines[request], self.deadlines)
-        ready = [request for request in ready if self.deadlines.pop(request, None) is not None]  # else aborted
+        now = time.monotonic()
+        ready = [request for request, end in self.deadlines.items() if request.grammar.done() or now > end]
         for request in ready:
-            del self.waiting[request.request_id]
+            del self.deadlines[request], self.waiting[request.request_id]
         return ready
 
     def abort(self, request_id: str) -> None:
