@@ -45,12 +45,13 @@ def check_error(status: int, content_type: str, data: bytes, path: str, statuses
     """The reply is an error of one of these statuses, in the form that the route has for it."""
     assert status in statuses, (status, data[:1000])
     assert content_type == "application/json"
-    told = json.loads(data)
+    reply = json.loads(data)
     if path in ANTHROPIC:
-        assert set(told) == {"type", "error"} and told["type"] == "error" and set(told["error"]) == {"type", "message"}
+        assert set(reply) == {"type", "error"} and reply["type"] == "error"
+        assert set(reply["error"]) == {"type", "message"}
     else:
-        assert set(told) == {"error"} and set(told["error"]) == {"message", "type", "param", "code"}
-    assert 0 < len(told["error"]["message"]) <= 1000
+        assert set(reply) == {"error"} and set(reply["error"]) == {"message", "type", "param", "code"}
+    assert 0 < len(reply["error"]["message"]) <= 1000
 
 
 def check_refused(response: TestResponse, path: str, statuses: range | list[int] = range(400, 500)) -> None:
@@ -120,8 +121,8 @@ def test_wrong_types_and_extremes_in_every_field(apps: Apps, face: Face) -> None
     sent, route = 0, face.name
     for i, (name, field) in enumerate(face.fields.items()):
         types = json_types(msgspec.json.schema(field.type))
-        wrong = [values[i % len(values)] for kind, values in WRONG.items() if types and kind not in types]
-        for value in wrong:
+        bad = [values[i % len(values)] for kind, values in WRONG.items() if types and kind not in types]
+        for value in bad:
             response = apps.send(route, GOOD[route] | {name: value})
             check_refused(response, PATHS[route][0], [400])
             assert name in response.text
@@ -131,7 +132,7 @@ def test_wrong_types_and_extremes_in_every_field(apps: Apps, face: Face) -> None
             if response.status_code != 200:
                 check_refused(response, PATHS[route][0])
         apps.check_good(route)
-        sent += len(wrong) + 2
+        sent += len(bad) + 2
     assert sent > 10
 
 
@@ -355,16 +356,16 @@ def replies_to(server: Server, raw: bytes, hang_up: bool = True) -> list[tuple[i
         with contextlib.suppress(ConnectionResetError):  # what it has not read when it hangs up resets the connection
             while part := sock.recv(65536):
                 got += part
-    found, rest = [], bytes(got)
+    replies, rest = [], bytes(got)
     while rest:
         head, _, rest = rest.partition(b"\r\n\r\n")
         status, *lines = head.decode().split("\r\n")
         headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
         size = int(headers["content-length"])
-        found.append((int(status.split()[1]), headers["content-type"], rest[:size]))
-        assert len(found[-1][2]) == size
+        replies.append((int(status.split()[1]), headers["content-type"], rest[:size]))
+        assert len(replies[-1][2]) == size
         rest = rest[size:]
-    return found
+    return replies
 
 
 def check_serves(server: Server) -> None:
@@ -441,12 +442,12 @@ def test_each_of_several_requests_at_once_has_its_reply(server: Server) -> None:
     bad = HEAD + b"Content-Length: 3\r\n\r\n{]}"
     assert [status for status, *_ in replies_to(server, good * 20 + WHOLE, False)] == [200] * 21
     for raw in (bad, bad * 3):
-        found = replies_to(server, good + raw + WHOLE + good, False)
-        assert [status for status, *_ in found] == [200] + [400] * (len(raw) // len(bad)) + [200]
+        replies = replies_to(server, good + raw + WHOLE + good, False)
+        assert [status for status, *_ in replies] == [200] + [400] * (len(raw) // len(bad)) + [200]
     for what in ("a negative length", "two lengths", "a length and chunks", "a chunk of 0x", "no colon", "no version"):
-        found = replies_to(server, good + NO_HTTP[what] + good, False)
-        assert [status for status, *_ in found] == [200, 400], what
-        check_error(*found[1], "", [400])
+        replies = replies_to(server, good + NO_HTTP[what] + good, False)
+        assert [status for status, *_ in replies] == [200, 400], what
+        check_error(*replies[1], "", [400])
     check_serves(server)
 
 
@@ -460,9 +461,9 @@ def test_packed_bodies_come_in_any_frame_and_end_where_that_does(server: Server)
     bomb = head + block * 1000
     unknown = HEAD + b"Content-Encoding: br\r\nContent-Length: %d\r\n\r\n" % len(packed) + packed
     raw = CHUNKED[:-2] + coding + b"\r\n" + chunks + sized % len(bomb) + bomb + unknown
-    found = replies_to(server, raw + sized % len(packed) + packed + WHOLE, False)
-    assert [status for status, *_ in found] == [200, 413, 415, 200, 200]
-    assert b"33554432 bytes (max_body_bytes)" in found[1][2]
+    replies = replies_to(server, raw + sized % len(packed) + packed + WHOLE, False)
+    assert [status for status, *_ in replies] == [200, 413, 415, 200, 200]
+    assert b"33554432 bytes (max_body_bytes)" in replies[1][2]
     check_serves(server)
 
 

@@ -243,11 +243,11 @@ def test_head_and_options_on_all_routes(http_client: FlaskClient, engine: Script
     for rule in http_client.application.url_map.iter_rules():
         methods[re.sub(r"<(path:)?\w+>", "manta", rule.rule)] |= rule.methods or set()
     methods["/v1/responses/input_tokens"] |= methods["/v1/responses/manta"]  # of which it could be the id
-    for path, known in methods.items():
+    for path, allowed_methods in methods.items():
         allowed = http_client.options(path)
         assert allowed.status_code == 200 and not allowed.data
-        assert set(allowed.headers["Allow"].split(", ")) == known
+        assert set(allowed.headers["Allow"].split(", ")) == allowed_methods
         with http_client.head(path) as head:
             assert not head.data and head.headers["X-Request-Id"]
-        with http_client.get(path) if "GET" in known else head as got:  # closed, because a stream has no end
-            assert head.status_code == (got.status_code if "GET" in known else 405)
+        with http_client.get(path) if "GET" in allowed_methods else head as got:  # closed, because a stream has no end
+            assert head.status_code == (got.status_code if "GET" in allowed_methods else 405)

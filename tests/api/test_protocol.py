@@ -231,10 +231,10 @@ def test_what_is_accepted_and_changes_nothing_is_named(
     strict, lenient = client_of(engine), client_of(engine, allow_unknown_fields=True)
     options = {"include_usage": True, "a\r\nb": 1}
     body = {"user": "me", "tfs_z": 1, "metadata": None, "stream": True, "stream_options": options, "user ": 1}
-    told = post(lenient, CHAT, **body, seed=1)
+    reply = post(lenient, CHAT, **body, seed=1)
     named = "tfs_z, user, ?, stream_options.?"
-    assert told.status_code == 200 and told.headers["X-Manta-Ignored"] == named
-    told.close()
+    assert reply.status_code == 200 and reply.headers["X-Manta-Ignored"] == named
+    reply.close()
     assert caplog.messages[-1].endswith(f"; ignored: {named}")
     assert caplog.records[-1].facts["ignored"] == named.split(", ")
     with post(strict, CHAT, seed=1, metadata=None) as plain:
@@ -317,8 +317,8 @@ def test_structured_outputs_reach_the_engine_whoever_asks(
 ) -> None:
     for fields, expected in STRUCTURED:
         assert post(http_client, route, **fields).status_code == 200, fields
-        found = engine.added.pop()[1].structured_outputs
-        assert found == (None if expected is None else StructuredOutputsParams(**expected)), fields
+        structure = engine.added.pop()[1].structured_outputs
+        assert structure == (None if expected is None else StructuredOutputsParams(**expected)), fields
     assert {name for fields, _ in STRUCTURED for name in fields} >= FORMS.keys()
     assert post(http_client, route, regex="a", masked_logprobs=True, logprobs=True if route == CHAT else 1).json
     assert engine.added.pop()[1].masked_logprobs
@@ -423,11 +423,11 @@ def test_a_requests_own_chat_template_and_what_it_is_given(engine: ScriptedClien
     }  # fmt: skip
     chat = BODIES[CHAT] | {"tool_choice": "none"}
     assert http_client.post(CHAT, json=chat | fields).status_code == 200
-    told = http_client.post("/tokenize", json=BODIES[CHAT] | fields).json["tokens"]
-    assert engine.added[0][0] == told == TOKENIZER.encode("2fhighxTrue")
-    for route, more in ((CHAT, {"tool_choice": "none"}), ("/tokenize", {})):
+    ids = http_client.post("/tokenize", json=BODIES[CHAT] | fields).json["tokens"]
+    assert engine.added[0][0] == ids == TOKENIZER.encode("2fhighxTrue")
+    for route, choice in ((CHAT, {"tool_choice": "none"}), ("/tokenize", {})):
         for source, words in (("{% if %}", "does not compile"), ("{{ raise_exception('no ' ~ tools) }}", "no None")):
-            error = refusal(http_client.post(route, json=BODIES[CHAT] | more | {"chat_template": source}))
+            error = refusal(http_client.post(route, json=BODIES[CHAT] | choice | {"chat_template": source}))
             assert words in error["message"]
             assert error["param"] == ("chat_template" if "compile" in words else "messages")
     assert (
@@ -486,14 +486,14 @@ def test_max_tokens(http_client: FlaskClient, engine: ScriptedClient) -> None:
 
 
 def test_what_a_request_leaves_out_is_as_the_models_generation_config_says(engine: ScriptedClient) -> None:
-    own = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.05, "max_tokens": 9}
-    http_client = client_of(engine, FACTS | {"default_sampling": own})
+    model = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.05, "max_tokens": 9}
+    http_client = client_of(engine, FACTS | {"default_sampling": model})
     for route in BODIES:
         post(http_client, route)
         post(http_client, route, temperature=0, top_k=-1, top_p=1, repetition_penalty=1, max_tokens=11)
         post(http_client, route, use_beam_search=True, n=2)
         post(http_client, route, max_tokens=-1)
-    defaults = SamplingParams(**own)
+    defaults = SamplingParams(**model)
     explicit = SamplingParams(temperature=0, top_k=-1, min_p=0.1, max_tokens=11)
     beams = SamplingParams(use_beam_search=True, n=2, max_tokens=9)
     assert [params for _, params, _ in engine.added if params.max_tokens < 20] == [defaults, explicit, beams] * 2

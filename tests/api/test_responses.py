@@ -56,10 +56,10 @@ def typed_events(response: TestResponse) -> list[dict[str, Any]]:
     frames = response.data.decode().split("\n\n")
     assert frames.pop() == ""
     lines = [frame.split("\n") for frame in frames]
-    found = [json.loads(data.removeprefix("data: ")) for _, data in lines]
-    assert [kind for kind, _ in lines] == ["event: " + event["type"] for event in found]
+    events = [json.loads(data.removeprefix("data: ")) for _, data in lines]
+    assert [kind for kind, _ in lines] == ["event: " + event["type"] for event in events]
     response.close()
-    return found
+    return events
 
 
 def prompt_of(*messages: tuple[str, str], **fields: Any) -> list[int]:
@@ -71,7 +71,7 @@ def prompt_of(*messages: tuple[str, str], **fields: Any) -> list[int]:
 
 
 def test_a_response_repeats_what_was_asked(http_client: FlaskClient, engine: ScriptedClient) -> None:
-    own = {
+    settings = {
         "instructions": "Be brief.", "metadata": {"a": "b"}, "user": "me", "parallel_tool_calls": False, "store": True,
         "prompt_cache_key": "key", "safety_identifier": "who", "temperature": 0.5, "top_p": 0.25,
     }  # fmt: skip
@@ -81,8 +81,8 @@ def test_a_response_repeats_what_was_asked(http_client: FlaskClient, engine: Scr
         "stream_options": {"include_obfuscation": False}, "top_logprobs": 0, "reasoning": {"effort": "low"},
         "unknown": None,
     }  # fmt: skip
-    response = ask(http_client, **own, **same, seed=5, top_k=7, cache_salt="salt")
-    assert {name: response[name] for name in own} == own and response["object"] == "response"
+    response = ask(http_client, **settings, **same, seed=5, top_k=7, cache_salt="salt")
+    assert {name: response[name] for name in settings} == settings and response["object"] == "response"
     assert (
         response["reasoning"]["effort"] == "low" and response["model"] == "manta" and response["max_output_tokens"] == 9
     )
@@ -170,11 +170,11 @@ def test_anthropics_sdk_is_told_to_go_on_without_a_thread(http_client: FlaskClie
 def test_a_response_goes_on_from_the_one_before(engine: ScriptedClient) -> None:
     http_client = client_of(engine, ROOM)
     first = ask(http_client, input="Hi", instructions="Be brief.")
-    said = first["output"][0]["content"][0]["text"]
+    text = first["output"][0]["content"][0]["text"]
     again = ask(http_client, input="More", previous_response_id=first["id"], instructions="Be long.")
     assert again["previous_response_id"] == first["id"]
     ask(http_client, input=[{"role": "user", "content": "Less"}], previous_response_id=again["id"])
-    talk = [("user", "Hi"), ("assistant", said), ("user", "More"), ("assistant", said), ("user", "Less")]
+    talk = [("user", "Hi"), ("assistant", text), ("user", "More"), ("assistant", text), ("user", "Less")]
     assert [ids for ids, _, _ in engine.added] == [
         prompt_of(("system", "Be brief."), *talk[:1]), prompt_of(("system", "Be long."), *talk[:3]), prompt_of(*talk)
     ]  # fmt: skip
@@ -191,15 +191,15 @@ def test_items_come_by_pages(engine: ScriptedClient) -> None:
     id = ask(http_client, input="More", previous_response_id=first["id"])["id"]
 
     def page(**query: Any) -> tuple[list[str], bool]:
-        found = http_client.get(f"{ASK}/{id}/input_items", query_string=query)
-        assert found.status_code == 200, found.text
-        check("ResponseItemList")(found.json)
-        ids = [item["id"] for item in found.json["data"]]
-        assert [found.json["first_id"], found.json["last_id"]] == ([ids[0], ids[-1]] if ids else ["", ""])
-        return ids, found.json["has_more"]
+        reply = http_client.get(f"{ASK}/{id}/input_items", query_string=query)
+        assert reply.status_code == 200, reply.text
+        check("ResponseItemList")(reply.json)
+        ids = [item["id"] for item in reply.json["data"]]
+        assert [reply.json["first_id"], reply.json["last_id"]] == ([ids[0], ids[-1]] if ids else ["", ""])
+        return ids, reply.json["has_more"]
 
-    items, more = page(order="asc")
-    assert len(set(items)) == 4 and items[1:3] == ["mine", first["output"][0]["id"]] and not more
+    items, has_more = page(order="asc")
+    assert len(set(items)) == 4 and items[1:3] == ["mine", first["output"][0]["id"]] and not has_more
     assert page() == (items[::-1], False)
     assert page(limit=1, order="asc") == (items[:1], True)
     assert page(limit=2, order="asc", after="mine") == (items[2:], False)
@@ -279,7 +279,7 @@ def test_nobody_evicts_what_a_quieter_client_has_stored() -> None:
             StoredResponse(store, owner, ["x" * size]).keep({"id": str(id), "status": "completed", "output": []})
 
     def owned(store: Store, owner: str) -> list[str]:
-        return [id for each, id in store.entries if each == owner]
+        return [id for key, id in store.entries if key == owner]
 
     keyed = Store(ServerConfig(api_key=("one", "two"), max_stored_responses=8, max_stored_response_bytes=8000))
     put(keyed, "a", *range(9))
@@ -348,9 +348,9 @@ def test_a_message(http_client: FlaskClient, engine: ScriptedClient) -> None:
     assert post(http_client, COUNT).json == {"input_tokens": len(ids)} and len(engine.added) == 1
     counted = http_client.post(f"{ASK}/input_tokens", json={"input": "Hi", "temperature": 0.5}).json
     assert counted == {"object": "response.input_tokens", "input_tokens": len(ids)} and len(engine.added) == 1
-    found = post(http_client, TALK, stop_sequences=["rld", "z"], max_tokens=30).json
-    assert (found["stop_reason"], found["stop_sequence"]) == ("stop_sequence", "rld")
-    assert found["content"][0]["text"] == TEXT.partition("rld")[0]
+    stopped = post(http_client, TALK, stop_sequences=["rld", "z"], max_tokens=30).json
+    assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", "rld")
+    assert stopped["content"][0]["text"] == TEXT.partition("rld")[0]
     engine.script = [told(TOKENS[:5]), told([7], "stop")]
     engine.script[-1].finished = True
     ended = post(http_client, TALK).json

@@ -51,7 +51,7 @@ class Collector:
 
     def take(self, request: Any) -> None:
         def plain(attributes: Any) -> dict[str, Any]:
-            return {each.key: getattr(each.value, each.value.WhichOneof("value")) for each in attributes}
+            return {a.key: getattr(a.value, a.value.WhichOneof("value")) for a in attributes}
 
         for of_resource in request.resource_spans:
             resource = plain(of_resource.resource.attributes)
@@ -137,9 +137,9 @@ def test_how_a_request_ended_is_the_spans_status(engine: ScriptedClient, collect
     read(http_client.get("/health"))
     read(post(http_client, CHAT, max_tokens=1))
     told_to()
-    found = collector.named("llm_request")
-    assert [(span["status"], span["why"]) for span in found] == [(FAILED, "worker died")] * 2 + [(0, "")]
-    assert len({span["trace"] for span in found}) == 3 and not any(span["parent"] for span in found)
+    spans = collector.named("llm_request")
+    assert [(span["status"], span["why"]) for span in spans] == [(FAILED, "worker died")] * 2 + [(0, "")]
+    assert len({span["trace"] for span in spans}) == 3 and not any(span["parent"] for span in spans)
 
 
 @pytest.mark.full
