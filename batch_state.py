@@ -36,6 +36,7 @@ class StepShape(NamedTuple):
     adapted: bool = False  # whether rows may have adapters
     drafted: int = 0  # the rows with these tokens, if some of them have drafts
     queries: int = 1  # tokens of each row, if all rows have as many drafts as there may be
+    proposes: bool = False  # whether drafts are made for later steps
 
 
 class Writes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -41,7 +42,8 @@ def rehearse(start: Start) -> None:
                 for count, length, drafts in kinds:
                     each = np.ones(count, dtype=np.int32)
                     shape = dry.shape_of(each * length, each * (1 + drafts), each * drafts)
-                    shape = shape._replace(adjusted=adjusted, adapted=dry.adapters is not None)
+                    proposes = 0 < most and count <= MOST_DRAFTING
+                    shape = shape._replace(adjusted=adjusted, adapted=dry.adapters is not None, proposes=proposes)
                     run = StepRun(shape=shape, incoming=incoming_of(dry, shape.tokens))
                     brought = dry.forward(run)
                     if last and not config.makes_vectors:
@@ -204,10 +206,12 @@ def capture(start: Start, worker: Worker) -> None:
     worker.graph_sizes = graph_sizes(rows)
     pool, shapes = torch.cuda.graph_pool_handle(), []
     for size in reversed(worker.graph_sizes):
-        for tokens in sorted({1, 1 + start.config.num_drafts if size <= MOST_DRAFTING else 1}):
+        drafts = start.config.num_drafts if size <= MOST_DRAFTING else 0
+        for tokens in sorted({1, 1 + drafts}):
             counts = np.full(size, tokens, dtype=np.int32)
             shape = worker.shape_of(counts, counts, counts - 1)
-            shapes += [shape._replace(adjusted=adjusted) for adjusted in (False, True)]
+            for flags in product((False, True), sorted({False, drafts > 0})):
+                shapes.append(shape._replace(adjusted=flags[0], proposes=flags[1]))
     incoming_size, outgoing_size = start.model.passed_sizes
     most = max(shape.tokens for shape in shapes)
     worker.incoming = torch.zeros(most, incoming_size, dtype=start.model.dtype, device=start.device)

@@ -510,6 +510,24 @@ def test_padded_and_replayed_decode_steps_change_nothing(make, few_programs, bac
         assert torch.equal(getattr(states[0], part), getattr(states[1], part)), part
 
 
+def test_a_graph_makes_drafts_only_where_the_plan_wants_some(make, monkeypatch):
+    worker = make(ONE_LAYER, speculative_config={"method": "ngram", "num_speculative_tokens": 2})
+    seen, ones = [], np.ones(1, dtype=np.int32)
+    propose = worker.proposer.propose
+    monkeypatch.setattr(worker.proposer, "propose", lambda *args: seen.append(args[-1]) or propose(*args))
+    worker.step(StepPlan(0, rows=[(0, 3)], new=[row(0, [3, 4, 5])]))
+    with torch.inference_mode():
+        for proposes in (False, True):
+            shape = worker.shape_of(ones, ones)._replace(proposes=proposes)
+            worker.state.enter_rows(np.zeros((0, 3), dtype=np.int32), ones[:0], shape)
+            worker.graphs[shape] = FakeGraph(worker, shape), torch.zeros(2, 1)
+    worker.rows = None
+    assert seen == [0, 2]  # of the prompt, and of the graph that proposes
+    for step, count in enumerate((0, 2, 0, 0, 1)):
+        worker.step(StepPlan(step + 1, rows=[(0, 1)], propose=count))
+    assert [graph.replays for graph, _ in worker.graphs.values()] == [3, 2] and seen[2:] == [2, 2]
+
+
 class RecordedGraph(TorchDispatchMode):
     """Stands in for a CUDA graph: notes each operator and each kernel with its tensors, and `replay` runs them again.
 
