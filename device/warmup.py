@@ -23,7 +23,7 @@ from plan import NewRow, StepPlan
 from sampling_params import PoolingParams, SamplingParams
 from worker import StepRun, Worker
 
-SOME_ROWS = 33  # products with weights in codes have a specialization for 17 to 64 rows
+SOME_ROWS = (33, 97)  # products with weights in codes have a specialization for 17 to 64 rows, and for 65 to 511
 
 
 def rehearse(start: Start) -> None:
@@ -38,8 +38,8 @@ def rehearse(start: Start) -> None:
             ops.apply_writes(dry.state.words, staged, 1)
             most = config.num_drafts
             for adjusted in (True, False):
-                kinds = {(*warm_up_prompts(start), 0), (1, 1, 0), (1, 1 + most, most), (1, some_tokens(start), 0)}
-                for count, length, drafts in kinds:
+                kinds = [(*warm_up_prompts(start), 0), (1, 1, 0), (1, 1 + most, most)]
+                for count, length, drafts in {*kinds, *((1, some, 0) for some in some_tokens(start))}:
                     each = np.ones(count, dtype=np.int32)
                     shape = dry.shape_of(each * length, each * (1 + drafts), each * drafts)
                     proposes = 0 < most and count <= MOST_DRAFTING
@@ -136,7 +136,7 @@ def run_prompts(start: Start, worker: Worker) -> float:
     if len(worker.host_states):
         moves |= {"state_out": [(0, 0)], "state_in": [(0, 0)]}
     worker.execute(StepPlan(2, released=[row.slot for row in new], **moves))
-    if start.guard and (some := some_tokens(start)) > 1:
+    for some in some_tokens(start) if start.guard else []:
         new = prompts(1, some, some_blocks(start, some))
         worker.execute(StepPlan(3, rows=[(0, some)], new=new)).result()
         worker.execute(StepPlan(4, released=[0]))
@@ -145,15 +145,16 @@ def run_prompts(start: Start, worker: Worker) -> float:
     return seconds / (count * length)
 
 
-def some_tokens(start: Start) -> int:
-    """Tokens of a prompt for which products with weights in codes have another specialization; 1 without such ones."""
-    return min(SOME_ROWS, start.config.token_budget, start.max_model_len - 1) if start.model.coded else 1
+def some_tokens(start: Start) -> set[int]:
+    """Tokens of prompts for which products with weights in codes have other specializations; empty without such."""
+    most = min(start.config.token_budget, start.max_model_len - 1)
+    return {min(rows, most) for rows in SOME_ROWS} if start.model.coded else set()
 
 
 def logits_rows(start: Start) -> list[int]:
     """Numbers of rows for which the head's products may be other specializations; the last is the largest."""
     most = start.config.max_samples
-    return [min(SOME_ROWS, most), most] if start.model.coded else [most]
+    return sorted({min(rows, most) for rows in (*SOME_ROWS, most)}) if start.model.coded else [most]
 
 
 def some_logits(start: Start) -> torch.Tensor:
