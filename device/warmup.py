@@ -211,8 +211,8 @@ def capture(start: Start, worker: Worker) -> None:
         for tokens in sorted({1, 1 + drafts}):
             counts = np.full(size, tokens, dtype=np.int32)
             shape = worker.shape_of(counts, counts, counts - 1)
-            for flags in product((False, True), sorted({False, drafts > 0})):
-                shapes.append(shape._replace(adjusted=flags[0], proposes=flags[1]))
+            for flags in product((False, True), {False, worker.adapters is not None}, {False, drafts > 0}):
+                shapes.append(shape._replace(adjusted=flags[0], adapted=flags[1], proposes=flags[2]))
     incoming_size, outgoing_size = start.model.passed_sizes
     most = max(shape.tokens for shape in shapes)
     worker.incoming = torch.zeros(most, incoming_size, dtype=start.model.dtype, device=start.device)
@@ -232,7 +232,7 @@ def capture(start: Start, worker: Worker) -> None:
                 result = outgoing[: shape.tokens].copy_(result)
         worker.graphs[shape] = graph, result
     if sizes := piece_sizes(start.config, start.model):
-        worker.pieces = PiecewiseGraphs(start.model, worker.pool, sizes, pool)
+        worker.pieces = PiecewiseGraphs(start.model, worker.pool, sizes, pool, worker.adapters)
     worker.rows = None  # the batch state holds the rows of the last graph
     if experts:
         experts.exchange(None)

@@ -578,24 +578,25 @@ class RecordedGraph(TorchDispatchMode):
 @pytest.mark.interpreted
 @pytest.mark.filterwarnings("ignore:All-NaN")  # which the capture leaves between its graphs
 @pytest.mark.parametrize(
-    "shape",
+    ("shape", "adapters"),
     [
-        ONE_LAYER,
-        *(pytest.param(shape, marks=pytest.mark.long) for shape in ({}, EXPERTS | ONE_LAYER, WINDOWS, LATENT)),
+        (ONE_LAYER, 0),
+        (ONE_LAYER, 2),
+        *(pytest.param(shape, 0, marks=pytest.mark.long) for shape in ({}, EXPERTS | ONE_LAYER, WINDOWS, LATENT)),
     ],
-    ids=["one layer", "plain", "experts", "windows", "latents"],
+    ids=["one layer", "adapters", "plain", "experts", "windows", "latents"],
 )
-def test_small_steps_with_prompts_replay_what_is_between_attentions(make, few_programs, monkeypatch, shape):
+def test_small_steps_with_prompts_replay_what_is_between_attentions(make, few_programs, monkeypatch, shape, adapters):
     """Tokens and what is stored are those of a worker that launches everything. Larger steps have no graphs.
 
-    What the ranks have exchanged is known in both cases. A rank that has failed pads as the others do.
+    What the ranks have exchanged is known in both cases. A rank that has failed pads as the others do. With adapters
+    some steps have a row with one, and some have none.
     """
-    worker, told, pools, exchanged = (
-        make(shape, backend="triton", max_num_batched_tokens=32, swap_space=0.0),
-        [],
-        [],
-        [],
-    )
+    fields = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8} if adapters else {}
+    worker = make(shape, backend="triton", max_num_batched_tokens=32, swap_space=0.0, **fields)
+    told, pools, exchanged = [], [], []
+    if adapters:
+        worker.adapters.pool.normal_()
     group = worker.group
     group.all_reduce = lambda x: group.exchanged.append((x.shape[1:], x.dtype)) or x
     model, kinds = worker.model, range(len(worker.model.layout.windows))
@@ -611,12 +612,13 @@ def test_small_steps_with_prompts_replay_what_is_between_attentions(make, few_pr
             with torch.inference_mode(), monkeypatch.context() as patch:
                 for name, fake in fakes.items():
                     patch.setattr(torch.cuda, name, fake)
-                worker.pieces = PiecewiseGraphs(model, worker.pool, [8, 16], "memory")
+                worker.pieces = PiecewiseGraphs(model, worker.pool, [8, 16], "memory", worker.adapters)
             model.forward = lambda batch, *more: large.append(len(batch.slots)) or usual(batch, *more)
         for step, rows in enumerate(steps):
             new = [row(i, [3 + i, 4, 5 * i] * 4, num_logprobs=2, temperature=i / 4) for i in entering[step]]
             for one in new:
                 one.blocks = [[8 * one.slot + 4 * kind, 8 * one.slot + 4 * kind + 1] for kind in kinds]
+                one.adapter = min(one.slot, adapters)
             told.append(worker.step(StepPlan(step, rows=rows, new=new)))
             exchanged.append([*group.exchanged])
         pools.append(worker.pool.clone())
