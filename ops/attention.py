@@ -15,8 +15,6 @@ PROCESSORS = 132  # assumed where there is no GPU to ask
 DECODE_ROWS = 512  # rows whose items are counted, or searched, at a time: with 1024 the counting kernel spills
 DECODE_PARTIALS = 4096  # values of partial results that are added up at a time: all at once would spill registers
 
-PrefillRows = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int]  # see reference.py
-
 
 class DecodePlan(NamedTuple):
     """A step's decode work as `plan_decode` derives it: the kernel's inputs, and the list of items to share out."""

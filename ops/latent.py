@@ -16,7 +16,6 @@ from ops.attention import (
     DECODE_PARTIALS,
     DECODE_ROWS,
     DecodePlan,
-    PrefillRows,
     _combine,
     _holds,
     _programs,
@@ -26,6 +25,7 @@ from ops.attention import (
     _tile_rows,
 )
 from ops.matmul import LOG2E, MOST_REGISTERS, NO_ID, _cast, _chip, _dot
+from reference import PrefillRows
 
 WIDE_ROWS = 64  # queries of a tile, at most: wgmma takes no fewer, and 64 x 512 sums fill half of all registers
 PRODUCT_ROWS = 64  # rows of a tile of head_linear
