@@ -53,7 +53,6 @@ UTILITIES = {  # the methods that clients may call by name, and the path from th
     "get_weights_version": "workers.get_weights_version",
     "start_profile": "profiles.start_profile",
     "stop_profile": "profiles.stop_profile",
-    "has_work": "has_work",
     "add_lora": "adapters.add",
 }
 GLANCE = 0.01  # seconds between two looks at grammars and adapters that are being made ready, with nothing else to do

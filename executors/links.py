@@ -43,25 +43,20 @@ def admit(listener: socket.socket, token: bytes) -> socket.socket:
         while True:
             sock, address = listener.accept()
             sock.settimeout(PATIENCE)
-            said = b""
+            opening = b""
             with contextlib.suppress(OSError):
-                while len(said) < TOKEN and (data := sock.recv(TOKEN - len(said))):
-                    said += data
-            if hmac.compare_digest(said, token):
+                while len(opening) < TOKEN and (data := sock.recv(TOKEN - len(opening))):
+                    opening += data
+            if hmac.compare_digest(opening, token):
                 return sock
             logger.warning(f"a connection from {address} is refused: it has not said the token")
             sock.close()
 
 
 class RankLink:
-    """One end of a connection, with the methods of a ring's writer and of a ring's reader.
+    """One end of a connection between the engine and a rank, with the methods of a ring's writer and of its reader.
 
-    Args:
-        sock: the connection.
-        rank: of the two ends, the one that is not the engine's.
-
-    Attributes:
-        closed: whether nothing more can come or be sent.
+    `closed` says whether nothing more can come or be sent.
     """
 
     def __init__(self, sock: socket.socket, rank: int):
@@ -91,11 +86,7 @@ class RankLink:
         self._send(HEARTBEAT)
 
     def write(self, message: bytes, timeout: float, look: Callable[[], None] = lambda: None) -> None:
-        """Send a message, and call `look` every PAUSE while there is no room for it; see `RingBuffer.write`.
-
-        Raises:
-            RingTimeout: the other end has not taken it within `timeout` seconds.
-        """
+        """Do what `RingBuffer.write` does."""
         self._send(MESSAGE, message, timeout, look)
 
     def _send(
@@ -118,10 +109,7 @@ class RankLink:
                     self.closed = True
 
     def read(self, timeout: float) -> bytes | None:
-        """The next message; None if none has come within `timeout` seconds, or none will come any more.
-
-        The other end is told every second of waiting.
-        """
+        """The next message; None if none comes in time. The other end is told every second of waiting."""
         deadline = time.monotonic() + timeout
         while not self.messages and not self.closed:
             left = max(0.0, deadline - time.monotonic())

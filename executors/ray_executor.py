@@ -1,11 +1,8 @@
 """Ranks as Ray actors, on any node of a cluster: `RayExecutor` places, reaches and replaces them.
 
-    room_for        what is asked of Ray: room for the ranks, on as few nodes as possible
-    RayWorker       the actor: it holds a `Worker` and runs the same loop as a worker process of `MpExecutor`
-
-Ray starts the processes and says where they run. Plans and results do not go through Ray, because its compiled graphs
-take some twenty times as long as a plain connection. An actor takes one connection, the engine's. It begins with a
-token that Ray carries to the actors, and to nobody else.
+An actor, `RayWorker`, runs the same loop as a worker process of `MpExecutor`. Plans and results do not go through Ray,
+because its compiled graphs take some twenty times as long as a plain connection. An actor takes one connection, the
+engine's, which begins with a token that Ray carries to the actors, and to nobody else.
 """
 
 from __future__ import annotations
@@ -32,7 +29,7 @@ from device.serve import work
 from executor import MpExecutor, WorkerError, is_stopped, name_process
 from executors.links import PATIENCE, TOKEN, RankLink, RankLinks, admit, listen, reach
 from model_config import ModelConfig
-from observe.logs import logger, set_up
+from observe.logs import counted, logger, set_up
 from plan import Kwargs, Method, StepPlan
 from ring import BEAT
 
@@ -93,22 +90,14 @@ def variables(places: list[Place], devices: list[list[str]]) -> list[dict[str, s
     Ray shows a rank only its own GPU, but NCCL wants to see those of its neighbours, too. So each rank sees all
     `devices`, the GPUs that Ray has given to each rank, of its node; on a CPU there are none.
     """
-    found = []
-    for rank, (place, own) in enumerate(zip(places, devices, strict=True)):
+    environments = []
+    for rank, (place, gpus) in enumerate(zip(places, devices, strict=True)):
         neighbours = [i for i, other in enumerate(places) if other.node == place.node]
-        seen = sorted((gpu for i in neighbours for gpu in devices[i]), key=lambda gpu: (len(gpu), gpu))
-        index = seen.index(own[0]) if own else neighbours.index(rank)
-        said = {"LOCAL_RANK": str(index), "LOCAL_WORLD_SIZE": str(len(neighbours))}
-        found.append(said | ({"CUDA_VISIBLE_DEVICES": ",".join(seen)} if seen else {}))
-    return found
-
-
-def interface(host: str) -> str | None:
-    """The network interface of this machine that has this address; None: there is none."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(address.address.partition("%")[0] == host for address in addresses):
-            return name
-    return None
+        visible = sorted((gpu for i in neighbours for gpu in devices[i]), key=lambda gpu: (len(gpu), gpu))
+        index = visible.index(gpus[0]) if gpus else neighbours.index(rank)
+        environment = {"LOCAL_RANK": str(index), "LOCAL_WORLD_SIZE": str(len(neighbours))}
+        environments.append(environment | ({"CUDA_VISIBLE_DEVICES": ",".join(visible)} if visible else {}))
+    return environments
 
 
 # --- the cluster ------------------------------------------------------------------------------------------------------
@@ -143,10 +132,8 @@ def join_cluster(option: str = "distributed_executor_backend") -> None:
         socket.create_connection((host.strip("[]"), int(port)), PATIENCE).close()
         ray.init(address=place, **options)
     except (OSError, ValueError, RuntimeError) as error:
-        raise ValueError(
-            f"{option} is 'ray', but this machine is no node of a running Ray cluster, which `ray "
-            f"start` makes it (RAY_ADDRESS is {address!r}): {in_short(error)}"
-        ) from None
+        lack = "this machine is no node of a running Ray cluster, which `ray start` makes it"
+        raise ValueError(f"{option} is 'ray', but {lack} (RAY_ADDRESS is {address!r}): {in_short(error)}") from None
 
 
 def devices_of(config: EngineConfig) -> tuple[str, int]:
@@ -262,10 +249,8 @@ class RayExecutor(MpExecutor):
 
     def note(self) -> str:
         ranks, nodes = len(self.processes), len({process.place.node for process in self.processes})
-        return (
-            f", {ranks} Ray {'actors' if ranks > 1 else 'actor'} on {nodes} {'nodes' if nodes > 1 else 'node'}, "
-            f"{self.step_timeout:g} s at most for a step"
-        )
+        places = f"{counted(ranks, 'Ray actor')} on {counted(nodes, 'node')}"
+        return f", {places}, {self.step_timeout:g} s at most for a step"
 
     def _launch(self, config: EngineConfig, size: int, until_ready: contextlib.ExitStack) -> None:
         import ray
@@ -284,23 +269,22 @@ class RayExecutor(MpExecutor):
             self.processes.append(RayProcess(new_actor(RayWorker, self.kind, self.need, inside), place))
         looks = [process.actor.look.remote(process.place.host) for process in self.processes]
         try:
-            found = ray.get(looks, timeout=max(1.0, deadline - time.monotonic()))
+            actors = ray.get(looks, timeout=max(1.0, deadline - time.monotonic()))
         except ray.exceptions.RayError as error:
             raise WorkerError(f"an actor has not started: {in_short(error)}") from None
-        environments = variables(places, [looked.gpus for looked in found])
-        first, port = places[0].host, found[0].port
+        environments = variables(places, [actor.gpus for actor in actors])
+        first, port = places[0].host, actors[0].port
         meeting = f"tcp://[{first}]:{port}" if ":" in first else f"tcp://{first}:{port}"
         token, self.results = os.urandom(TOKEN), []
-        for rank, (process, looked) in enumerate(zip(self.processes, found, strict=True)):
-            process.pid = looked.pid
-            environment = inherited() | environments[rank]
+        for rank, (process, actor) in enumerate(zip(self.processes, actors, strict=True)):
+            process.pid, environment = actor.pid, inherited() | environments[rank]
             process.loop = process.actor.run.remote(
                 VERSION, config, self.model_config, rank, meeting, token, environment
             )
             try:
-                process.link = RankLink(reach(looked.address, token), rank)
+                process.link = RankLink(reach(actor.address, token), rank)
             except OSError as error:
-                raise WorkerError(f"rank {rank} at {looked.address} cannot be reached: {error}") from None
+                raise WorkerError(f"rank {rank} at {actor.address} cannot be reached: {error}") from None
             self.results.append(process.link)
             self.resources.append(process.link)
         self.plans = RankLinks(self.results)
@@ -308,8 +292,6 @@ class RayExecutor(MpExecutor):
 
     def _reserve(self, config: EngineConfig, deadline: float) -> Any:
         """Room for the ranks: Ray's placement group, whose first bundle is on the engine's node if it fits there.
-
-        It is given back when they end.
 
         Raises:
             ValueError: see `_room`; or the cluster has not enough free until the deadline.
@@ -329,10 +311,8 @@ class RayExecutor(MpExecutor):
         while not is_ready(group):
             need = f"{sum(sizes)} {self.kind}s"
             if time.monotonic() > deadline:
-                raise ValueError(
-                    f"the ranks need {need}, and of the {sum(self._rooms().values())} of the Ray cluster too few "
-                    "were free in time (startup_timeout)"
-                )
+                few = f"of the {sum(self._rooms().values())} of the Ray cluster too few were free in time"
+                raise ValueError(f"the ranks need {need}, and {few} (startup_timeout)")
             self._wait(f"the ranks wait for {need} of the Ray cluster, which are in use")
         return group
 
@@ -343,10 +323,10 @@ class RayExecutor(MpExecutor):
             try:
                 return room_for(config.tensor_parallel_size, config.pipeline_parallel_size, self.need, rooms)
             except ValueError as error:
-                said = f"the Ray cluster is too small for the ranks, in {self.kind}s: {error}"
+                why = f"the Ray cluster is too small for the ranks, in {self.kind}s: {error}"
             if not self.placed or time.monotonic() > deadline:
-                raise ValueError(said)
-            self._wait(said)
+                raise ValueError(why)
+            self._wait(why)
 
     def _rooms(self) -> dict[str, int]:
         """The room of each node; a RuntimeError if this machine's own has ended."""
@@ -400,7 +380,7 @@ def give_back(group: Any) -> None:
 
 
 def in_short(error: Exception) -> str:
-    """The sentence that matters in an error of Ray's, which may be a page long and ends with what an actor raised."""
+    """The sentence that matters in an error of Ray's, which may be a page long."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[-1] if "creation task" in lines[0] else lines[0].partition(". ")[0].rstrip(".")
 
@@ -446,9 +426,11 @@ class RayWorker:
             ValueError: see `settle` and `find_model_here`.
         """
         settle(version, config, self.host, environment, f"worker {rank}")
-        if name := interface(self.host):  # the name that a host has for itself may lead elsewhere
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+        for name, addresses in psutil.net_if_addrs().items():
+            if any(address.address.partition("%")[0] == self.host for address in addresses):
+                # The name that a host has for itself may lead elsewhere.
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+                os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
         link = RankLink(admit(self.listener, token), rank)
         threading.Thread(target=leave_with_engine, args=(link.sock,), daemon=True).start()
         work(find_model_here(config, self.host), model_config, rank, rendezvous, link, link)
@@ -465,16 +447,13 @@ def settle(version: str, config: EngineConfig, host: str, environment: dict[str,
 
 def find_model_here(config: EngineConfig, host: str) -> EngineConfig:
     """The options with the model's folder on this node, `host`; a ValueError if it cannot be had."""
+    must = f"is not on the node {host}; a model's folder must be at the same path on all nodes"
     if (options := config.speculation) and options.model and not os.path.isdir(options.model):
-        raise ValueError(
-            f"{options.model} is not on the node {host}; what makes drafts must be at the same path on all nodes"
-        )
+        raise ValueError(f"{options.model} {must}")
     if os.path.isdir(config.folder):
         return config
     if not config.snapshot:
-        raise ValueError(
-            f"{config.model} is not on the node {host}; a model's folder must be at the same path on all nodes"
-        )
+        raise ValueError(f"{config.model} {must}")
     # This node has downloads of its own, and makes a GGUF file's folder anew.
     gguf = config.model.endswith(".gguf") or ":" in config.model
     commit = config.revision if gguf else os.path.basename(config.snapshot)

@@ -154,8 +154,7 @@ class Node:
 
         Raises:
             ConnectionError: the server does not let this host in any more.
-            ChildProcessError: an engine does not start any more.
-            SystemExit: one does not start at all.
+            ChildProcessError, SystemExit: an engine does not start any more, or not at all.
         """
         self.engines = engines
         self.launched.set()
@@ -164,9 +163,9 @@ class Node:
             self._tell(rank)
         while not self.refused:
             for rank, engine in engines.items():
-                known = dict(engine.facts)
+                before = dict(engine.facts)
                 engine.check()
-                if engine.facts != known:
+                if engine.facts != before:
                     self._tell(rank)
             time.sleep(PAUSE)
         raise ConnectionError(self.refused)
@@ -179,8 +178,8 @@ def follow(config: EngineConfig, secret: str) -> None:
         node = Node(config, secret)
         node.wait(config.startup_timeout)
         for rank in node.ranks:
-            own = dataclasses.replace(config, data_parallel_rank=rank, **node.weights.get(rank, {}))
-            engines[rank] = EngineProcess(own, node.address)
+            of_rank = dataclasses.replace(config, data_parallel_rank=rank, **node.weights.get(rank, {}))
+            engines[rank] = EngineProcess(of_rank, node.address)
         node.run(engines)
     finally:
         for engine in engines.values():

@@ -6,16 +6,14 @@
 Each of these engines holds some of the experts. So while one of them has work, the others run empty steps. vLLM's
 `DPCoordinator` calls such a time a wave, and its engines ask each other every 32 steps whether to go on. Here the
 coordinator announces how many steps every engine runs, `Wave.end`, and raises that number before it is reached as long
-as an engine has work. It never sinks, and no engine steps past it, so all of them stop at the same step, however late
-their messages are.
+as an engine has work. No engine steps past it, so all stop at the same step, however late their messages are.
 
 When an engine is gone, or its workers are, the others can't end the step that they are in. All of them give it up,
 start their workers anew and compute the tokens of their requests again. The coordinator hears of it first, and tells
 the others. As soon as all engines wait, it names a place where the new workers meet, and a new count of steps begins.
 
-Their number changes in the same way: a new engine comes to the meeting, and one that is taken away is gone. The server
-tells the coordinator how many there are to be. Each engine is told the number when they meet, and divides the experts
-by it.
+Their number changes in the same way: a new engine comes to the meeting, and one that is taken away is gone. Each engine
+is told the number when they meet, and divides the experts by it.
 """
 
 from __future__ import annotations
@@ -166,10 +164,10 @@ class Meetings:
                 return {}
             self.waiting.discard(rank)
             return self._break_off()
-        said = message.rank, message.turn
-        if self.turns.get(client) == said:  # it has said so twice, because the connection was new
+        turn = message.rank, message.turn
+        if self.turns.get(client) == turn:  # it has said so twice, because the connection was new
             return {}
-        self.turns[client] = said
+        self.turns[client] = turn
         if not message.turn:
             self.met = max(self.met, message.engines)
             return {client: Rendezvous()} if self.waiting or self.met > self.size else {}

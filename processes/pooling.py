@@ -1,4 +1,4 @@
-"""What `LLM` has for engines that do not generate: embeddings, labels and scores of prompts."""
+"""The methods of `LLM` for engines that do not generate: embeddings, labels and scores of prompts."""
 
 from __future__ import annotations
 
@@ -137,13 +137,13 @@ class PoolingFaces:
         if not all(isinstance(text, str) for text in (*first, *second)):
             raise ValueError("text_1 or text_2 has what is no string")
         first, keep = first * (len(second) // len(first)), self._kept(tokenization_kwargs)
-        if self.llm_engine.client.facts["task"] == "score":
-            before, encoder = opening(self.llm_engine.client.facts, prompt_name), self.tokenizer
-            pairs = [(before + a, b) for a, b in zip(first, second, strict=True)]
-            ids = [
-                encoder.encode_pair(*pair) if keep is None else encoder.encode_cut(pair, keep, "right")[0]
-                for pair in pairs
-            ]
+        facts, encoder = self.llm_engine.client.facts, self.tokenizer
+        if facts["task"] == "score":
+            pairs = [(opening(facts, prompt_name) + a, b) for a, b in zip(first, second, strict=True)]
+            if keep is None:
+                ids = [encoder.encode_pair(*pair) for pair in pairs]
+            else:
+                ids = [encoder.encode_cut(pair, keep, "right")[0] for pair in pairs]
             results = self._pool(ids, pooling_params, use_tqdm)
             return [one.having(ScoringOutput(*one.outputs.data or [math.nan])) for one in results]  # it has one label
         distinct = list(dict.fromkeys(first + second))
@@ -161,10 +161,10 @@ class PoolingFaces:
 
     def _kept(self, tokenization_kwargs: dict[str, Any] | None) -> int | None:
         """How many tokens of a prompt are kept; None: all."""
-        given, limit = dict(tokenization_kwargs or {}), self.llm_engine.client.facts["max_model_len"]
-        keep = given.pop("truncate_prompt_tokens", None)
-        if given:
-            raise ValueError(f"tokenization_kwargs has {next(iter(given))!r:.80}; known: truncate_prompt_tokens")
+        options, limit = dict(tokenization_kwargs or {}), self.llm_engine.client.facts["max_model_len"]
+        keep = options.pop("truncate_prompt_tokens", None)
+        if options:
+            raise ValueError(f"tokenization_kwargs has {next(iter(options))!r:.80}; known: truncate_prompt_tokens")
         if keep is None:
             return None
         if type(keep) is not int or keep == 0 or not -1 <= keep <= limit:
@@ -193,14 +193,14 @@ class PoolingFaces:
         self, prompt_ids: list[list[int]], params: PoolingParams | list[PoolingParams] | None, use_tqdm: bool
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """What the engine makes of each prompt; raises what `generate` does."""
-        each = params if isinstance(params, list) else [params or PoolingParams()] * len(prompt_ids)
-        if len(each) != len(prompt_ids):
-            raise ValueError(f"pooling_params has {len(each)} entries for {len(prompt_ids)} prompts")
+        column = params if isinstance(params, list) else [params or PoolingParams()] * len(prompt_ids)
+        if len(column) != len(prompt_ids):
+            raise ValueError(f"pooling_params has {len(column)} entries for {len(prompt_ids)} prompts")
         self._check_awake()
         results: dict[str, PoolingRequestOutput[PoolingOutput]] = {}
         live, stream, client = set(), Stream(), self.llm_engine.client
         try:
-            for ids, param in zip(prompt_ids, each, strict=True):
+            for ids, param in zip(prompt_ids, column, strict=True):
                 request = EngineCoreRequest(next(self.ids), ids, SamplingParams(), pooling=param)
                 client.add_request(request, stream)
                 live.add(request.request_id)

@@ -3,9 +3,8 @@
     Launcher    the server's handle on the process that has Ray do so, and again where an engine has ended
     RayHost     the actor, which is such a host
 
-Ray chooses the node and starts the actor there. From then on the engine is one on another host like any
-(`processes/headless.py`). The server's own process does not join the cluster, because Ray's threads would not outlive
-the fork that makes API processes.
+Ray chooses the node and starts the actor there. The server's own process does not join the cluster, because Ray's
+threads would not outlive the fork that makes API processes.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ class RayHosts:
     """The actors of a server's engines, as the launcher's process sees them.
 
     Args:
-        insist: whether to wait for nodes that are missing, which were there once.
+        insist: whether to wait for nodes that are missing.
 
     Raises:
         ValueError: there is no cluster, or its nodes have too little room for the engines; see `join_cluster`.
@@ -85,10 +84,9 @@ class RayHosts:
                 f"data_parallel_size is {config.data_parallel_size}, and each engine needs {self.need} {self.kind}s of "
                 f"one node of the Ray cluster; the nodes have {rooms}"
             )
-        self.config = dataclasses.replace(
-            for_actors(config, self.kind), data_parallel_backend="mp", headless=True, data_parallel_size_local=1,
-            data_parallel_address=self.address,
-        )  # fmt: skip
+        host: dict[str, Any] = {"data_parallel_backend": "mp", "headless": True, "data_parallel_size_local": 1}
+        host["data_parallel_address"] = self.address
+        self.config = dataclasses.replace(for_actors(config, self.kind), **host)
         ranks = range(config.data_parallel_size)
         self.actors: dict[int, Any] = {}  # which Ray would end if nobody referred to them
         self.runs: dict[Any, int] = {}  # Ray's reference to the end of each `RayHost.run`, and its engine

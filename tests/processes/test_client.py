@@ -489,52 +489,34 @@ def test_all_clients_have_one_face():
     wanted = methods(EngineCoreClient)
     assert wanted.keys() == {
         "shutdown", "add_request", "get_output", "abort", "utility", "utility_on_all", "collective_rpc",
-        "dp_engines_running", "scale_elastic_ep",
+        "scale_elastic_ep",
     }  # fmt: skip
     for cls in (MPClient, InprocClient, DPClient, FleetClient):
-        assert {name: each for name, each in methods(cls).items() if name in wanted} == wanted, cls
+        assert {name: method for name, method in methods(cls).items() if name in wanted} == wanted, cls
 
 
-def test_whether_an_engine_runs(served, llm):
-    """By its own word, whoever has asked it for something."""
-    asked, other = MPClient(served[1]), MPClient(served[1])
-    assert not other.dp_engines_running()
-    asked.add_request(EngineCoreRequest("a", [5] * 10, SamplingParams(max_tokens=900, ignore_eos=True)))
-    assert asked.dp_engines_running()  # it has been told of the request before it is asked
-    eventually(other.dp_engines_running)
-    asked.abort("a")
-    asked.utility("metrics")
-    eventually(lambda: not other.dp_engines_running())
-    client = llm.client
-    assert not client.dp_engines_running()
-    stream = client.add_request(EngineCoreRequest("a", [5] * 10, SamplingParams(max_tokens=3, ignore_eos=True)))
-    assert client.dp_engines_running()
-    while not client.get_output(stream).finished:
-        assert client.dp_engines_running()
-    while client.step():
-        pass
-    assert not client.dp_engines_running()
-    assert client.collective_rpc("block_bytes") == llm.collective_rpc("block_bytes")
-    for each in (asked, other):
-        assert each.collective_rpc("block_bytes") == served[0].workers.collective_rpc("block_bytes")
-        each.shutdown()
+def test_workers_are_called_through_every_client(served, llm):
+    client = MPClient(served[1])
+    assert llm.client.collective_rpc("block_bytes") == llm.collective_rpc("block_bytes")
+    assert client.collective_rpc("block_bytes") == served[0].workers.collective_rpc("block_bytes")
+    client.shutdown()
 
 
 def test_a_number_of_engines_that_is_fixed_is_named(served, llm, engines):
-    client, several = MPClient(served[1]), dp_client(engines[0])
+    one, several = MPClient(served[1]), dp_client(engines[0])
     several.sizes = None
-    for each, size in ((client, 1), (llm.client, 1), (several, 2)):
+    for client, size in ((one, 1), (llm.client, 1), (several, 2)):
         with pytest.raises(ValueError, match=f"data_parallel_size is 3; it must be {size}, because"):
-            each.scale_elastic_ep(3)
+            client.scale_elastic_ep(3)
     several.sizes = range(1, 3)
     several.scale_elastic_ep(2)
     assert several.board.wanted == 2
-    for wrong in (0, 3, True, "2"):
-        with pytest.raises(ValueError, match=f"data_parallel_size is {wrong!r}; it must be from 1 to 2"):
-            several.scale_elastic_ep(wrong)
+    for size in (0, 3, True, "2"):
+        with pytest.raises(ValueError, match=f"data_parallel_size is {size!r}; it must be from 1 to 2"):
+            several.scale_elastic_ep(size)
     assert several.board.wanted == 2
-    for each in (client, several):
-        each.shutdown()
+    one.shutdown()
+    several.shutdown()
     with pytest.raises(ValueError, match="shut down"):
         several.scale_elastic_ep(1)
 

@@ -202,7 +202,7 @@ def test_engines_in_lockstep_stop_at_the_same_step(seed: int, size: int) -> None
 def coordinator() -> Iterator[socket.socket]:
     """The address of one that runs in a thread."""
     address, listener = socket.socketpair()
-    threading.Thread(target=Coordinator(2, 2, listener).run, daemon=True).start()
+    threading.Thread(target=Coordinator({"size": 2, "sharing": 2}, listener).run, daemon=True).start()
     with address:
         yield address
 
