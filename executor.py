@@ -5,8 +5,8 @@
 
 The executors for several hosts are in `executors/`: torchrun's and Ray's.
 
-`submit` and `result` are separate, so that an executor may run a step while the engine plans the next one. torch is
-imported where a worker is made. So an engine whose workers are processes never loads it, and starts again sooner.
+`submit` and `result` are separate, so that a step may run while the engine plans the next one. torch is imported where
+a worker is made, so an engine whose workers are processes never loads it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import spawn
 from multiprocessing.connection import wait
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 
@@ -36,7 +36,7 @@ from config import EngineConfig, FatalHookError
 from device.serve import NEVER, SCRIPT, new_worker, script_of_caller, work
 from model_config import ModelConfig
 from observe.logs import logger, set_up
-from plan import Call, Kwargs, Method, Rendezvous, Reply, StepPlan, StepResult, joined
+from plan import Call, Kwargs, Method, Reply, StepPlan, StepResult, joined
 from ring import BEAT, STALL, Codec, RingBuffer, RingTimeout, Watchdog
 
 TURN = 0.05  # seconds to wait for one rank's reply before looking at the next rank's
@@ -127,17 +127,11 @@ class UniExecutor:
         gc.collect()  # its phases refer to it
 
 
-class ExpertPeers(Protocol):
-    """The engines that share a model's experts with this one; see `processes/lockstep.py`."""
-
-    broken: bool
-
-    def meet(self, timeout: float) -> Rendezvous:
-        """Wait for them; returns where the workers meet, and how many engines there are now."""
-
-
 class MpExecutor:
-    """A process for each rank. If `peers` share the experts, its workers start when theirs do.
+    """A process for each rank, with the methods of `UniExecutor`.
+
+    Args:
+        peers: the engines that share the experts (`processes.lockstep.Peers`); the workers start when theirs do.
 
     Attributes:
         on_trouble: called with a message when a worker or a given-up call holds up the engine, and with None after it.
@@ -150,7 +144,7 @@ class MpExecutor:
     on_this_machine = True  # all workers are
     overlaps = True  # a step runs while the next one is planned
 
-    def __init__(self, config: EngineConfig, model_config: ModelConfig, peers: ExpertPeers | None = None):
+    def __init__(self, config: EngineConfig, model_config: ModelConfig, peers: Any = None):
         process = multiprocessing.current_process()
         if getattr(process, "_inheriting", False):
             raise ValueError(
@@ -184,10 +178,11 @@ class MpExecutor:
         size = config.world_size
         if self.peers:
             try:
-                met = self.peers.meet(config.startup_timeout)
+                rendezvous = self.peers.meet(config.startup_timeout)
             except TimeoutError as error:
                 raise WorkerError(str(error)) from None
-            config = dataclasses.replace(config, expert_rendezvous=met.place, data_parallel_size=met.engines)
+            shared = {"expert_rendezvous": rendezvous.place, "data_parallel_size": rendezvous.engines}
+            config = dataclasses.replace(config, **shared)
         self.early: list[deque[StepResult]] = [deque() for _ in range(size)]  # results that have come, by rank
         self.call_id = 0  # of the latest call,
         self.replies: dict[int, Reply] = {}  # and the answers to it, by rank
@@ -222,7 +217,6 @@ class MpExecutor:
         plans.be_writer()
 
     def facts(self) -> dict[str, Any]:
-        """What rank 0 measured and chose, see `Worker.facts`, and how many seconds a step may take."""
         return self.all_facts[0] | {"step_timeout": self.step_timeout}
 
     def submit(self, plan: StepPlan) -> None:
@@ -247,16 +241,15 @@ class MpExecutor:
         return joined(results, self.config.tensor_parallel_size)
 
     def forget(self) -> None:
-        """Give up the results of plans that were handed over."""
         self.unanswered.clear()
 
     def collective_rpc(
         self, method: Method, timeout: float | None = None, args: Sequence[Any] = (), kwargs: Kwargs = None
     ) -> list[Any]:
-        """What a method of `Worker`, or a function of it, returns on each rank; see `LLM.collective_rpc`.
+        """Call all ranks.
 
         Raises:
-            ValueError: it failed, or the function cannot be sent.
+            ValueError: the call failed, or the function cannot be sent.
             TimeoutError: a rank has not replied within `timeout`; or an earlier call still runs, and this is not sent.
             WorkerError: see `result`.
         """
@@ -290,7 +283,6 @@ class MpExecutor:
         self._attend(idle=not self.unanswered)
 
     def note(self) -> str:
-        """What the start log adds about the workers."""
         count = len(self.processes)
         return f", {count} worker {'processes' if count > 1 else 'process'}, {self.step_timeout:g} s at most for a step"
 
@@ -378,19 +370,20 @@ class MpExecutor:
             while True:
                 if errors := [reply.refusal() for reply in self.replies.values() if reply.error]:
                     raise errors[0]
-                if not (late := [rank for rank in ranks if rank not in self.replies]):
+                if not (missing := [rank for rank in ranks if rank not in self.replies]):
                     return [self.replies[rank].value for rank in ranks]
                 if time.monotonic() > begun + timeout:
-                    late_error = TimeoutError(f"rank {late[0]} has not replied within {timeout:g} s")
-                    raise late_error if self.ready else self._stuck(late[0], timeout)
-                for rank in late:
+                    if not self.ready:
+                        raise self._stuck(missing[0], timeout)
+                    raise TimeoutError(f"rank {missing[0]} has not replied within {timeout:g} s")
+                for rank in missing:
                     self._take(rank, TURN)
                 self._attend()
         finally:
             self.abandoned = {*ranks} - self.replies.keys()
 
     def _take(self, rank: int, timeout: float) -> bool:
-        """Keep the next message of a rank for whoever asks for it; False if none has come in time."""
+        """Keep the next message of a rank; False if none has come in time."""
         try:
             if (data := self.results[rank].read(timeout)) is None:
                 if self.processes[rank].is_alive():
@@ -447,33 +440,32 @@ class MpExecutor:
 
 def start_method() -> str:
     """How worker processes start: as MANTA_WORKER_MULTIPROC_METHOD says, but no process that has torch is forked."""
-    asked = os.environ.get("MANTA_WORKER_MULTIPROC_METHOD", "spawn")
+    method = os.environ.get("MANTA_WORKER_MULTIPROC_METHOD", "spawn")
     allowed = multiprocessing.get_all_start_methods()
-    if asked not in allowed:
-        raise ValueError(f"MANTA_WORKER_MULTIPROC_METHOD is {asked!r}; it must be {' or '.join(allowed)}")
-    if asked == "fork" and (torch := sys.modules.get("torch")):
-        cuda = torch.cuda.is_initialized()
-        why = "initialised CUDA, which a fork cannot use" if cuda else "loaded torch, whose threads a fork lacks"
-        logger.warning(f"MANTA_WORKER_MULTIPROC_METHOD is 'fork', but this process has {why}: workers are spawned")
+    if method not in allowed:
+        raise ValueError(f"MANTA_WORKER_MULTIPROC_METHOD is {method!r}; it must be {' or '.join(allowed)}")
+    if method == "fork" and "torch" in sys.modules:  # a fork lacks its threads, and cannot use CUDA
+        logger.warning(
+            "MANTA_WORKER_MULTIPROC_METHOD is 'fork', but this process has loaded torch: workers are spawned"
+        )
         return "spawn"
-    if asked == "forkserver":  # the server itself must not import the caller's script
+    if method == "forkserver":  # the server itself must not import the caller's script
         multiprocessing.set_forkserver_preload([])
-    return asked
+    return method
 
 
 def start_alone(process: Any) -> None:
     """Start a worker's process without the caller's script.
 
     multiprocessing makes a new Python import the script first, and a script without a `__main__` guard would then make
-    another `LLM`. A worker does not need the script (but see `import_script`). multiprocessing has no option for this,
-    so we take the script out of the note that it writes for the new process.
+    another `LLM`. It has no option for this, so we take the script out of the note that it writes for the new process.
     """
     with STARTING:
         prepare = spawn.get_preparation_data
 
         def without_script(name: str) -> dict[str, Any]:
-            said = prepare(name)
-            return {key: said[key] for key in said if key not in SCRIPT} if name == process.name else said
+            note = prepare(name)
+            return {key: note[key] for key in note if key not in SCRIPT} if name == process.name else note
 
         spawn.get_preparation_data = without_script
         try:
@@ -561,25 +553,17 @@ def is_stopped(pid: int) -> bool:
 
 
 def local_backend(config: EngineConfig) -> str:
-    """The executor that the options ask for, where `auto` is `mp` or `uni`.
-
-    Raises:
-        ValueError: this is Windows, where one worker is the most.
-    """
+    """The executor that the options ask for, where `auto` is `mp` or `uni`; a ValueError on Windows, but for `uni`."""
     backend, size = config.distributed_executor_backend, config.world_size
     if backend == "auto":  # a server has to outlive a worker's death; a script on one device needs no process
         backend = "mp" if config.beside_server or size > 1 else "uni"
     if backend != "uni" and sys.platform == "win32":
-        raise ValueError(
-            f"distributed_executor_backend is {backend!r} for {size} workers; on Windows it must be 'uni' for one, "
-            "because worker processes share descriptors and memory as Unix does"
-        )
+        must = "on Windows it must be 'uni' for one"  # worker processes share descriptors and memory as Unix does
+        raise ValueError(f"distributed_executor_backend is {backend!r} for {size} workers; {must}")
     return backend
 
 
-def new_local_executor(
-    config: EngineConfig, model_config: ModelConfig, peers: ExpertPeers | None = None
-) -> UniExecutor | MpExecutor:
+def new_local_executor(config: EngineConfig, model_config: ModelConfig, peers: Any = None) -> UniExecutor | MpExecutor:
     """The executor of workers on this machine; see `executors/choose.py` for others. Raises what the executors do."""
     if local_backend(config) == "mp":
         return MpExecutor(config, model_config, peers)
@@ -593,9 +577,7 @@ def visible_gpus() -> list[str] | None:
     """
     if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return [name for name in visible.split(",") if name not in ("", "-1")]
-    try:
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
         command = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.split()
+        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.split()
+    return None
