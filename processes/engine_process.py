@@ -209,8 +209,8 @@ class EngineServer:
             raise
         except Exception as error:  # the caller hears of it, and the engine goes on
             text = str(error) if isinstance(error, (TimeoutError, ValueError)) else repr(error)
-            raised = "TimeoutError" if isinstance(error, TimeoutError) else ""
-            self.frames.send(client, Reply(call.call_id, error=text, raised=raised))
+            reply = Reply(call.call_id, error=text, raised="TimeoutError" if isinstance(error, TimeoutError) else "")
+            self.frames.send(client, reply)
 
 
 def engine_main() -> None:

@@ -57,12 +57,12 @@ def send(count: int, readers: int, slow: bool) -> list[bytes]:
     ring.be_writer()
     for message in messages(count):
         ring.write(message, 60)
-    said = [answer.read(60) for answer in answers]
+    replies = [answer.read(60) for answer in answers]
     for process in processes:
         process.join(10)
     for used in (ring, *answers):
         used.close()
-    return said
+    return replies
 
 
 @pytest.mark.parametrize(

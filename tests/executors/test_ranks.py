@@ -132,8 +132,8 @@ def ranks(monkeypatch) -> Iterator[Callable[..., Ranks]]:
         return made[-1]
 
     yield make
-    for each in made:
-        each.close()
+    for llm in made:
+        llm.close()
 
 
 def plan(step: int, size: int = 0) -> StepPlan:

@@ -53,8 +53,8 @@ def test_ctrl_c_twice_cuts_and_leaves_nothing(tmp_path: Path) -> None:
         sock.close()
         assert server.process.wait(15) == 0
         server.assert_gone()
-        said = server.log.read_text()
-        assert "\n  goodbye   after 64 answers in flight, or at another Ctrl-C\n" in said and "Traceback" not in said
+        log = server.log.read_text()
+        assert "\n  goodbye   after 64 answers in flight, or at another Ctrl-C\n" in log and "Traceback" not in log
 
 
 @pytest.mark.full
@@ -126,12 +126,12 @@ def assert_refused(flags: list[str], says: str) -> None:
 
 def belongings(log: Path) -> list[int]:
     """All processes whose stderr is this file."""
-    found = []
+    counts = []
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if os.readlink(path / "fd" / "2") == str(log) and alive(int(path.name)):
-                found.append(int(path.name))
-    return found
+                counts.append(int(path.name))
+    return counts
 
 
 @pytest.mark.full
@@ -241,12 +241,12 @@ def test_a_child_is_told_other_options_and_its_successor_starts_with_them(tmp_pa
     say = "parent.on_told = lambda: parent.tell({'heard': parent.options['size']})"
     made = child(tmp_path, f"{say}; parent.ready({{'size': parent.options.get('size')}}); time.sleep(1000)")
     made.wait()
-    told: list[dict[str, int]] = []
-    vars(made)["on_told"] = told.append
+    loads: list[dict[str, int]] = []
+    vars(made)["on_told"] = loads.append
     for size in (3, 4):
         made.tell({"size": size})
-    eventually(lambda: made.check() or len(told) == 2)
-    assert told == [{"heard": 3}, {"heard": 4}] and made.facts == {"size": None}
+    eventually(lambda: made.check() or len(loads) == 2)
+    assert loads == [{"heard": 3}, {"heard": 4}] and made.facts == {"size": None}
     made.process.kill()
     eventually(lambda: made.check() or made.facts == {"size": 4})
     made.stop()
