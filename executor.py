@@ -33,7 +33,7 @@ from typing import Any
 import psutil
 
 from config import EngineConfig, FatalHookError
-from device.serve import NEVER, SCRIPT, new_worker, script_of_caller, work
+from device.serve import SCRIPT, new_worker, script_of_caller, work
 from model_config import ModelConfig
 from observe.logs import logger, set_up
 from plan import Call, Kwargs, Method, Reply, StepPlan, StepResult, joined
@@ -134,7 +134,7 @@ class MpExecutor:
         peers: the engines that share the experts (`processes.lockstep.Peers`); the workers start when theirs do.
 
     Attributes:
-        on_trouble: called with a message when a worker or a given-up call holds up the engine, and with None after it.
+        on_trouble: called with a message when a worker holds up the engine, and with None after it.
 
     Raises:
         ValueError: see `start_worker`; or this process only imports a script that another one runs, or is a daemon.
@@ -184,11 +184,10 @@ class MpExecutor:
             shared = {"expert_rendezvous": rendezvous.place, "data_parallel_size": rendezvous.engines}
             config = dataclasses.replace(config, **shared)
         self.early: list[deque[StepResult]] = [deque() for _ in range(size)]  # results that have come, by rank
-        self.call_id = 0  # of the latest call,
-        self.replies: dict[int, Reply] = {}  # and the answers to it, by rank
-        self.abandoned: set[int] = set()  # ranks that still run a call that was given up: its caller has timed out
+        self.call_id = 0  # of the latest call
+        self.awaited: int | None = 0  # the call that somebody waits for; 0: the start
+        self.replies: dict[int, Reply] = {}  # to it, by rank
         self.watchdogs = [Watchdog() for _ in range(size)]
-        self.held_up = Watchdog()  # tells for how long such a call has held up the engine
         self.next_look = 0.0
         self.trouble = ""  # what `on_trouble` was last called with
         self.ready = False  # all workers have started
@@ -220,14 +219,13 @@ class MpExecutor:
         return self.all_facts[0] | {"step_timeout": self.step_timeout}
 
     def submit(self, plan: StepPlan) -> None:
-        """Hand a plan over, once no rank runs a call that was given up.
+        """Hand a plan over.
 
         Raises:
             WorkerError: see `result`; or a worker has not taken the plan within `step_timeout` seconds.
         """
         self._check_peers()
         self.unanswered.append(plan.step)
-        self.catch_up()
         self._send(plan)
 
     def result(self) -> StepResult:
@@ -246,41 +244,22 @@ class MpExecutor:
     def collective_rpc(
         self, method: Method, timeout: float | None = None, args: Sequence[Any] = (), kwargs: Kwargs = None
     ) -> list[Any]:
-        """Call all ranks.
+        """Call all ranks. They finish a call that takes too long, and their late replies are dropped.
 
         Raises:
             ValueError: the call failed, or the function cannot be sent.
-            TimeoutError: a rank has not replied within `timeout`; or an earlier call still runs, and this is not sent.
+            TimeoutError: a rank has not replied within `timeout`, or without one within `step_timeout` seconds.
             WorkerError: see `result`.
         """
         call = Call.of(self.call_id + 1, method, args, kwargs)
-        begun = time.monotonic()
-        self.catch_up(NEVER if timeout is None else timeout)
-        if timeout is None:
-            begun, timeout = time.monotonic(), self.step_timeout
-        self.call_id = call.call_id
-        self.replies = {}
+        begun, self.call_id = time.monotonic(), call.call_id
+        self.awaited, self.replies = call.call_id, {}  # one rank may reply while another one is written to
         self._send(call)
-        return self._replies(begun, timeout)
-
-    def catch_up(self, timeout: float = NEVER) -> None:
-        """Wait until no rank runs a call that was given up; a TimeoutError if one still does after so many seconds."""
-        deadline = time.monotonic() + timeout
-        if not self.whole:
-            raise BlamelessError("a start of the workers, or a message to them, was broken off")
-        counts = {rank: self.plans.sleep_count(rank) for rank in self.abandoned}
-        while self.abandoned:
-            rank = min(self.abandoned)
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"rank {rank} still runs an earlier call, so this one was not sent")
-            self._take(rank, TURN)
-            self._attend()
-            # A rank that waits for its next message has finished the call, even if Ctrl-C lost its reply.
-            self.abandoned -= {rank for rank in self.abandoned if self.plans.sleep_count(rank) not in (0, counts[rank])}
+        return self._replies(begun, self.step_timeout if timeout is None else timeout)
 
     def check(self) -> None:
         """Raise what `result` does if a worker, idle or not, has ended."""
-        self._attend(idle=not self.unanswered)
+        self._attend()
 
     def note(self) -> str:
         count = len(self.processes)
@@ -298,6 +277,8 @@ class MpExecutor:
 
     def _send(self, message: StepPlan | Call) -> None:
         data = self.codec.encode(message)
+        if not self.whole:
+            raise BlamelessError("a start of the workers, or a message to them, was broken off")
         self.whole = False
         try:
             self.plans.write(data, self.step_timeout, self._attend)
@@ -315,23 +296,22 @@ class MpExecutor:
             assert not result or result.step <= step
             if result and result.step == step:
                 return result
-            if result or self.abandoned:  # the clock starts after an earlier step, or a call, that was given up
+            if result:  # the clock starts after an earlier step, which was given up
                 deadline = time.monotonic() + self.step_timeout
             elif time.monotonic() > deadline:
                 raise self._stuck(rank, self.step_timeout)
 
-    def _attend(self, idle: bool = False) -> None:
+    def _attend(self) -> None:
         """Take what the ranks have sent, and `_look` at them. A rank reads nothing while it has no room to send."""
         for rank in range(len(self.results)):
             while self._take(rank, 0):
                 pass
-        self._look(idle)
+        self._look()
 
-    def _look(self, idle: bool = False) -> None:
+    def _look(self) -> None:
         """Look at the workers' heartbeats, if the last look is long enough ago.
 
-        An idle worker's main thread wakes up now and then, and counts how often. While a step or a call runs, another
-        thread counts heartbeats. During a start all threads may be held up: only the system tells if it is stopped.
+        During a start all threads may be held up, so only the system tells whether a worker is stopped.
 
         Raises:
             WorkerError: one has stood still for `step_timeout` seconds.
@@ -343,17 +323,13 @@ class MpExecutor:
         trouble = ""
         for rank, (watchdog, process) in enumerate(zip(self.watchdogs, self.processes, strict=True)):
             if self.ready:
-                waits = idle and rank not in self.abandoned
-                still = watchdog.look(self.plans.sleep_count(rank) if waits else self.results[rank].beats)
+                still = watchdog.look(self.results[rank].beats)
             else:
                 still = watchdog.still_if(self._is_stopped(process))
             if still >= self.step_timeout:
                 raise self._stuck(rank, self.step_timeout)
             if still >= STALL and not trouble:
                 trouble = str(self._stuck(rank, STALL))
-        held_up = self.held_up.still_if(bool(self.abandoned) and not idle)
-        if held_up >= STALL and not trouble:
-            trouble = f"all requests wait until rank {min(self.abandoned)} has done a call that was given up"
         if self.ready and bool(trouble) != bool(self.trouble):  # nobody expects steps during a start
             self.trouble = trouble
             self.on_trouble(trouble or None)
@@ -380,7 +356,7 @@ class MpExecutor:
                     self._take(rank, TURN)
                 self._attend()
         finally:
-            self.abandoned = {*ranks} - self.replies.keys()
+            self.awaited = None
 
     def _take(self, rank: int, timeout: float) -> bool:
         """Keep the next message of a rank; False if none has come in time."""
@@ -396,16 +372,13 @@ class MpExecutor:
         message = self.codec.decode(data)
         if isinstance(message, StepResult):
             self.early[rank].append(message)
-        # Nobody waits for this error. (call_id 0: the worker itself failed.)
-        elif self.ready and (not message.call_id or (message.raised == "CallError" and rank in self.abandoned)):
+        elif message.call_id == self.awaited:
+            self.replies[rank] = message
+        elif not message.call_id or message.raised == "CallError":  # the worker, or a call that nobody waits for
             if message.raised == "HookError":  # new workers would fail again
                 raise FatalHookError(message.error)
             kind = BlamelessError if message.raised in ("PeersGone", "CallError") else WorkerError
             raise self._error(rank, "has failed", message.error, kind)
-        elif rank in self.abandoned:
-            self.abandoned.remove(rank)  # nobody waits for it any more
-        elif message.call_id == self.call_id:
-            self.replies[rank] = message
         return True
 
     def _died(self, rank: int) -> Exception:
@@ -429,12 +402,10 @@ class MpExecutor:
         return is_stopped(process.pid)
 
     def _error(self, rank: int, what: str, why: str = "", kind: type[WorkerError] = WorkerError) -> WorkerError:
-        """An error that says what happened to a rank, and in which step. A call that was given up blames no request."""
+        """An error that says what happened to a rank, and in which step."""
         where = f" in step {self.unanswered[0]}" if self.unanswered else " while idle"
         if not self.ready:
             where = " while it starts"
-        elif rank in self.abandoned:
-            where, kind = " in a call that was given up", BlamelessError
         return kind(f"rank {rank} {what}{where}" + (f": {why}" if why else ""))
 
 

@@ -14,8 +14,7 @@ lost, repeated or overtaken looks like the next. `length` is what is left of the
 A reader spins for a moment, and then sleeps until a socket, its bell, wakes it. Nothing here has a name in the file
 system, so nothing is left there, whichever process is killed.
 
-Two more words tell that the other end lives, for a `Watchdog` to look at: the writer's process counts its heartbeats in
-one of them, and each reader its sleeps in another. While it waits, it falls asleep every second or so.
+In one more word the writer's process counts its heartbeats, for a `Watchdog` of the reader.
 """
 
 from __future__ import annotations
@@ -147,10 +146,9 @@ class RingBuffer:
         self.memory = mmap.mmap(self.fd, 0)
         self.words = memoryview(self.memory)[: self._words() * WORD].cast("Q")
         self.payloads = memoryview(self.memory)[self._words() * WORD :]
-        self.asleep = self.num_chunks * (2 + self.num_readers)  # index of each reader's word: its sleep's number, or 0
+        self.asleep = self.num_chunks * (2 + self.num_readers)  # index of each reader's word, 1 while it sleeps
         self.pulse = self.asleep + self.num_readers  # index of the word in which the writer counts its heartbeats
         self.count = 0  # pieces written, or read, at this end
-        self.sleeps = 0  # of this reader so far
         self.pieces: list[bytes] = []  # of a message, so far; they stay if Ctrl-C breaks off reading it
         self.fence = threading.Lock()
         for bell, _ in self.bells:
@@ -218,10 +216,6 @@ class RingBuffer:
         """Count a heartbeat. A thread of the writer's process does that, so that a long step does not stop them."""
         self.words[self.pulse] += 1
 
-    def sleep_count(self, reader: int) -> int:
-        """A number that changes every second or so while a reader waits for a message; 0: it does not wait."""
-        return self.words[self.asleep + reader]
-
     # --- a reader's end
 
     @property
@@ -275,8 +269,7 @@ class RingBuffer:
                 os.sched_yield()  # without this two readers on two cores keep the writer from running
                 continue
             asleep, bell = self.asleep + self.reader, self.bells[self.reader][1]
-            self.sleeps += 1
-            words[asleep] = self.sleeps
+            words[asleep] = 1
             self._order()  # the writer sees that we sleep, or we see its message
             rung = self.poll.poll(min(timeout - waited, BACKSTOP) * 1e3) if words[at] != wanted else []
             words[asleep] = 0
