@@ -33,8 +33,7 @@ from observe.logs import counted, logger, set_up
 from plan import Kwargs, Method, StepPlan
 from ring import BEAT
 
-WARN_AFTER = 5.0  # seconds of waiting for room, after which it is logged
-TOLD = 1.0  # seconds to wait for what Ray says of a death
+DEATH_TIMEOUT = 1.0  # seconds to wait for what Ray says of a death
 INHERITED = ("GLOO_", "HF_", "NCCL_", "TRITON_")  # variables of a process's environment that its actors get
 
 
@@ -56,7 +55,7 @@ def room_for(ranks: int, stages: int, need: int, rooms: list[int]) -> tuple[list
     nodes are too small for that, each rank has a bundle of its own, and Ray packs them on as few nodes as possible.
 
     Args:
-        ranks: of a stage, of which there are `stages`.
+        ranks: of a stage.
         need: devices of a rank.
         rooms: devices of each node, free or not.
 
@@ -71,13 +70,9 @@ def room_for(ranks: int, stages: int, need: int, rooms: list[int]) -> tuple[list
 
 
 def in_order(nodes: dict[int, str], hosts: dict[str, str], here: str) -> list[Place]:
-    """The places of bundles in the order of ranks, which is vLLM's.
+    """The places of bundles in the order of ranks, which is vLLM's, from the node of each and the address of each node.
 
     First come those on the engine's node, `here`. The others are sorted by their node's number of bundles and address.
-
-    Args:
-        nodes: of each bundle.
-        hosts: the address of each node.
     """
     counts = Counter(nodes.values())
     places = [Place(bundle, node, hosts[node]) for bundle, node in nodes.items()]
@@ -166,7 +161,7 @@ def new_actor(of: type, kind: str, amount: int, strategy: Any) -> Any:
 
 
 def inherited() -> dict[str, str]:
-    """The variables of this process's environment that actors get."""
+    """The variables of this environment that actors get."""
     return {name: value for name, value in os.environ.items() if name.startswith(INHERITED)}
 
 
@@ -258,8 +253,7 @@ class RayExecutor(MpExecutor):
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         deadline = time.monotonic() + config.startup_timeout
-        config = for_actors(config, self.kind)
-        self.told, self.asked = False, time.monotonic()
+        config, self.waits_for = for_actors(config, self.kind), ""
         group = self._reserve(config, deadline)
         hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
         bundles = in_order(placement_group_table(group)["bundles_to_node_id"], hosts, self.here)
@@ -336,9 +330,9 @@ class RayExecutor(MpExecutor):
         return rooms
 
     def _wait(self, why: str) -> None:
-        """Wait a moment, and say why if this takes longer."""
-        if not self.told and time.monotonic() > self.asked + WARN_AFTER:
-            self.told = True
+        """Wait a moment, and say why, once."""
+        if why != self.waits_for:
+            self.waits_for = why
             logger.warning(why)
             if self.placed:
                 self.on_trouble(why)
@@ -349,7 +343,7 @@ class RayExecutor(MpExecutor):
 
         process, why = self.processes[rank], "its connection is closed"
         try:
-            ray.get(process.loop, timeout=TOLD)
+            ray.get(process.loop, timeout=DEATH_TIMEOUT)
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, ValueError) and not self.ready:
                 return error.cause

@@ -33,7 +33,7 @@ from observe.logs import logger, set_up
 from processes.child import LOOK, Child, ParentPipe
 from processes.headless import follow
 
-LONGEST_PAUSE = 64.0  # seconds before an engine that has ended is started again; it doubles from one second on
+PAUSE = 5.0  # seconds before an engine that has ended is started again, or the cluster is looked for
 
 
 class Launcher(Child):
@@ -87,11 +87,11 @@ class RayHosts:
         host: dict[str, Any] = {"data_parallel_backend": "mp", "headless": True, "data_parallel_size_local": 1}
         host["data_parallel_address"] = self.address
         self.config = dataclasses.replace(for_actors(config, self.kind), **host)
-        ranks = range(config.data_parallel_size)
         self.actors: dict[int, Any] = {}  # which Ray would end if nobody referred to them
         self.runs: dict[Any, int] = {}  # Ray's reference to the end of each `RayHost.run`, and its engine
-        self.begun, self.pauses = dict.fromkeys(ranks, 0.0), dict.fromkeys(ranks, 1.0)
-        self.due = dict.fromkeys(ranks, 0.0)  # of engines that do not run: when to start them
+        self.due = dict.fromkeys(
+            range(config.data_parallel_size), 0.0
+        )  # when to start each engine that does not run
 
     def run(self, tell: Callable[[dict[str, Any]], None]) -> None:
         """Start the engines, and again whenever one has ended, and `tell` why it has.
@@ -107,7 +107,7 @@ class RayHosts:
                 self.actors[rank] = new_actor(RayHost, self.kind, self.need, "SPREAD")
                 config = dataclasses.replace(self.config, data_parallel_start_rank=rank)
                 run = self.actors[rank].run.remote(VERSION, config, self.secret, inherited())
-                self.runs[run], self.begun[rank] = rank, time.monotonic()
+                self.runs[run] = rank
             if not self.runs:  # Ray would not wait
                 time.sleep(LOOK)
                 continue
@@ -118,11 +118,8 @@ class RayHosts:
                 except ray.exceptions.RayError as error:
                     cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
                     why = f"engine {rank}, which Ray has started, has ended: {in_short(cause)}"
-                if time.monotonic() > self.begun[rank] + LONGEST_PAUSE:
-                    self.pauses[rank] = 1.0
-                pause, self.pauses[rank] = self.pauses[rank], min(2 * self.pauses[rank], LONGEST_PAUSE)
-                self.due[rank] = time.monotonic() + pause
-                logger.warning(f"{why}; it is started again in {pause:g} s")
+                self.due[rank] = time.monotonic() + PAUSE
+                logger.warning(f"{why}; it is started again in {PAUSE:g} s")
                 tell({"trouble": why})
         raise ConnectionError("this machine's node of the Ray cluster has ended")
 
@@ -171,7 +168,7 @@ def launcher_main() -> None:
             if not insist:
                 parent.fail(str(error))
             logger.warning(f"{error}; this is tried again")
-            time.sleep(LONGEST_PAUSE / 16)
+            time.sleep(PAUSE)
     parent.ready({"address": hosts.address})
     try:
         hosts.run(parent.tell)

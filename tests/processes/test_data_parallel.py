@@ -282,10 +282,9 @@ def test_engines_in_lockstep_step_together(make_llm, coordinator, monkeypatch):
             while not stream.get(timeout=60).finished:
                 pass
     eventually(lambda: exchange.n_waiting == 0 and len({llm.core.scheduler.step for llm in llms}) == 1, 60)
-    time.sleep(0.3)
+    eventually(lambda: not any(server.lockstep.running for server in servers), 60)  # the wave is over
     steps = {llm.core.scheduler.step for llm in llms}
-    time.sleep(0.3)
-    assert steps == {llm.core.scheduler.step for llm in llms} and len(steps) == 1  # the wave is over
+    assert len(steps) == 1
     assert 180 <= min(steps) <= 180 + 3 * 2 * WAVE_STEPS and not exchange.broken
     for client in clients:
         client.shutdown()

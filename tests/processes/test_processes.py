@@ -15,7 +15,6 @@ import sys
 import termios
 import time
 from array import array
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -254,20 +253,17 @@ def test_a_child_is_told_other_options_and_its_successor_starts_with_them(tmp_pa
 
 def test_a_child_that_cannot_start_is_tried_less_and_less_often(tmp_path: Path, monkeypatch) -> None:
     """At once first, and then after a pause that gets longer each time."""
-    monkeypatch.setattr("processes.child.PAUSE", 0.2)
-    made = child(tmp_path, "parent.ready({}); time.sleep(0.2); os._exit(1)")
+    monkeypatch.setattr("processes.child.PAUSE", 1e6)
+    made = child(tmp_path, "parent.ready({}); os._exit(1)")
     made.wait()
     (tmp_path / "child.py").write_text("import sys; sys.exit(1)")
-    launches, launch = [], made._launch
-    monkeypatch.setattr(made, "_launch", lambda: (launches.append(time.monotonic()), launch()))
-    deadline = time.monotonic() + 60
+    for number in range(1, MAX_FAILURES):
+        begun = time.monotonic()
+        eventually(lambda: made.check() or made.failures == number)  # noqa: B023
+        assert 0 <= made.not_before - begun - 1e6 * (number - 1) < 1e6
+        made.not_before = 0.0  # the pause is over
     with pytest.raises(ChildProcessError, match=f"the child has failed to start {MAX_FAILURES} times in a row"):
-        while time.monotonic() < deadline:
-            made.check()
-            time.sleep(0.02)
-    pauses = [after - before for before, after in pairwise(launches)]
-    assert len(pauses) == MAX_FAILURES - 1
-    assert all(pause >= 0.2 * number for number, pause in enumerate(pauses))
+        eventually(lambda: made.check() and False)
     made.stop()
 
 
