@@ -266,7 +266,7 @@ class AsyncLLM:
             return await self._utility("update_weights", *source, timeout=None)
 
     async def get_weights_version(self) -> int:
-        """How often weights were updated since the start."""
+        """The number of updates of weights since the start."""
         return await self._utility("get_weights_version")
 
     async def start_profile(self) -> None:
@@ -289,7 +289,7 @@ class AsyncLLM:
 
     @property
     def dead_error(self) -> EngineDeadError:
-        """What `check_health` raises."""
+        """The error that `check_health` raises."""
         return EngineDeadError(self.client.engine.trouble or GONE)
 
     async def check_health(self) -> None:

@@ -193,7 +193,7 @@ class LLMEngine:
         return bool(self.live or self.grown)
 
     def get_num_unfinished_requests(self) -> int:
-        """How many requests have not finished."""
+        """The number of requests that have not finished."""
         return len(self.live)
 
     def do_log_stats(self) -> None:
@@ -333,7 +333,7 @@ class LLM(PoolingFaces):
 
     @property
     def weights_version(self) -> int:
-        """How often weights were updated since the start."""
+        """The number of updates of weights since the start."""
         return max(self.client.utility("get_weights_version").values())
 
     def start_profile(self) -> None:

@@ -80,7 +80,7 @@ class UniExecutor:
         self.step_timeout = step_timeout(config, self.worker.facts())
 
     def facts(self) -> dict[str, Any]:
-        """What the worker measured and chose, see `Worker.facts`, and how many seconds a step may take."""
+        """The measurements and choices of rank 0 (`Worker.facts`), and the seconds that a step may take."""
         return self.worker.facts() | {"step_timeout": self.step_timeout}
 
     def submit(self, plan: StepPlan) -> None:
@@ -95,7 +95,7 @@ class UniExecutor:
     def collective_rpc(
         self, method: Method, timeout: float | None = None, args: Sequence[Any] = (), kwargs: Kwargs = None
     ) -> list[Any]:
-        """What a method of `Worker`, or a function of it, returns on each rank; see `LLM.collective_rpc`.
+        """Call a method of `Worker`, or a function of it, on each rank; see `LLM.collective_rpc`.
 
         Raises:
             ValueError: there is no such method, or it failed. Whatever else a function raises.
@@ -114,7 +114,7 @@ class UniExecutor:
         """Raise what `result` does if a worker has ended; this one lives."""
 
     def note(self) -> str:
-        """What the start log adds about the workers."""
+        """The start log's words about the workers."""
         return ""
 
     def forget(self) -> None:
@@ -410,7 +410,7 @@ class MpExecutor:
 
 
 def start_method() -> str:
-    """How worker processes start: as MANTA_WORKER_MULTIPROC_METHOD says, but no process that has torch is forked."""
+    """The start method of worker processes: MANTA_WORKER_MULTIPROC_METHOD, but no process that has torch is forked."""
     method = os.environ.get("MANTA_WORKER_MULTIPROC_METHOD", "spawn")
     allowed = multiprocessing.get_all_start_methods()
     if method not in allowed:
@@ -481,7 +481,7 @@ def worker_main(
     results: RingBuffer,
     script: dict[str, str] | None,
 ) -> None:
-    """What a worker's process runs, until it is killed or its parent ends."""
+    """Run a worker's process, until it is killed or its parent ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the parent to act on
     name_process(f"worker {rank}" + (f" of engine {config.data_parallel_rank}" if config.max_engines > 1 else ""))
     set_up(config.log_level, config.log_format)

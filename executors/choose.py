@@ -1,4 +1,4 @@
-"""Which executor an engine has."""
+"""The choice of an engine's executor."""
 
 from __future__ import annotations
 
@@ -45,6 +45,6 @@ def new_executor(config: EngineConfig, model_config: ModelConfig, peers: Any = N
 
 
 def room(config: EngineConfig) -> int:
-    """How many ranks fit this machine: one on each GPU, or if there are none or none is wanted, one on each core."""
+    """The ranks that fit this machine: one on each GPU, or if there are none or none is wanted, one on each core."""
     gpus = None if config.device == "cpu" else visible_gpus()
     return len(gpus) if gpus else os.cpu_count() or 1

@@ -41,7 +41,7 @@ INHERITED = ("GLOO_", "HF_", "NCCL_", "TRITON_")  # variables of a process's env
 
 
 class Place(NamedTuple):
-    """Where a rank runs."""
+    """The place of a rank."""
 
     bundle: int  # of the placement group
     node: str  # Ray's id of the node
@@ -49,7 +49,7 @@ class Place(NamedTuple):
 
 
 def room_for(ranks: int, stages: int, need: int, rooms: list[int]) -> tuple[list[int], str]:
-    """What to ask of Ray: how much each bundle holds, and the strategy by which Ray places them.
+    """The sizes of the bundles to ask of Ray, and the strategy by which it places them.
 
     A stage's ranks exchange most, so a bundle holds all of them, on one node, and the stages spread over nodes. If the
     nodes are too small for that, each rank has a bundle of its own, and Ray packs them on as few nodes as possible.
@@ -80,10 +80,10 @@ def in_order(nodes: dict[int, str], hosts: dict[str, str], here: str) -> list[Pl
 
 
 def variables(places: list[Place], devices: list[list[str]]) -> list[dict[str, str]]:
-    """What each rank's environment says of the ranks on its node, and which of their GPUs is its own.
+    """The variables of each rank's environment, from the GPUs that Ray has given to each (`devices`; none on a CPU).
 
-    Ray shows a rank only its own GPU, but NCCL wants to see those of its neighbours, too. So each rank sees all
-    `devices`, the GPUs that Ray has given to each rank, of its node; on a CPU there are none.
+    Ray shows a rank only its own GPU, but NCCL wants to see those of its neighbours, too. So each rank sees all of its
+    node, and knows which is its own.
     """
     environments = []
     for rank, (place, gpus) in enumerate(zip(places, devices, strict=True)):
@@ -132,7 +132,7 @@ def join_cluster(option: str = "distributed_executor_backend") -> None:
 
 
 def devices_of(config: EngineConfig) -> tuple[str, int]:
-    """Which of Ray's resources a rank takes, GPU or CPU, and how much of it. This process is in the cluster."""
+    """The resource of Ray that a rank takes, GPU or CPU, and how much of it. This process is in the cluster."""
     import ray
 
     gpus = ray.cluster_resources().get("GPU", 0) if config.device == "auto" else config.device == "cuda"
@@ -140,7 +140,7 @@ def devices_of(config: EngineConfig) -> tuple[str, int]:
 
 
 def room_of_nodes(kind: str) -> dict[str, int]:
-    """How many devices of a kind each node that lives has, free or not."""
+    """The devices of a kind on each node that lives, free or not."""
     import ray
 
     return {node["NodeID"]: int(node["Resources"].get(kind, 0)) for node in ray.nodes() if node["Alive"]}
@@ -383,7 +383,7 @@ def in_short(error: Exception) -> str:
 
 
 class ActorInfo(NamedTuple):
-    """What an actor tells of its process before it runs."""
+    """An actor's process, as it tells before it runs."""
 
     pid: int
     gpus: list[str]  # that Ray has given it
@@ -395,7 +395,7 @@ class RayWorker:
     """A rank's actor."""
 
     def look(self, host: str) -> ActorInfo:
-        """What the engine has to know of this process, which listens at its node's address `host` from now on."""
+        """Listen at this node's address, `host`, and tell the engine about this process."""
         import ray
 
         self.host, self.listener = host, listen(host)

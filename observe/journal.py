@@ -103,7 +103,7 @@ class Journal(Observer):
 
 
 def decisions(scheduler: Scheduler) -> dict[str, Any]:
-    """What the scheduler decided in its latest step, in JSON's types."""
+    """The scheduler's decisions in its latest step, in JSON's types."""
     flight = scheduler.in_flight[-1]
     plan = flight.plan
     moves = [plan.swap_out, plan.swap_in, plan.copies]

@@ -86,7 +86,7 @@ class Recorder(Observer):
                 self.totals["steps"] += 1
 
     def live(self, before: dict[int, dict[str, int]]) -> dict[str, Any]:
-        """What there is to see now, and what has happened since an earlier answer, by its `totals` of each rank.
+        """The view now, and what has happened since an earlier answer, whose `totals` of each rank are in `before`.
 
         Returns:
             The fields of an engine in an event of `/live`, but instead of `blocks` what `viewers.blocks_of` takes.

@@ -146,7 +146,7 @@ def counted(count: int, what: str) -> str:
 
 
 def start_log(facts: dict[str, Any], workers: str) -> str:
-    """What was started, how much fits and what took how long, from an engine's facts and its executor's `note`."""
+    """The lines at the start, from an engine's facts and its executor's `note`."""
     f = facts
     fit, kinds = f["num_blocks"] // f["blocks_per_request"], len(f["windows"])
     of = f" = {f['num_blocks'] * f['block_size']:,} tokens" if kinds == 1 else f" for {kinds} kinds of layers"
@@ -166,8 +166,8 @@ def start_log(facts: dict[str, Any], workers: str) -> str:
 
 
 def memory_note(memory: dict[str, int]) -> str:
-    """What a GPU's memory is for, in a line; one more warns where a step takes more than `--plan` says."""
-    if not memory["context"]:  # on a CPU none is set aside
+    """The uses of a GPU's memory, in a line; one more warns if a step takes more than `--plan` says."""
+    if not memory["context"]:  # this is a CPU
         return ""
     mib = {name: f"{size / 2**20:,.0f} MiB" if size else "nothing" for name, size in memory.items()}
     note = (

@@ -99,7 +99,7 @@ SERIES = {
 
 
 class Histogram:
-    """How many values there were, by bucket, and their sum.
+    """Counts of values by bucket, and their sum.
 
     A value belongs to the first bucket whose bound is not less. One more bucket has those above all `bounds`.
     """

@@ -43,7 +43,7 @@ def mix(token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
 
 class Shadow:
-    """What the blocks of one pool hold, and who wrote it. It has one block more, which -1 means and nobody reads."""
+    """The content of one pool's blocks, and its writers. There is one block more, which -1 means and nobody reads."""
 
     def __init__(self, num_blocks: int, block_size: int, device: str):
         self.hashes = torch.full((num_blocks + 1, block_size), POISON, dtype=torch.int64, device=device)
@@ -204,7 +204,7 @@ class KVSanitizer:
             )
 
     def _wrong_read(self, slot: int, block: int, place: int, held: int, mapped: list[int]) -> SanitizerError:
-        """What a sequence would have read as its token at position `place`."""
+        """The error of a sequence that would read something else as its token at position `place`."""
         offset, seen = place % self.block_size, "holds position {position} of request {name!r}, written in step {step}"
         what, where = self._content(self.shadow, block, offset, held, seen), ""
         if mapped and mapped != [block * self.block_size + offset]:

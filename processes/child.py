@@ -3,7 +3,7 @@
     Child             the parent's handle on such a process, which it replaces when it has died or stopped
     ParentPipe        the process's own end of the pipe to its parent
     FrameServer       its end of its clients' connections, see `connection.py`
-    Board, Shares     what the API processes and their parent all see, and what clients hold of it
+    Board, Shares     memory that the API processes and their parent share, and clients' shares of its counts
 
 The parent never speaks HTTP and never imports torch. A child reads its options from standard input, and that pipe stays
 open as long as the parent lives: when it closes, because the parent ended or was killed, the child ends, too. A
@@ -407,7 +407,7 @@ ABSENT, STARTING, READY, DRAINING = range(4)  # states of an engine
 
 
 class Board(ctypes.Structure):
-    """What the API processes and their parent all see, in memory that was mapped before the fork.
+    """Memory that the API processes and their parent share, which was mapped before the fork.
 
     Each process counts in a place of its own. The parent clears what is in flight there when that process is gone.
 
@@ -456,14 +456,14 @@ class Board(ctypes.Structure):
         self.told[age % self.PLACES].value = b""
 
     def count(self, name: str) -> None:
-        """Count one more of this name, of which there may be few."""
+        """Count one more of this name; there may be few names."""
         names, word = self.names[self.mine], name.encode()[: self.MOST_NAME]  # a route's path may be longer
         at = next(i for i, there in enumerate(names) if there.value in (word, b""))
         names[at].value = word
         self.counts[self.mine][at] += 1
 
     def counted(self) -> Counter[str]:
-        """How often each name was counted since the start, by all processes."""
+        """The counts of each name since the start, by all processes."""
         total = Counter[str]()
         for names, counts in zip(self.names, self.counts, strict=True):
             for name, count in zip(names, itertools.takewhile(bool, counts), strict=False):
@@ -471,7 +471,7 @@ class Board(ctypes.Structure):
         return total
 
     def tasks_of(self, age: int) -> str:
-        """What the API process number `age` computes, or the latest of it; one that stands still cannot tell itself."""
+        """The latest tasks of the API process number `age`, which cannot tell itself if it stands still."""
         return self.told[age % self.PLACES].value.decode(errors="replace")
 
     @contextlib.contextmanager
@@ -489,7 +489,7 @@ class Board(ctypes.Structure):
 
 
 class Shares:
-    """What the clients of this API process hold of something that all share: `counts`, by processes, has a limit.
+    """Clients' shares of something that has a limit: `counts`, by API processes.
 
     A client may have all that others leave, and at least an equal share of this process's part: it is let in while it
     holds less than that, whatever others hold. So n clients have up to limit * (1 + 1/2 + ... + 1/n) together.

@@ -1,10 +1,10 @@
 """The clients of an engine: one in this process, or one in another process and its successors.
 
-    EngineCoreClient    what a client of one engine, or of several, can do
+    EngineCoreClient    the methods of a client of one engine, or of several
     MPClient            the client of an engine in another process, over a `Connection`
     InprocClient        the client of an engine in the caller's own process
     Stream              the outputs of one request, or of several, as they come
-    BackgroundResources what a client has started, which ends with it
+    BackgroundResources things that a client has started, which end with it
 
 Threads and queues are plain ones, which gevent can patch in the API processes.
 """
@@ -39,7 +39,7 @@ def patience(method: str, args: Sequence[Any]) -> float:
 
 
 class EngineCoreClient(ABC):
-    """What all clients can do: vLLM's `EngineCoreClient`, with its names in brackets where they differ.
+    """The methods of all clients: vLLM's `EngineCoreClient`, with its names in brackets where they differ.
 
     Once a client is shut down, `shutdown` and `abort` do nothing, and all else raises a ValueError.
     """
@@ -78,7 +78,7 @@ class EngineCoreClient(ABC):
 
     @abstractmethod
     def utility(self, method: str, *args: Any, timeout: float | None = 10.0) -> dict[int, Any]:
-        """What one of `core.UTILITIES` returns on each engine that lives, by its rank (`call_utility`).
+        """Call one of `core.UTILITIES` on each engine that lives; returns the results by rank (`call_utility`).
 
         Raises:
             ValueError: the engine does not have it, it failed, or its arguments cannot be sent.
@@ -87,17 +87,13 @@ class EngineCoreClient(ABC):
         """
 
     def utility_on_all(self, method: str, *args: Any, timeout: float | None = None) -> dict[int, Any]:
-        """What `utility` does, for one that changes engines, one after the other. All of them have to do it.
-
-        Raises:
-            EngineDeadError: some did not answer. The others have done it.
-        """
+        """Call a utility that changes engines, on one after the other; an EngineDeadError if some did not answer."""
         return self.utility(method, *args, timeout=timeout)
 
     def collective_rpc(
         self, method: Method, timeout: float | None = None, args: Sequence[Any] = (), kwargs: Kwargs = None
     ) -> list[Any]:
-        """What a worker's method, or a function of the worker, returns on each device of all engines.
+        """Call a worker's method, or a function of the worker, on each device of all engines.
 
         Raises:
             ValueError: it failed, or it cannot be sent.
@@ -126,7 +122,7 @@ def check_accepted(output: EngineOutput, begun: bool) -> None:
 
 
 class BackgroundResources:
-    """What a client has started. A call ends all of it, once: first what was started last.
+    """Threads and other things that a client has started. A call ends them, once: first what was started last.
 
     The client's `shutdown` calls it, and so does `weakref.finalize`, when the last reference to the client goes or the
     interpreter exits. Therefore this and its threads may refer to the client only weakly. `ended` is set before
@@ -387,7 +383,7 @@ class InprocClient(EngineCoreClient):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What the engine has measured and chosen."""
+        """The engine's measurements and choices."""
         return self.core.facts
 
     def utility(self, method: str, *args: Any, timeout: float | None = 10.0) -> dict[int, Any]:

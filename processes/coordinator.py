@@ -97,7 +97,7 @@ class CoordinatorProcess(Child):
 
 
 def coordinator_main() -> None:
-    """What the coordinator's process runs."""
+    """Run the coordinator's process."""
     name_process("coordinator")
     parent = ParentPipe()
     coordinator = Coordinator(parent.options, parent.listener)

@@ -214,7 +214,7 @@ class EngineServer:
 
 
 def engine_main() -> None:
-    """What the engine process runs."""
+    """Run the engine process."""
     parent = ParentPipe()
     config = EngineConfig(**parent.options)
     name_process(f"engine {config.data_parallel_rank}")

@@ -295,10 +295,8 @@ class FleetClient(DPClient):
     """
 
     def __init__(self, config: EngineConfig):
-        check_engines(config)
-        secret, board = read_secret(config, os.environ), Board()
-        ModelConfig.from_folder(config.folder, config.hf_overrides)  # the engine process would only print a message
-        resources = BackgroundResources(self)
+        config, secret = prepare(config)
+        board, resources = Board(), BackgroundResources(self)
         with resources.all_or_nothing():
             engines = launch(dataclasses.replace(config, runs_functions=True), board, secret)
             try:

@@ -239,7 +239,7 @@ class GateProcess(Child):
 
 
 def gate_main() -> None:
-    """What the gate's process runs."""
+    """Run the gate's process."""
     name_process("gate")
     parent = ParentPipe()
     options, (listener, coordinator, *clients) = parent.options, parent.beside

@@ -1,4 +1,4 @@
-"""How hosts of one server know each other: the secret, the options that must be the same, and what opens a connection.
+"""The handshake of one server's hosts: a secret, options that must be the same, and the opening of a connection.
 
 Whoever connects first proves that it knows the secret, by a hash (HMAC) over numbers that both sides have just drawn.
 Then the gate proves it, too. The secret itself is never sent. What follows is not encrypted.
@@ -68,7 +68,7 @@ def read_secret(config: EngineConfig, environ: MutableMapping[str, str]) -> str:
 
 
 def settings_of(config: EngineConfig) -> dict[str, str]:
-    """What must be the same on all hosts, by names; of the model's files a hash, of the weights their sizes alone."""
+    """Settings that must be the same on all hosts; a hash of the model's files, with the weights' sizes alone."""
     files, large = hashlib.blake2b(digest_size=8), (".safetensors", ".gguf")
     kinds = (*large, ".json", ".jinja", ".model")
     for path in sorted(path for path in Path(config.folder).iterdir() if path.suffix in kinds):
@@ -81,7 +81,7 @@ def settings_of(config: EngineConfig) -> dict[str, str]:
 
 
 def differences(theirs: dict[str, str], mine: dict[str, str], their_name: str, my_name: str) -> str:
-    """Where two hosts' settings differ, in words that name both; empty if they are equal."""
+    """Two hosts' settings that differ, in words; empty if none does."""
     both = {name: (theirs.get(name), mine.get(name)) for name in {**mine, **theirs}}
     return "; ".join(f"{name} is {a} on {their_name} and {b} on {my_name}" for name, (a, b) in both.items() if a != b)
 

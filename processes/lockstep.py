@@ -46,7 +46,7 @@ class Lockstep:
         return self.steps < self.end
 
     def join(self) -> WaveReport:
-        """What to send to a coordinator that does not know this engine yet."""
+        """The report to a coordinator that does not know this engine yet."""
         self.asked = False
         return self._say(False)
 
@@ -62,7 +62,7 @@ class Lockstep:
         self.end, self.asked = max(self.end, wave.end), False
 
     def report(self, has_work: bool) -> WaveReport | None:
-        """What to send to the coordinator before the next step, if anything."""
+        """The report to the coordinator before the next step, if there is any."""
         if not has_work or self.asked or not self.joined or self.end - self.steps > WAVE_STEPS // 2:
             return None
         self.asked = True
@@ -178,7 +178,7 @@ class Meetings:
         return {other: Rendezvous() for other, (rank, _) in self.turns.items() if rank not in self.waiting}
 
     def _gather(self) -> dict[socket.socket, Rendezvous]:
-        """What to send if all wait."""
+        """The messages if all wait."""
         if not self.waiting.issuperset(range(self.size)):
             return {}
         self.waiting.difference_update(range(self.size))

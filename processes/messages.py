@@ -1,4 +1,4 @@
-"""What processes tell each other beside plans and results."""
+"""Messages between processes, other than plans and results."""
 
 from __future__ import annotations
 

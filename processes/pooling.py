@@ -62,7 +62,7 @@ class PoolingFaces:
         tokenization_kwargs: dict[str, Any] | None = None,
         prompt_name: str | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """What the model makes of each prompt, as `outputs.data`: an embedding, or what its classification head says.
+        """A vector of each prompt, `outputs.data`: its embedding, or what the model's classification head says.
 
         Args:
             prompts, use_tqdm: see `generate`.
@@ -122,10 +122,10 @@ class PoolingFaces:
         tokenization_kwargs: dict[str, Any] | None = None,
         prompt_name: str | None = None,
     ) -> list[ScoringRequestOutput]:
-        """How well each of `text_2` goes with its partner in `text_1`, or with the only one there.
+        """Score how well each of `text_2` goes with its partner in `text_1`, or with the only one there.
 
-        For an embedder that is the cosine of the two embeddings, and a result has the tokens of both texts. For a
-        classifier with one label, it is what the classifier says of both as one prompt: `prompt_name` is for the first.
+        An embedder's score is the cosine of the two embeddings, and a result has the tokens of both texts. A classifier
+        with one label scores both as one prompt: `prompt_name` is for the first.
 
         Raises:
             ValueError: the numbers of texts differ, the task of this engine is another one, or see `generate`.
@@ -160,7 +160,7 @@ class PoolingFaces:
             raise ValueError(f"{method} is for engines whose task is {' or '.join(tasks)}; this one's is {task!r}")
 
     def _kept(self, tokenization_kwargs: dict[str, Any] | None) -> int | None:
-        """How many tokens of a prompt are kept; None: all."""
+        """Tokens of a prompt that are kept; None: all."""
         options, limit = dict(tokenization_kwargs or {}), self.llm_engine.client.facts["max_model_len"]
         keep = options.pop("truncate_prompt_tokens", None)
         if options:
@@ -192,7 +192,7 @@ class PoolingFaces:
     def _pool(
         self, prompt_ids: list[list[int]], params: PoolingParams | list[PoolingParams] | None, use_tqdm: bool
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """What the engine makes of each prompt; raises what `generate` does."""
+        """Have the engine make a vector of each prompt; raises what `generate` does."""
         column = params if isinstance(params, list) else [params or PoolingParams()] * len(prompt_ids)
         if len(column) != len(prompt_ids):
             raise ValueError(f"pooling_params has {len(column)} entries for {len(prompt_ids)} prompts")

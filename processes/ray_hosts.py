@@ -89,9 +89,7 @@ class RayHosts:
         self.config = dataclasses.replace(for_actors(config, self.kind), **host)
         self.actors: dict[int, Any] = {}  # which Ray would end if nobody referred to them
         self.runs: dict[Any, int] = {}  # Ray's reference to the end of each `RayHost.run`, and its engine
-        self.due = dict.fromkeys(
-            range(config.data_parallel_size), 0.0
-        )  # when to start each engine that does not run
+        self.due = dict.fromkeys(range(config.data_parallel_size), 0.0)  # when to start each engine that does not run
 
     def run(self, tell: Callable[[dict[str, Any]], None]) -> None:
         """Start the engines, and again whenever one has ended, and `tell` why it has.
@@ -155,7 +153,7 @@ def leave_with_raylet() -> None:
 
 
 def launcher_main() -> None:
-    """What the launcher's process runs."""
+    """Run the launcher's process."""
     name_process("launcher")
     parent = ParentPipe()
     config = EngineConfig(**parent.options["config"])

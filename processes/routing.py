@@ -136,7 +136,7 @@ class DPClient(EngineCoreClient):
 
     def _look(self) -> None:
         """Connect to engines that have become ready, and hang up on those that drain."""
-        with self.looking:  # or an engine would get two connections, of which one is never closed
+        with self.looking:  # or an engine would get two connections, and one would never be closed
             for rank, address in enumerate(self.addresses):
                 state, client = self.board.engines[rank], self.clients.get(rank)
                 if state == READY and not client:
