@@ -20,19 +20,9 @@ from typing import Any
 from config import EngineConfig
 from executor import name_process
 from observe.logs import Repeated, logger, set_up
+from processes import handshake
 from processes.child import Child, ParentPipe, weights_in
 from processes.connection import accept, to_frame
-from processes.handshake import (
-    HANDSHAKE_TIMEOUT,
-    PAUSE,
-    admit,
-    differences,
-    hand_over,
-    keep_up,
-    listed,
-    read_message,
-    settings_of,
-)
 from processes.messages import Attach, Dial, Join, Joined, Message, Ready
 from ring import Codec
 
@@ -109,7 +99,7 @@ class Gate:
                 if listener.fileno() < 0:
                     return
                 self.refusals.warn(f"no connection from another host can be taken: {error.strerror}")  # too many open
-                time.sleep(PAUSE)
+                time.sleep(handshake.PAUSE)
                 continue
             threading.Thread(target=self._receive, args=(sock, address[0]), daemon=True).start()
 
@@ -135,12 +125,12 @@ class Gate:
         """Find out who has connected, and what for."""
         try:
             with self._place(sock):
-                keep_up(sock)
-                admit(sock, self.secret)
-                message = read_message(sock, Codec(Message), time.monotonic() + HANDSHAKE_TIMEOUT)
+                handshake.keep_up(sock)
+                handshake.admit(sock, self.secret)
+                message = handshake.read_message(sock, Codec(Message), time.monotonic() + handshake.TIMEOUT)
                 sock.settimeout(None)
         except OSError as error:
-            why = f"no proof within {HANDSHAKE_TIMEOUT:g} s" if isinstance(error, TimeoutError) else error
+            why = f"no proof within {handshake.TIMEOUT:g} s" if isinstance(error, TimeoutError) else error
             self.refusals.warn(f"refused a connection from {host} to the port for other hosts: {why}")
             return sock.close()
         if isinstance(message, Attach):
@@ -152,23 +142,24 @@ class Gate:
 
     def _attach(self, sock: socket.socket, ticket: str) -> None:
         if not ticket:
-            return hand_over(sock, self.coordinator)
+            return handshake.hand_over(sock, self.coordinator)
         with self.lock:
             _, half = self.waiting.pop(ticket, (0, None))
         if not half:  # it has been given one already, because the host was told twice
             return sock.close()
         with half:
-            hand_over(sock, half)
+            handshake.hand_over(sock, half)
 
     def _refusal(self, link: Link, settings: dict[str, str]) -> Joined:
-        if differ := differences(settings, self.settings, f"host {link.host}", "the server's"):
+        if differ := handshake.differences(settings, self.settings, f"host {link.host}", "the server's"):
             return Joined(differ)
         if strange := sorted(set(link.ranks) - set(self.ranks)):
-            return Joined(f"host {link.host} has {listed(strange)}; other hosts are to have {listed(self.ranks)}")
+            allowed = f"other hosts are to have {handshake.listed(self.ranks)}"
+            return Joined(f"host {link.host} has {handshake.listed(strange)}; {allowed}")
         taken = [rank for rank in link.ranks if rank in self.links and self.links[rank].node != link.node]
         if taken:  # perhaps by one that is gone, which will be noticed
-            other = self.links[taken[0]].host
-            return Joined(f"host {link.host} has {listed(taken)}, and so has {other}, which came first", False)
+            first = f"so has {self.links[taken[0]].host}, which came first"
+            return Joined(f"host {link.host} has {handshake.listed(taken)}, and {first}", final=False)
         return Joined(weights={rank: weights_in(self.facts[rank]) for rank in link.ranks if rank in self.facts})
 
     def _follow(self, link: Link, settings: dict[str, str]) -> None:
@@ -182,12 +173,12 @@ class Gate:
         if answer.refusal:
             logger.warning(f"refused a host: {answer.refusal}")
             return link.sock.close()
-        logger.info(f"host {link.host} has joined with {listed(link.ranks)}")
+        logger.info(f"host {link.host} has joined with {handshake.listed(link.ranks)}")
         for rank, ticket in wanted:
             link.send(Dial(rank, ticket))
         codec = Codec(Message)
         with link.sock, contextlib.suppress(OSError):
-            while isinstance(message := read_message(link.sock, codec), Ready):
+            while isinstance(message := handshake.read_message(link.sock, codec), Ready):
                 with self.lock:
                     self.facts[message.rank] = message.facts
                     on_facts = self.on_facts
@@ -198,7 +189,7 @@ class Gate:
             for rank in mine:
                 del self.links[rank]
         if mine:
-            logger.warning(f"host {link.host} is lost, and {listed(mine)} with it until it is back")
+            logger.warning(f"host {link.host} is lost, and {handshake.listed(mine)} with it until it is back")
 
     def _look(self) -> None:
         if set(self.facts) >= set(self.ranks):
@@ -218,7 +209,7 @@ class GateProcess(Child):
     ):
         self.port = listener
         options = {
-            "secret": secret, "settings": settings_of(config), "ranks": list(clients), "facts": {},
+            "secret": secret, "settings": handshake.settings_of(config), "ranks": list(clients), "facts": {},
             "log_level": config.log_level, "log_format": config.log_format,
         }  # fmt: skip
         beside = [listener, coordinator, *clients.values()]

@@ -23,7 +23,7 @@ from ring import Codec
 
 MAGIC = b"manta hosts 0001"
 NONCE = 32  # bytes
-HANDSHAKE_TIMEOUT = 5.0  # seconds in which whoever connects has to prove that it knows the secret
+TIMEOUT = 5.0  # seconds in which whoever connects has to prove that it knows the secret
 MOST_BYTES = 1 << 24  # of a frame, which holds an engine's facts at most
 LINK_TIMEOUT = 20  # seconds for which a network may be cut before connections through it are given up
 PAUSE = 1.0  # seconds between two attempts to connect
@@ -123,7 +123,7 @@ def _proof(secret: str, role: bytes, first: bytes, second: bytes) -> bytes:
 
 def admit(sock: socket.socket, secret: str) -> None:
     """Do the gate's part of a handshake; an OSError if the other side does not know the secret, or not in time."""
-    until, mine = time.monotonic() + HANDSHAKE_TIMEOUT, os.urandom(NONCE)
+    until, mine = time.monotonic() + TIMEOUT, os.urandom(NONCE)
     sock.sendall(MAGIC + mine)
     if read_exactly(sock, len(MAGIC), until) != MAGIC:
         raise HandshakeError("it does not speak the protocol")
@@ -142,7 +142,7 @@ def prove(sock: socket.socket, secret: str) -> None:
         HandshakeError: the other side does not know the secret, or is no gate.
         OSError: the connection is lost.
     """
-    until, mine = time.monotonic() + HANDSHAKE_TIMEOUT, os.urandom(NONCE)
+    until, mine = time.monotonic() + TIMEOUT, os.urandom(NONCE)
     if read_exactly(sock, len(MAGIC), until) != MAGIC:
         raise HandshakeError("it is not a server of this protocol")
     theirs = read_exactly(sock, NONCE, until)

@@ -18,17 +18,7 @@ from typing import Any
 
 from config import VERSION, EngineConfig
 from executor import name_process
-from executors.ray_executor import (
-    devices_of,
-    find_model_here,
-    for_actors,
-    in_short,
-    inherited,
-    join_cluster,
-    new_actor,
-    room_of_nodes,
-    settle,
-)
+from executors import ray_executor
 from observe.logs import logger, set_up
 from processes.child import LOOK, Child, ParentPipe
 from processes.headless import follow
@@ -71,14 +61,14 @@ class RayHosts:
     """
 
     def __init__(self, config: EngineConfig, secret: str, insist: bool):
-        join_cluster("data_parallel_backend")
+        ray_executor.join_cluster("data_parallel_backend")
         import ray
 
         self.secret, self.here = secret, ray.get_runtime_context().get_node_id()
-        self.kind, need = devices_of(config)
+        self.kind, need = ray_executor.devices_of(config)
         self.need = need * config.world_size  # of an engine
         self.address = config.data_parallel_address or ray.util.get_node_ip_address()
-        rooms = [*room_of_nodes(self.kind).values()]
+        rooms = [*ray_executor.room_of_nodes(self.kind).values()]
         if not insist and sum(room // self.need for room in rooms) < config.data_parallel_size:
             raise ValueError(
                 f"data_parallel_size is {config.data_parallel_size}, and each engine needs {self.need} {self.kind}s of "
@@ -86,7 +76,7 @@ class RayHosts:
             )
         host: dict[str, Any] = {"data_parallel_backend": "mp", "headless": True, "data_parallel_size_local": 1}
         host["data_parallel_address"] = self.address
-        self.config = dataclasses.replace(for_actors(config, self.kind), **host)
+        self.config = dataclasses.replace(ray_executor.for_actors(config, self.kind), **host)
         self.actors: dict[int, Any] = {}  # which Ray would end if nobody referred to them
         self.runs: dict[Any, int] = {}  # Ray's reference to the end of each `RayHost.run`, and its engine
         self.due = dict.fromkeys(range(config.data_parallel_size), 0.0)  # when to start each engine that does not run
@@ -102,9 +92,9 @@ class RayHosts:
         while any(node["Alive"] for node in ray.nodes() if node["NodeID"] == self.here):
             for rank in [rank for rank, due in self.due.items() if time.monotonic() >= due]:
                 del self.due[rank]
-                self.actors[rank] = new_actor(RayHost, self.kind, self.need, "SPREAD")
+                self.actors[rank] = ray_executor.new_actor(RayHost, self.kind, self.need, "SPREAD")
                 config = dataclasses.replace(self.config, data_parallel_start_rank=rank)
-                run = self.actors[rank].run.remote(VERSION, config, self.secret, inherited())
+                run = self.actors[rank].run.remote(VERSION, config, self.secret, ray_executor.inherited())
                 self.runs[run] = rank
             if not self.runs:  # Ray would not wait
                 time.sleep(LOOK)
@@ -115,7 +105,7 @@ class RayHosts:
                     ray.get(run)
                 except ray.exceptions.RayError as error:
                     cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
-                    why = f"engine {rank}, which Ray has started, has ended: {in_short(cause)}"
+                    why = f"engine {rank}, which Ray has started, has ended: {ray_executor.in_short(cause)}"
                 self.due[rank] = time.monotonic() + PAUSE
                 logger.warning(f"{why}; it is started again in {PAUSE:g} s")
                 tell({"trouble": why})
@@ -136,9 +126,9 @@ class RayHost:
 
         threading.Thread(target=leave_with_raylet, daemon=True).start()
         here, rank = ray.util.get_node_ip_address(), config.first_rank
-        settle(version, config, here, environment, "node")
+        ray_executor.settle(version, config, here, environment, "node")
         try:
-            follow(find_model_here(config, here), secret)
+            follow(ray_executor.find_model_here(config, here), secret)
         except SystemExit as error:
             why = getattr(error, "why", "") or "it has said why there"
             raise ValueError(f"engine {rank} does not start on the node {here}: {why}") from None

@@ -184,7 +184,7 @@ def test_states_are_lost_with_a_worker_and_made_again(tmp_path):
 @pytest.mark.parametrize("when_idle", [pytest.param(True, marks=pytest.mark.full), False], ids=["idle", "in a step"])
 def test_a_worker_that_is_stopped_is_noticed_and_may_go_on(slow_llm, answers, undisturbed, monkeypatch, when_idle):
     """Long before the limit of a step, and whether it runs one or not; once it goes on, nothing has happened."""
-    monkeypatch.setattr(executor_module, "STALL", 2.0 if when_idle else 1.2)  # an idle worker wakes up once a second
+    monkeypatch.setattr(executor_module, "STALL", 1.2)
     core, troubles, first = slow_llm.core, [], worker(slow_llm)
 
     def hear(trouble: str | None) -> None:
