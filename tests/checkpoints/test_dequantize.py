@@ -262,7 +262,6 @@ Q = "model.layers.0.self_attn.q_proj.weight"
             {Q + "_scale_inv": torch.ones(6, 3).int()},
             rf"tensor {Q} has {Q}_scale_inv beside it, which is I32; Manta reads BF16",
         ),
-        ({Q: None}, rf"tensor '{Q}_scale_inv', and the checkpoint has no {Q}"),
         ({"model.norm.weight": torch.ones(64).to(torch.float8_e4m3fn)}, r"tensor model.norm.weight is F8_E4M3"),
     ],
 )

@@ -420,7 +420,7 @@ def test_a_file_that_is_damaged_is_one_line(small: Path):
         lines.append(str(caught.value))
         assert "\n" not in lines[-1]
     told = " ".join(lines)
-    for words in ("is no GGUF file", "of version 9", "big-endian", "header breaks at byte", "is cut off"):
+    for words in ("is no GGUF file", "of version 9", "little-endian", "header breaks at byte", "is cut off"):
         assert words in told
 
 
@@ -476,11 +476,10 @@ EXPERTS = {"general.architecture": "qwen3moe", "qwen3moe.expert_count": 4}
     [
         ({"a": struct.pack("<IIQ", 9, 9, MANY) + struct.pack("<IQ", 4, 0) * MANY}, {}, r"breaks at byte .*type 9"),
         ({f"a{i}": 1 for i in range(2**16 + 1)}, {}, "0 tensors and 65537 values; there may be 65536 of each"),
-        (EXPERTS, {"blk.0.ffn_up_exps.weight": (1, 1, MANY)}, "ffn_up_exps.weight' has 10000 experts, of 4 in expert_"),
-        ({**EXPERTS, "qwen3moe.expert_count": 2**19}, {"blk.0.ffn_up_exps.weight": (1, 1, 2**19)}, "up to 262144 matr"),
-        ({"general.architecture": "qwen3moe"}, {"blk.0.ffn_up_exps.weight": (1, 1, MANY)}, "10000 experts, of None in"),
+        (EXPERTS, {"blk.0.ffn_up_exps.weight": (1, 1, MANY)}, "ffn_up_exps.weight' has 10000 experts, of 4"),
+        ({"general.architecture": "qwen3moe"}, {"blk.0.ffn_up_exps.weight": (1, 1, MANY)}, "10000 experts, of None"),
     ],
-    ids=["lists", "values", "experts", "many experts", "unknown experts"],
+    ids=["lists", "values", "experts", "unknown experts"],
 )  # fmt: skip
 def test_a_file_is_not_more_work_than_a_model(
     tmp_path: Path, values: dict[str, Any], tensors: dict[str, Any], says: str
