@@ -23,7 +23,7 @@ import torch
 from config import MOST_DRAFTING, EngineConfig
 from cpu import machine
 from device.coded import coded_as, files_of, kinds_of, settle
-from device.dry_run import MIB, count_step, distinct_layers, dry_model, dry_worker, new_state, table_columns
+from device.dry_run import MIB, count_step, distinct_layers, dry_model, dry_worker, new_state
 from device.loader import all_sources, find_weights, settle_dummy
 from lora.stacks import adapter_bytes
 from model import Transformer
@@ -376,11 +376,9 @@ def report(config: EngineConfig, model: Transformer, plan: MemoryPlan, room: int
     of = f" = {count * config.block_size:,} tokens" if len(layout.windows) == 1 else f" for {held} layers each"
     yield line("KV pool", count * plan.block, f"{count:,} blocks of {config.block_size}{of}")
     if any(layout.windows):
-        share = per_seq * layout.size / layout.total / table_columns(config, length)
         counts = sorted(Counter(model.config.windows).items())
         seen = (f"{n} the latest {w:,} tokens" if w else f"{n} all tokens" for w, n in counts)
         yield f"layers by what they see: {', '.join(seen)}"
-        yield f"KV of a request at the full length: {per_seq:,} blocks, {share:.0%} of what it would be without windows"
     if length < max_model_len:
         yield f"max_model_len: {length:,}, for there is no room for {max_model_len:,} tokens"
     yield f"requests at the full length of {length:,} that fit: {count // per_seq:,}, of max_num_seqs {rows:,}"
