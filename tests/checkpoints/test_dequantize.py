@@ -60,8 +60,8 @@ def same(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
 def test_every_small_float_is_what_the_formats_say():
     codes = torch.arange(256, dtype=torch.uint8)
     eight = codes.view(torch.float8_e4m3fn).float()
-    known = ~eight.isnan()
-    assert same(minifloat(codes.view(torch.int8), 4, 3)[known], eight[known])
+    numeric = ~eight.isnan()
+    assert same(minifloat(codes.view(torch.int8), 4, 3)[numeric], eight[numeric])
     nibbles = (codes[:16] << 4).view(torch.int8) >> 4
     assert same(minifloat(nibbles, 2, 1), torch.tensor((*E2M1, *(-value for value in E2M1))))
     powers = power_of_two(codes)

@@ -99,13 +99,13 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 
 def test_only_what_is_read_is_downloaded_and_once(hub: Hub, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
-    found = find_model(EngineConfig("manta/sharded"))
+    config = find_model(EngineConfig("manta/sharded"))
     weights = [name for name in hub.repos["manta/sharded"].files if name.startswith("model-") and "00003" not in name]
     assert hub.downloaded("manta/sharded") == sorted([*CONFIGS, *SMALL, INDEX, *weights])
-    assert found.model == found.model_name == "manta/sharded" and found.folder.startswith(str(tmp_path / "home"))
-    (said,) = capfd.readouterr().err.splitlines()
-    assert "manta/sharded: downloading 2 files, 0.01 GB" in said
-    assert find_model(EngineConfig("manta/sharded")) == found
+    assert config.model == config.model_name == "manta/sharded" and config.folder.startswith(str(tmp_path / "home"))
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "manta/sharded: downloading 2 files, 0.01 GB" in line
+    assert find_model(EngineConfig("manta/sharded")) == config
     assert len(hub.downloaded("manta/sharded")) == len([*CONFIGS, *SMALL, INDEX, *weights])
     assert capfd.readouterr().err == ""
 
@@ -121,23 +121,23 @@ def test_overrides_reach_the_process_that_downloads(hub: Hub) -> None:
 def test_a_copy_in_the_cache_serves_without_the_hub(
     hub: Hub, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:
-    found = find_model(EngineConfig("manta/demo"))
+    config = find_model(EngineConfig("manta/demo"))
     find_model(EngineConfig("manta/sharded"), weights=False)
     capfd.readouterr()
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert find_model(EngineConfig("manta/demo")) == found and capfd.readouterr().err == ""
+    assert find_model(EngineConfig("manta/demo")) == config and capfd.readouterr().err == ""
     with pytest.raises(
         ValueError, match=r"^there is no folder manta/sharded, nor a whole copy in .*, and HF_HUB_OFFLINE is"
     ):
         find_model(EngineConfig("manta/sharded"))
     monkeypatch.delenv("HF_HUB_OFFLINE")
     hub.refuses = 503
-    assert find_model(EngineConfig("manta/demo")) == found
+    assert find_model(EngineConfig("manta/demo")) == config
     assert "because the hub could not be asked: Server error '503" in capfd.readouterr().err
     hub.close()
-    assert find_model(EngineConfig("manta/demo")) == found
-    (said,) = capfd.readouterr().err.splitlines()
-    assert said.startswith("manta/demo is taken from ") and said.endswith("Connection refused")
+    assert find_model(EngineConfig("manta/demo")) == config
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("manta/demo is taken from ") and line.endswith("Connection refused")
     with pytest.raises(ValueError, match=r"^there is no folder manta/sharded, and it cannot be downloaded .* refused"):
         find_model(EngineConfig("manta/sharded"))
 
@@ -208,8 +208,8 @@ def test_tokens_revisions_and_names_of_the_hub(hub: Hub, monkeypatch: pytest.Mon
         assert Path(find_model(EngineConfig(name)).folder, "model.safetensors").is_file()
     assert find_model(EngineConfig("old/demo")).model_name == "old/demo"
     commit, place = hub.repos["manta/demo"].commit, str(tmp_path / "place")
-    found = find_model(EngineConfig("manta/demo", revision=commit, download_dir=place))
-    assert found.folder == f"{place}/models--manta--demo/snapshots/{commit}"
+    config = find_model(EngineConfig("manta/demo", revision=commit, download_dir=place))
+    assert config.folder == f"{place}/models--manta--demo/snapshots/{commit}"
 
 
 @pytest.mark.full
@@ -262,7 +262,7 @@ def test_a_download_ends_with_its_parent_and_leaves_no_part(
         (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         # A terminal sends Ctrl-C to all of its processes.
         os.killpg(process.pid, number) if number == signal.SIGINT else process.kill()
-        _, said = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=60)
     finally:
         process.kill()
         process.communicate()
@@ -270,8 +270,8 @@ def test_a_download_ends_with_its_parent_and_leaves_no_part(
     eventually(lambda: not alive(int(child)))
     assert not list(tmp_path.rglob("*.incomplete"))
     if number == signal.SIGINT:
-        told = "manta/demo: the download is interrupted; the files that are complete are kept"
-        assert said.splitlines()[1:] == [told]
+        message = "manta/demo: the download is interrupted; the files that are complete are kept"
+        assert errors.splitlines()[1:] == [message]
     hub.holds.set()
 
 
@@ -345,10 +345,10 @@ def test_a_gguf_file_of_the_hub_is_named_by_its_quantization(
     content = (tmp_path / "x.gguf").read_bytes()
     files = ["demo-BF16.gguf", "demo.Q8_0.gguf", "Q2_K/demo-Q2_K-00001-of-00002.gguf", "mmproj-BF16.gguf", "README.md"]
     hub.repos["manta/GGUF"] = Repo(dict.fromkeys(files, content))
-    found = find_model(EngineConfig("manta/GGUF:bf16"))
+    config = find_model(EngineConfig("manta/GGUF:bf16"))
     assert hub.downloaded("manta/GGUF") == ["demo-BF16.gguf"]
-    assert find_model(EngineConfig("manta/GGUF:demo-BF16.gguf")).folder == found.folder
-    assert found.model_name == "manta/GGUF:bf16" and ModelConfig.from_folder(found.folder).num_layers == 6
+    assert find_model(EngineConfig("manta/GGUF:demo-BF16.gguf")).folder == config.folder
+    assert config.model_name == "manta/GGUF:bf16" and ModelConfig.from_folder(config.folder).num_layers == 6
     assert "manta/GGUF: downloading demo-BF16.gguf" in capfd.readouterr().err
     for model, says in (
         (f"{DEMO}:Q4_K_M", "demo has no GGUF file of 'Q4_K_M'; it has no GGUF file at all"),
@@ -364,7 +364,7 @@ def test_a_gguf_file_of_the_hub_is_named_by_its_quantization(
         with pytest.raises(ValueError, match=says):
             find_model(EngineConfig(model))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert find_model(EngineConfig("manta/GGUF:BF16")).folder == found.folder
+    assert find_model(EngineConfig("manta/GGUF:BF16")).folder == config.folder
     with pytest.raises(ValueError, match="has no GGUF file of 'Q8_0'"):
         find_model(EngineConfig("manta/GGUF:Q8_0"))
 

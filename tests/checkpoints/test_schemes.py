@@ -87,8 +87,8 @@ def words(numbers: torch.Tensor, bits: int) -> torch.Tensor:
     rows = []
     for row in numbers.tolist():
         whole = sum(number << bits * i for i, number in enumerate(row))
-        found = [whole >> 32 * i & 2**32 - 1 for i in range(-(-len(row) * bits // 32))]
-        rows.append([word - 2**32 if word >= 2**31 else word for word in found])
+        parts = [whole >> 32 * i & 2**32 - 1 for i in range(-(-len(row) * bits // 32))]
+        rows.append([word - 2**32 if word >= 2**31 else word for word in parts])
     return torch.tensor(rows, dtype=torch.int32)
 
 
@@ -177,19 +177,19 @@ def bnb4(nested: bool, block: int = 64) -> Callable[[int, int], Encoded]:
     def encode(n: int, k: int) -> Encoded:
         codes, table = torch.randint(0, 16, (-(-n * k // 2) * 2,)), torch.randn(16)
         count = -(-n * k // block)
-        said: dict[str, Any] = {"quant_type": "nf4", "blocksize": block, "dtype": "bfloat16", "shape": [n, k]}
+        fields: dict[str, Any] = {"quant_type": "nf4", "blocksize": block, "dtype": "bfloat16", "shape": [n, k]}
         absmax, packed = torch.rand(count), Tensors()
         if nested:
             bytes_, inner, outer = torch.randint(0, 256, (count,)), torch.rand(-(-count // 4)), torch.randn(256)
-            said |= {"nested_blocksize": 4, "nested_offset": 0.5, "nested_dtype": "float32"}
+            fields |= {"nested_blocksize": 4, "nested_offset": 0.5, "nested_dtype": "float32"}
             absmax = outer[bytes_] * inner.repeat_interleave(4)[:count] + 0.5
             packed = {"nested_absmax": inner, "nested_quant_map": outer}
-        state = torch.tensor([*json.dumps(said).encode()], dtype=torch.uint8)
+        state = torch.tensor([*json.dumps(fields).encode()], dtype=torch.uint8)
         packed |= {"absmax": bytes_.to(torch.uint8) if nested else absmax, "quant_map": table,
                    "quant_state.bitsandbytes__nf4": state}  # fmt: skip
         numbers = table[codes[: n * k]] * absmax.repeat_interleave(block)[: n * k]
         whole = (codes[::2] * 16 + codes[1::2]).to(torch.uint8)[:, None]
-        return {"weight": whole} | {f"weight.{name}": each for name, each in packed.items()}, numbers.view(n, k)
+        return {"weight": whole} | {f"weight.{name}": tensor for name, tensor in packed.items()}, numbers.view(n, k)
 
     return encode
 
@@ -210,7 +210,7 @@ def ao4(n: int, k: int) -> Encoded:
         "scale": scales.T.bfloat16(), "zero_point": zeros.T.bfloat16(),
     }  # fmt: skip
     weight = codes * scales.repeat_interleave(32, 1) + zeros.repeat_interleave(32, 1)
-    return {f"_weight_{name}": each for name, each in packed.items()}, weight
+    return {f"_weight_{name}": tensor for name, tensor in packed.items()}, weight
 
 
 def ao8(group: int | None, older: bool = False) -> Callable[[int, int], Encoded]:
@@ -243,9 +243,9 @@ def checkpoints(
         if part.instead_of:
             continue
         if name.endswith(LINEAR) or (name == "lm_head.weight" and config.get("lm_head")):
-            found, weight = encode(*(reversed(part.shape) if part.transposed else part.shape))
+            encoded, weight = encode(*(reversed(part.shape) if part.transposed else part.shape))
             numbers[saved] = weight.T if part.transposed else weight
-            packed |= {saved.removesuffix("weight") + ending: tensor for ending, tensor in found.items()}
+            packed |= {saved.removesuffix("weight") + ending: tensor for ending, tensor in encoded.items()}
         else:
             packed[saved] = numbers[saved] = torch.randn(part.shape)
     return (
@@ -351,9 +351,11 @@ def test_any_part_is_that_of_the_whole(data: st.DataObject) -> None:
     bits, group = data.draw(st.sampled_from([2, 3, 4, 8])), data.draw(st.integers(1, 40))
     n, k = 8 * data.draw(st.integers(1, 3)), 32 * data.draw(st.integers(1, 3))
     config = GPTQ | {"bits": bits, "group_size": group, "desc_act": data.draw(st.booleans())}
-    found, numbers = gptq(config)(n, k)
+    encoded, numbers = gptq(config)(n, k)
     packed = unpack_gptq(
-        found["qweight"], Format("gptq", bits, (1, group), False, 1), found["qzeros"], found["scales"], found["g_idx"]
+        encoded["qweight"],
+        Format("gptq", bits, (1, group), False, 1),
+        *(encoded[name] for name in ("qzeros", "scales", "g_idx")),
     )
     if data.draw(st.booleans()):
         packed, numbers = packed.view((2, n // 2, k)), numbers.view(2, n // 2, k)
@@ -559,8 +561,8 @@ def test_what_manta_does_not_read_is_refused(raw: dict[str, Any], message: str) 
 
 def test_configs_of_odd_values_are_read_or_refused():
     layers = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": "NVFP4"}}
-    found = read_quantization(layers)
-    assert found[0].block == (1, 16)
+    formats = read_quantization(layers)
+    assert formats[0].block == (1, 16)
     assert repr(read_quantization(compressed("pack-quantized", num_bits=4.0))[0].bits) == "4"
     weights = {"type": "int", "num_bits": 8, "strategy": "channel", "symmetric": True}
     packed = {
@@ -593,7 +595,7 @@ def test_shapes_that_do_not_fit_are_a_value_error(name: str) -> None:
     for block in ((1, 0), (1, 16), (128, 128)):
         for shape, *shapes in itertools.product(SHAPES, repeat=1 + len(needed)):
             named = zip(needed.items(), shapes, strict=True)
-            parts = {key: torch.ones(each, dtype=dtype) for (key, dtype), each in named}
+            parts = {key: torch.ones(dims, dtype=dtype) for (key, dtype), dims in named}
             codes = torch.ones(shape, dtype=DTYPES[scheme.dtype])
             with contextlib.suppress(ValueError):
                 scheme.unpack(codes, Format(name, 4, block), **parts, **fixed).float()
