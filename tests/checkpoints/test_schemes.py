@@ -19,7 +19,7 @@ from checkpoints.dequantize import fields
 from checkpoints.quantization import Format, read_quantization
 from checkpoints.schemes import SCHEMES, groups_of, unpack_awq, unpack_gptq, unpack_nvfp4
 from device.loader import load_weights
-from test_dequantize import E2M1, QWEN3, build, check_equal, check_parts, write
+from test_dequantize import COMPRESSED, E2M1, FP8, MXFP4, QWEN3, WEIGHTS, build, check_equal, check_parts, write
 
 Tensors = dict[str, torch.Tensor]
 DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8, "U8": torch.uint8, "I32": torch.int32,
@@ -456,8 +456,16 @@ def test_what_is_wrong_with_a_checkpoint_is_said_in_a_line(
     assert "\n" not in str(caught.value)
 
 
+def fp8(*block: int) -> list[Format]:
+    return [Format(scheme, 8, block, input_kind="fp8") for scheme in ("fp8", "fp8-scale")]
+
+
+def blocks(**weights: Any) -> dict[str, Any]:
+    return COMPRESSED | {"config_groups": {"group_0": {"weights": WEIGHTS | weights}}}
+
+
 @pytest.mark.parametrize(
-    ("raw", "found"),
+    ("raw", "formats"),
     [
         (GPTQ, [Format("gptq", 4, (1, 32), False, 1)]),
         (GPTQ | {"sym": True, "group_size": -1, "checkpoint_format": "gptq_v2"}, [Format("gptq", 4, (1, 0), True, 0)]),
@@ -505,10 +513,17 @@ def test_what_is_wrong_with_a_checkpoint_is_said_in_a_line(
         ),
         (BNB4, [Format("bnb-nf4", 4)]),
         (BNB8, [Format("bnb-int8")]),
+        (None, []),
+        ({}, []),
+        ({"quant_method": "fp8"}, fp8(128, 128)),
+        (FP8 | {"fmt": "e4m3", "scale_fmt": "ue8m0"}, fp8(16, 24)),
+        (MXFP4, [Format("mxfp4", 4)]),
+        (blocks(strategy="block"), [Format("fp8-scale", 8, (128, 128))]),
+        (blocks(strategy="block", block_structure=[64, 32]), [Format("fp8-scale", 8, (64, 32))]),
     ],
 )  # fmt: skip
-def test_what_config_json_says(raw: dict[str, Any], found: list[Format]) -> None:
-    assert read_quantization(raw) == tuple(found)
+def test_what_config_json_says(raw: dict[str, Any] | None, formats: list[Format]) -> None:
+    assert read_quantization(raw) == tuple(formats)
 
 
 @pytest.mark.parametrize(
@@ -520,7 +535,6 @@ def test_what_config_json_says(raw: dict[str, Any], found: list[Format]) -> None
         (GPTQ | {"checkpoint_format": "marlin"}, "has the checkpoint_format 'marlin'; Manta reads gptq, gptq_v2"),
         (GPTQ | {"is_marlin_format": True}, "has the is_marlin_format True; Manta reads False"),
         (GPTQ | {"pack_dtype": "int64"}, "has the pack_dtype 'int64'"),
-        (GPTQ | {"rotation": "hadamard"}, "has 'rotation', 'hadamard', and Manta does not know that"),
         (GPTQ | {"dynamic": {"a": {"bits": 5}}}, "has the bits 5"),
         (GPTQ | {"dynamic": {"a": {"spin": 5}}}, "dynamic has 'spin', 5"),
         (GPTQ | {"dynamic": {"a": 5}}, "has the dynamic .* it must be an object of objects"),
@@ -539,10 +553,7 @@ def test_what_config_json_says(raw: dict[str, Any], found: list[Format]) -> None
         (torchao("Int8WeightOnly", granularity=grain("PerRow", dim=0)), "has the granularity .*'dim': 0"),
         (torchao("Int8WeightOnly", granularity=grain("PerToken")), "Manta reads PerRow, PerTensor, PerGroup, PerBlock"),
         (torchao("Int8WeightOnly", granularity=grain("PerGroup")), "has the group_size None"),
-        (
-            torchao("Int8WeightOnly", twist=3),
-            "quant_type: Int8WeightOnlyConfig has 'twist', 3, and Manta does not know",
-        ),
+        (torchao("Int8WeightOnly", twist=3), "Int8WeightOnlyConfig has 'twist', 3, and Manta does not know"),
         (torchao("Float8WeightOnly", weight_dtype=grain("torch.dtype") | {"_data": "float8_e5m2"}), "float8_e4m3fn"),
         (torchao("Int8StaticActivationInt8Weight"), "the quant_type 'Int8StaticActivationInt8WeightConfig' of torchao"),
         (torchao("FqnTo"), "the quant_type 'FqnToConfig' of torchao; Manta reads Int4WeightOnlyConfig, Int8"),
@@ -552,9 +563,25 @@ def test_what_config_json_says(raw: dict[str, Any], found: list[Format]) -> None
         (BNB4 | {"load_in_8bit": True}, "has load_in_4bit True and load_in_8bit True; one of them must be true"),
         (BNB4 | {"bnb_4bit_quant_type": "nf3"}, "has the bnb_4bit_quant_type 'nf3'; Manta reads nf4, fp4"),
         (BNB4 | {"bnb_4bit_quant_storage": "bfloat16"}, "has the bnb_4bit_quant_storage 'bfloat16'; Manta reads uint8"),
+        ("fp8", "is 'fp8'; it must be an object"),
+        ({"quant_method": "exl3"}, "quant_method 'exl3'; Manta reads fp8, compressed-tensors, mxfp4, gptq, awq"),
+        ({"quant_method": ["gptq"]}, "quant_method ..gptq"),
+        ({"bits": 4}, "has no quant_method, as files of MLX; Manta reads fp8, compressed-tensors, mxfp4"),
+        ({"quant_method": "quark", "quant_algo": "X"}, r"quant_method 'quark' \(X\); Manta reads fp8"),
+        (FP8 | {"weight_block_size": [128]}, "weight_block_size is"),
+        (FP8 | {"weight_block_size": [128, True]}, "weight_block_size is"),
+        (FP8 | {"fmt": "e5m2"}, "the fmt 'e5m2'; Manta reads e4m3"),
+        (FP8 | {"expert_dtype": "fp4"}, "expert_dtype 'fp4'; Manta reads fp8"),
+        (FP8 | {"twist": 3, "spin": "up"}, "has 'twist', 3, 'spin', 'up', and Manta does not know that"),
+        (MXFP4 | {"weight_block_size": [1, 2]}, "has 'weight_block_size'"),
+        (blocks(num_bits=4), "of 'group_0' as type, num_bits, strategy and symmetric .'float', 4"),
+        (blocks(symmetric=False), "in float-quantized Manta reads float, 8"),
+        (COMPRESSED | {"format": "marlin-24"}, "has the format 'marlin-24'; Manta reads float-quantized, naive"),
+        (COMPRESSED | {"config_groups": {}}, "has the format"),
+        (COMPRESSED | {"sparsity_config": {"format": "sparse-24"}}, "has a sparsity_config, which Manta has not"),
     ],
 )
-def test_what_manta_does_not_read_is_refused(raw: dict[str, Any], message: str) -> None:
+def test_what_manta_does_not_read_is_refused(raw: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         read_quantization(raw)
 

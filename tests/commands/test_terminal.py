@@ -344,11 +344,7 @@ def strange() -> Iterator[Any]:
     [
         ('data: {"choices": [{"delta": {"content": "a\\\\u001b[2Jb"}}]}|data: [DONE]', "a[2Jb\n", ""),
         ('data: {"choices": [{"delta": {"content": "a"}}]}|', "a\n", "breaks off"),
-        (
-            'data: {"choices": [{"delta": {"content": "a"}}]}|data: {"error": {"message": "no\\\\u001b[2J"}}',
-            "a\n",
-            "no[2J",
-        ),
+        ('data: {"choices": [{"text": "a"}]}|data: {"error": {"message": "no\\\\u001b[2J"}}', "a\n", "no[2J"),
         ("data: {|", "", "breaks off: JSONDecodeError"),
         ('data: {"choices": 3}|', "", "breaks off: TypeError"),
         ("refused", "", "answers with 500 Internal Server Error"),

@@ -375,6 +375,9 @@ def test_graphs_between_attentions_have_their_room(make, monkeypatch, shape):
     assert worker.pieces.pool is worker.pool
 
 
+MIXED = {"architectures": ["Qwen3MoeForCausalLM"], **EXPERTS}
+
+
 @pytest.mark.parametrize(
     ("shape", "fields", "sizes"),
     [
@@ -382,16 +385,8 @@ def test_graphs_between_attentions_have_their_room(make, monkeypatch, shape):
         ({}, {"enforce_eager": True}, []),
         ({}, {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}, []),
         ({"architectures": ["Qwen3_5ForCausalLM"], **DELTA}, {}, []),
-        (
-            {"architectures": ["Qwen3MoeForCausalLM"], **EXPERTS},
-            {"max_num_batched_tokens": 256},
-            [16, 32, 64, 128, 192, 256],
-        ),
-        (
-            {"architectures": ["Qwen3MoeForCausalLM"], **EXPERTS},
-            {"enable_expert_parallel": True, "data_parallel_size": 2, "distributed_executor_backend": "mp"},
-            [],
-        ),
+        (MIXED, {"max_num_batched_tokens": 64}, [16, 32, 64]),
+        (MIXED, {"enable_expert_parallel": True, "data_parallel_size": 2, "distributed_executor_backend": "mp"}, []),
     ],
 )
 def test_which_models_are_cut_at_attention(folder, shape, fields, sizes):

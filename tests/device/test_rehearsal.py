@@ -91,11 +91,11 @@ def start(folder: Path, name: str, **fields: Any) -> Start:
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The longest rows of the steps that have run, each of them watched."""
-    shapes, forward = [], Worker.forward
+    lengths, forward = [], Worker.forward
 
     def watched(self: Worker, run: StepRun) -> torch.Tensor:
         shape = run.shape
-        shapes.append(shape.max_query_len)
+        lengths.append(shape.max_query_len)
         verifies = shape.drafted > 0 and shape.num_decodes == shape.tokens
         with NoWaiting(captured=shape.max_query_len == 1 or verifies):
             return forward(self, run)
@@ -103,7 +103,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(warmup, "run_prompts", lambda start, worker: 1.0)
     monkeypatch.setattr(startup, "time_rows", lambda start, worker: [])
     monkeypatch.setattr(Worker, "forward", watched)
-    return shapes
+    return lengths
 
 
 def test_every_family_is_rehearsed() -> None:
@@ -171,12 +171,12 @@ def waits_of(function: ast.FunctionDef) -> set[str]:
 
 
 def test_what_runs_in_a_step_reads_nothing_of_the_device() -> None:
-    names = {}
+    readers = {}
     for name in FORWARD:
         for node in ast.walk(ast.parse((Path(kernels.__file__).parent / f"{name.replace('.', '/')}.py").read_text())):
             if isinstance(node, ast.FunctionDef) and (waits := waits_of(node)):
-                names[f"{name}.{node.name}"] = waits
-    assert names == ALLOWED
+                readers[f"{name}.{node.name}"] = waits
+    assert readers == ALLOWED
 
 
 def test_rows_are_taken_by_their_numbers() -> None:
