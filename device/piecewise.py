@@ -28,11 +28,8 @@ class PiecewiseGraphs:
 
     A small step launches a dozen kernels in each layer, and a GPU has done them before Python has launched the next
     ones. Only attention depends on how tokens are divided into rows. So the pass is cut there, as in vLLM's piecewise
-    CUDA graphs: attentions are launched one by one, and what lies between two of them is a graph. Steps are padded to
-    the next of a few numbers of tokens, for which there are graphs.
-
-    Graphs and attentions meet in tensors that stay where they are. Apart from these all graphs share their memory,
-    because they run one after the other.
+    CUDA graphs. Steps are padded to the next of a few numbers of tokens, for which there are graphs. Graphs and
+    attentions meet in tensors that stay where they are. All other memory the graphs share.
 
     Args:
         model: the whole model, without recurrent states.

@@ -40,8 +40,8 @@ def rehearse(start: Start) -> None:
             for adjusted in (True, False):
                 kinds = [(*warm_up_prompts(start), 0), (1, 1, 0), (1, 1 + most, most)]
                 for count, length, drafts in {*kinds, *((1, some, 0) for some in some_tokens(start))}:
-                    each = np.ones(count, dtype=np.int32)
-                    shape = dry.shape_of(each * length, each * (1 + drafts), each * drafts)
+                    ones = np.ones(count, dtype=np.int32)
+                    shape = dry.shape_of(ones * length, ones * (1 + drafts), ones * drafts)
                     proposes = 0 < most and count <= MOST_DRAFTING
                     shape = shape._replace(adjusted=adjusted, adapted=dry.adapters is not None, proposes=proposes)
                     run = StepRun(shape=shape, incoming=incoming_of(dry, shape.tokens))
@@ -117,11 +117,11 @@ def run_prompts(start: Start, worker: Worker) -> float:
         return run_pooled(start, worker, count, length)
     blocks = some_blocks(start, min(length + 3 + start.config.num_drafts, start.max_model_len))
     adapters = [(0, 0)] if worker.adapters else []  # of zeros
-    asked: list[dict[str, Any]] = [{"penalties": (2.0, 0.0, 0.0), "num_logprobs": 0}]
-    asked.append({"sampling": SamplingParams().columns, "num_logprobs": 1})
+    requests: list[dict[str, Any]] = [{"penalties": (2.0, 0.0, 0.0), "num_logprobs": 0}]
+    requests.append({"sampling": SamplingParams().columns, "num_logprobs": 1})
     if start.device == "cuda":  # which loads kernels at their first launch, so the last prompts are timed without
-        asked.append(asked[-1])
-    for fields in tqdm(asked, desc="Warming up", leave=False, disable=None):
+        requests.append(requests[-1])
+    for fields in tqdm(requests, desc="Warming up", leave=False, disable=None):
         new = prompts(count, length, blocks, adapter=len(adapters), **fields)
         begun = time.perf_counter()
         worker.execute(StepPlan(0, rows=[(row.slot, length) for row in new], new=new, adapters=adapters)).result()
@@ -255,14 +255,13 @@ def time_swap(worker: Worker) -> float:
 
 @torch.inference_mode()
 def time_rows(start: Start, worker: Worker) -> list[tuple[int, float, float]]:
-    """(rows, seconds of a step of decodes, seconds of making a draft for each); empty where nobody has to know what a
-    draft costs."""
+    """(rows, seconds of a step of decodes, seconds of making a draft for each); empty without drafts."""
     repeats, most, drafts = 5, min(64, start.config.max_num_seqs), start.config.num_drafts
     counts = [1 << i for i in range(most.bit_length())]
     length = 1 + 2 * repeats * len(counts)
     if not drafts or start.max_model_len <= length + drafts:
         return []
-    new, found = prompts(most, 1, some_blocks(start, length + drafts)), []
+    new, timings = prompts(most, 1, some_blocks(start, length + drafts)), []
     with worker.watch():
         for count in counts:
             rows, times = [(slot, 1) for slot in range(count)], {0: math.inf, drafts: math.inf}
@@ -271,9 +270,9 @@ def time_rows(start: Start, worker: Worker) -> list[tuple[int, float, float]]:
                 worker.execute(StepPlan(0, rows=rows, new=new, propose=propose)).result()
                 times[propose] = min(times[propose], time.perf_counter() - begun)
                 new = []
-            found.append((count, times[0], max(0.0, times[drafts] - times[0]) / drafts))
+            timings.append((count, times[0], max(0.0, times[drafts] - times[0]) / drafts))
         worker.execute(StepPlan(1, released=list(range(most))))
-    return found
+    return timings
 
 
 def graph_sizes(most: int) -> list[int]:
