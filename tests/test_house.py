@@ -402,28 +402,10 @@ def test_every_option_is_described_in_one_line():
             assert ("--" + field.name.replace("_", "-") in text) == bool(field.metadata["help"])
 
 
-EMPTY_NAMES = set(
-    [
-        "aside",
-        "asked",
-        "each",
-        "found",
-        "given",
-        "heed",
-        "known",
-        "late",
-        "luck",
-        "met",
-        "more",
-        "nap",
-        "own",
-        "owing",
-        "said",
-        "told",
-        "trial",
-        "wrong",
-    ]
-)
+EMPTY_NAMES = {
+    "aside", "asked", "each", "found", "given", "heed", "known", "late", "luck", "met", "more", "nap", "own", "owing",
+    "said", "told", "trial", "wrong",
+}  # fmt: skip
 
 
 def test_names_say_what_their_values_are() -> None:
