@@ -97,7 +97,6 @@ def test_torchrun_is_another_name_of_the_external_launcher(tmp_path):
         (["demo", "--model", "other"], "MODEL is 'demo' and --model is 'other'; give one of them"),
         (["comlete"], "comlete is neither a folder nor a command, which comes first; the nearest is complete"),
         (["--port", "0", "chat"], "chat is neither a folder nor a command, which comes first; the nearest is chat"),
-        (["run", "demo"], "there is no command run; it is called chat, as in server.py chat MODEL"),
         (
             ["--top-p=0.5"],
             "--top-p is no option here: a request has 'top_p' in its body, and chat and complete take it",
