@@ -295,5 +295,6 @@ def test_an_engine_that_cannot_be_is_an_error(tmp_path):
     for name in ("config.json", "tokenizer.json"):
         shutil.copy(f"{DEMO}/{name}", tmp_path)
     (tmp_path / "generation_config.json").write_text('{"temperature": -1}')
-    with pytest.raises(EngineDeadError, match=r"^the engine process has not started: temperature is -1; it must be a number"):
+    message = "^the engine process has not started: temperature is -1; it must be a number"
+    with pytest.raises(EngineDeadError, match=message):
         AsyncLLM(EngineArgs(str(tmp_path), device="cpu", load_format="dummy"))
