@@ -214,13 +214,13 @@ def captures_graphs(config: EngineConfig) -> bool:
 def piece_sizes(config: EngineConfig, model: Transformer) -> list[int]:
     """The numbers of tokens that small steps with prompts are padded to; see `PiecewiseGraphs`. Without these: empty.
 
-    Only attention may need to know of rows, which is not so for layers with recurrent states, nor with adapters. A step
-    must not meet other stages or engines, whose messages are no part of a graph. And what a draft reads between layers
-    would have another place in each graph.
+    Only attention may need to know of rows, which is not so for layers with recurrent states. A step must not meet
+    other stages or engines, whose messages are no part of a graph. And what a draft reads between layers would have
+    another place in each graph.
     """
     alone = model.group.pipeline.stages == 1 and not shares_experts(model.group)
     draft_reads = model.draft is not None and model.draft.reads
-    if not (alone and captures_graphs(config)) or model.config.delta or config.enable_lora or draft_reads:
+    if not (alone and captures_graphs(config)) or model.config.delta or draft_reads:
         return []
     return [size for size in PIECE_SIZES if size <= config.token_budget]
 
@@ -235,8 +235,11 @@ def piece_bytes(config: EngineConfig, dry: Worker) -> int:
     queries = {part.heads * (c.head_dim if c.latent else dim) for part, dim in attentions}
     shared = c.hidden_size + sum(queries) + sum({part.width for part, _ in attentions})
     inputs = 8 + 2 * 4 + 8 * len(model.layout.windows)
-    graphs = len(sizes) * (len(parts) + 1)
-    return most * (model.dtype.itemsize * shared + inputs) + count_step(dry, [most])[0] + graphs * PIECE
+    kinds = 1 + config.enable_lora  # a graph for steps with adapters, and another one for those without
+    graphs, plans = len(sizes) * (len(parts) + 1) * kinds, 0
+    if config.enable_lora:
+        plans = 4 * sum(2 * size + config.max_loras + 1 for size in sizes)
+    return most * (model.dtype.itemsize * shared + inputs) + count_step(dry, [most])[0] + graphs * PIECE + plans
 
 
 def kept_bytes(config: EngineConfig, model: Transformer) -> int:

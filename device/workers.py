@@ -142,7 +142,6 @@ class Workers:
         try:
             if isinstance(self.executor, MpExecutor):
                 timeout = self.config.startup_timeout
-                self.executor.catch_up()  # a call that was given up may take its time
             return self.executor.collective_rpc(method, timeout, args)
         except (WorkerError, TimeoutError) as error:
             self.replace(WorkerError(f"{method}: {error}"))

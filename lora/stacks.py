@@ -267,6 +267,12 @@ class AdapterPool:
         # may have what another sequence left there.
         self.model.prompts = self.prompts if shape.samples < shape.tokens or shape.drafted else None
 
+    def plan_of_none(self, tokens: int) -> Any:
+        """The plan of a step of one row with so many tokens and without an adapter."""
+        of_slots, slots = torch.zeros(2, 1, dtype=torch.int32, device=self.pool.device)
+        starts = torch.tensor([0, tokens], dtype=torch.int32, device=self.pool.device)
+        return self.ops.plan_lora(of_slots, slots, starts, tokens, len(self.pool))
+
     @contextlib.contextmanager
     def making_logits(self, slots: torch.Tensor) -> Iterator[None]:
         """A context in which the head makes the logits of one token of each of these slots [R] int32 of the step."""

@@ -129,12 +129,12 @@ def test_a_command_is_named(capsys):
 def test_help_has_groups_and_tells_each_default_once(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["--help"])
-    told = capsys.readouterr().out
-    assert ended.value.code == 0 and told.startswith("usage: server.py [COMMAND] [MODEL] [option ...]\n")
-    assert all(re.search(rf"^  {command} +\w", told, re.MULTILINE) for command in COMMANDS)
+    text = capsys.readouterr().out
+    assert ended.value.code == 0 and text.startswith("usage: server.py [COMMAND] [MODEL] [option ...]\n")
+    assert all(re.search(rf"^  {command} +\w", text, re.MULTILINE) for command in COMMANDS)
     for title in (*EngineConfig.GROUPS, *ServerConfig.GROUPS):
-        assert told.count(f"\n{title}:\n") == 1
-    entries = re.split(r"\n(?=  --)", told)
+        assert text.count(f"\n{title}:\n") == 1
+    entries = re.split(r"\n(?=  --)", text)
     assert all(entry.count("default") <= 1 for entry in entries)
     about = {entry.split()[0].rstrip(","): " ".join(entry.split()) for entry in entries}
     assert about["--max-num-seqs"].endswith("(default: 256)")
@@ -226,8 +226,8 @@ def test_a_mistake_in_a_file_is_one_line_that_names_it(tmp_path, capsys, text, w
     file.write_bytes(text.encode() if isinstance(text, str) else text)
     with pytest.raises(SystemExit) as ended:
         main(["--config", str(file)])
-    said = capsys.readouterr().err
-    assert ended.value.code == 2 and said.count("\n") == 1 and f"{file}" in said and words in said
+    text = capsys.readouterr().err
+    assert ended.value.code == 2 and text.count("\n") == 1 and f"{file}" in text and words in text
 
 
 def test_a_mistake_of_the_command_line_is_not_the_files(tmp_path):
