@@ -345,32 +345,29 @@ def report(config: EngineConfig, model: Transformer, plan: MemoryPlan, room: int
         of = f" of stage {model.group.pipeline.stage}, which has the least room of {stages}" if stages > 1 else ""
         yield f"for each of {model.group.size} ranks{of}:"
     plain = model.config.quantization and not model.coded
-    remark = "as plain numbers: no file is read that tells which have few bits" if plain else ""
-    yield line("weights", plan.weights, remark)
-    if plan.draft and config.speculation:
-        yield line("draft", plan.draft, config.speculation.method)
-    if plan.adapters:
-        remark = f"{config.max_loras} of {plan.adapters / config.max_loras / MIB:,.1f} MiB"
-        yield line("adapters", plan.adapters, f"{remark}; the host's memory has {config.host_loras}")
-    yield line("batch state", plan.state, f"{rows:,} sequences of up to {max_model_len:,} tokens")
+    tokens, states = f"of {largest_step(config, max_model_len):,} tokens", ""
     if plan.states:
-        count = plan.states // (4 * model.state_size) - rows
-        size = f"{4 * model.state_size / MIB:,.1f} MiB each"
-        yield line("recurrent states", plan.states, f"{rows:,} of sequences and {count:,} of cached prefixes, {size}")
-    if plan.activations and config.makes_vectors:
-        yield line("largest step", plan.step, f"of {largest_step(config, max_model_len):,} tokens")
-    elif plan.activations:
-        remark = "the larger of activations, and logits with the larger of their workspaces"
-        yield line("largest step", plan.step, remark)
-        yield line("  activations", plan.activations, f"of {largest_step(config, max_model_len):,} tokens")
-        yield line("  logits", plan.logits, f"of {config.max_samples:,} rows")
-        yield line("  sampling", plan.sampling)
-        yield line("  log-probabilities", plan.logprobs, "at most, whatever requests ask for")
-    if plan.fragments:
-        yield line("  allocator", plan.fragments, "what it reserves between tensors")
-    if plan.context:
-        yield line("CUDA graphs", plan.graphs, "an allowance")
-        yield line("CUDA and libraries", plan.context, "an allowance")
+        size = 4 * model.state_size
+        cached = plan.states // size - rows
+        states = f"{rows:,} of sequences and {cached:,} of cached prefixes, {size / MIB:,.1f} MiB each"
+    adapters = f"{config.max_loras} of {plan.adapters / config.max_loras / MIB:,.1f} MiB"
+    for what, size, remark in (
+        ("weights", plan.weights, "as plain numbers: no file is read that tells which have few bits" if plain else ""),
+        ("draft", plan.draft, config.speculation.method if config.speculation else ""),
+        ("adapters", plan.adapters, f"{adapters}; the host's memory has {config.host_loras}"),
+        ("batch state", plan.state, f"{rows:,} sequences of up to {max_model_len:,} tokens"),
+        ("recurrent states", plan.states, states),
+        ("largest step", plan.step, "the larger of activations, and logits with their workspaces"),
+        ("  activations", plan.activations, tokens),
+        ("  logits", plan.logits, f"of {config.max_samples:,} rows"),
+        ("  sampling", plan.sampling, ""),
+        ("  log-probabilities", plan.logprobs, "at most, whatever requests ask for"),
+        ("  allocator", plan.fragments, "what it reserves between tensors"),
+        ("CUDA graphs", plan.graphs, "an allowance"),
+        ("CUDA and libraries", plan.context, "an allowance"),
+    ):
+        if size:
+            yield line(what, size, remark)
     check_pool(config, model, plan, room)
     layout = model.layout
     count, length = fit_pool(config, layout.windows, room // plan.block, max_model_len)
