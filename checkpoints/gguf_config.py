@@ -83,7 +83,7 @@ NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+?)(_exps|_shexp)?\.(weight|bias)")
 
 
 class SavedTensor(NamedTuple):
-    """Where a tensor of a checkpoint is in a file."""
+    """The place of a checkpoint's tensor in a file."""
 
     name: str  # llama.cpp's
     expert: int | None = None  # of those that lie together there
