@@ -76,8 +76,10 @@ def work(
                     launched.append(worker.launch(message))
                 else:
                     send(answer(worker, message, codec, script))
-        except (PeersGone, HookError) as error:
-            return send(codec.encode(Reply(0, error=str(error), raised=type(error).__name__)))
+        except PeersGone as error:
+            return send(codec.encode(Reply(0, error=str(error), raised="PeersGone")))
+        except HookError as error:
+            return send(codec.encode(Reply(0, error=str(error), raised="HookError")))
         except Exception as error:
             send(codec.encode(Reply(0, error=f"{type(error).__name__}: {error}")))
             raise
