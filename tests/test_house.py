@@ -65,7 +65,7 @@ EVERY_FILE = [
 MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 24, 700, 80, 750
 MOST_STORY_LINES = 6740
 MOST_LINES = {
-    ".": 10770, "api": 6300, "checkpoints": 2961, "commands": 937, "cpu": 2719, "device": 3742, "executors": 962,
+    ".": 10770, "api": 6300, "checkpoints": 2950, "commands": 937, "cpu": 2719, "device": 3742, "executors": 962,
     "lora": 796, "models": 3744, "observe": 1535, "ops": 3006, "processes": 3650,
     "scheduling": 1850, "speculation": 720, "text": 4837,
 }  # fmt: skip
