@@ -140,7 +140,7 @@ def test_a_script_that_ends_while_a_worker_imports_it_says_so(tmp_path):
     ask = f"from device import serve; serve.import_script({{'init_main_from_path': {str(tmp_path / 'script.py')!r}}})"
     done = run_script(tmp_path / "..", ask, "-c")
     assert done.returncode == 1
-    assert done.stderr.endswith("your script, which a worker imports for a function of it, has ended (3)\n")
+    assert done.stderr.endswith("your script ended (3) when a worker imported it for its function\n")
 
 
 def test_only_the_workers_do_without_the_script(monkeypatch):
