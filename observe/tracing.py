@@ -20,7 +20,7 @@ LAST = "update"  # phase of a step
 
 
 class Trace(Observer):
-    """Writes the timeline of an engine, by `time.perf_counter`, which all processes share; raises what its file does."""
+    """Writes the timeline of an engine by `time.perf_counter`, which all processes share; raises what its file does."""
 
     def __init__(self, path: str, stages: int = 1):
         self.file = DiagnosticFile("trace", path, tail=b"\n]\n")
