@@ -60,18 +60,15 @@ class Api:
             caller.lora = request_of(module)
             caller.virtual = virtual_tokens(module) if self.facts["max_prompt_adapter_token"] else 0
         fields["model"] = module.name if module else fields["model"] or self.names[0]
-        if face.tasks:
-            self._check_engine(face.tasks, fields["priority"])
+        task, policy = self.facts["task"], self.facts["scheduling_policy"]
+        if face.tasks and task not in face.tasks:
+            needed = " or ".join(face.tasks)
+            raise ApiError(400, f"this server's task is {task}; this route needs {needed} (--task)", "model")
+        if face.tasks and fields["priority"] and policy != "priority":
+            words = f"priority is {fields['priority']}; under the policy {policy} it must be 0"
+            raise ApiError(400, words, "priority")
         reply: dict[str, Any] | Events = face.answer(self, fields, caller)
         return reply
-
-    def _check_engine(self, tasks: Sequence[str], priority: int) -> None:
-        """Refuse a request that the engine does not take: it has one task, and perhaps no priorities."""
-        if (task := self.facts["task"]) not in tasks:
-            needed = " or ".join(tasks)
-            raise ApiError(400, f"this server's task is {task}; this route needs {needed} (--task)", "model")
-        if priority and (policy := self.facts["scheduling_policy"]) != "priority":
-            raise ApiError(400, f"priority is {priority}; under the policy {policy} it must be 0", "priority")
 
     def models(self) -> dict[str, Any]:
         named = [self._card(name, None) for name in self.names]

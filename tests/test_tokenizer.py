@@ -384,8 +384,8 @@ def test_a_gap_is_asked_for_as_the_family_spells_it(tmp_path: Path, family: str)
     bpe = byte_level(tmp_path)
     bpe._tokenizer.add_special_tokens([*markers, *ends[:1]])
     tokenizer = written(tmp_path, bpe._tokenizer)
-    form, ended = tokenizer.gap
-    assert form == form and [tokenizer.token(id) for id in ended] == list(ends[:1])
+    prompt, ended = tokenizer.gap
+    assert prompt == form and [tokenizer.token(id) for id in ended] == list(ends[:1])
     ids = tokenizer.encode(form.format(prefix="to {be}", suffix="that"), add_special_tokens=False)
     order = ["that", "to {be}"] if family == "Codestral" else ["to {be}", "that"]
     special = [i for i, id in enumerate(ids) if tokenizer.token(id) in markers]
@@ -513,9 +513,9 @@ def test_a_template_that_shows_one_call_gets_one_in_a_message(tmp_path: Path, ca
     template = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}" + calls + " {% endfor %}"
     messages = [{"role": "user", "content": ""}]
     for turn in ("abc", "BAXC", "d", "D", "ef"):  # X is no call's result
-        calls = [{"id": id, "function": {"name": "f", "arguments": {}}} for id in turn]
+        asked_for = [{"id": id, "function": {"name": "f", "arguments": {}}} for id in turn]
         results = [{"role": "tool", "tool_call_id": id.lower(), "content": id} for id in turn]
-        messages += [{"role": "assistant", "content": "", "tool_calls": calls}] if turn.islower() else results
+        messages += [{"role": "assistant", "content": "", "tool_calls": asked_for}] if turn.islower() else results
     assert templated(tmp_path, template).render(messages) == shown + " "
 
 

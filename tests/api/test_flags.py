@@ -226,8 +226,8 @@ def test_a_mistake_in_a_file_is_one_line_that_names_it(tmp_path, capsys, text, w
     file.write_bytes(text.encode() if isinstance(text, str) else text)
     with pytest.raises(SystemExit) as ended:
         main(["--config", str(file)])
-    text = capsys.readouterr().err
-    assert ended.value.code == 2 and text.count("\n") == 1 and f"{file}" in text and words in text
+    message = capsys.readouterr().err
+    assert ended.value.code == 2 and message.count("\n") == 1 and f"{file}" in message and words in message
 
 
 def test_a_mistake_of_the_command_line_is_not_the_files(tmp_path):

@@ -329,7 +329,7 @@ def test_an_event_has_the_fields_that_it_promises(watching: Any) -> None:
     engine.engines[1].step()
     engine.ticks.release()
     event = next(stream)
-    assert set(event) == {"time", "engines"} and [engine["rank"] for engine in event["engines"]] == [0, 1]
+    assert set(event) == {"time", "engines"} and [part["rank"] for part in event["engines"]] == [0, 1]
     assert event["engines"][1] == {
         "rank": 1, "block_size": 4, "num_blocks": 8, "num_host_blocks": 4, "max_num_seqs": 8,
         "counts": {"waiting": 0, "running": 1, "swapped": 0},

@@ -495,7 +495,7 @@ def test_a_request_waits_for_its_grammar_while_others_run(llm):
     compiled: Future[None] = Future()
     params = SamplingParams(temperature=0, max_tokens=4, structured_outputs=StructuredOutputsParams(regex="abc?"))
     core, ended = llm.core, set()
-    compiled = core.grammars.compile(params.structured_outputs).result()
+    grammar = core.grammars.compile(params.structured_outputs).result()
     core.grammars.cache[params.structured_outputs] = compiled
     for name in ("held", "left"):
         core.add(EngineCoreRequest(name, [5, 6], params))
@@ -506,7 +506,7 @@ def test_a_request_waits_for_its_grammar_while_others_run(llm):
     while core.has_work():
         ended |= {output.request_id for output in core.step() if output.finish_reason}
         if ended == {"free"} and not compiled.done():
-            compiled.set_result(compiled)
+            compiled.set_result(grammar)
     assert ended == {"free", "held"} and not core.grammars.waiting
 
 

@@ -119,16 +119,16 @@ def write_tags(format: TagFormat, name: str, arguments: dict[str, Any], i: int) 
 
 
 def write_python(format: PythonFormat, name: str, arguments: dict[str, Any], i: int) -> str:
-    def value(inner: Any) -> str:
-        if isinstance(inner, str):
-            return format.raw + inner + format.raw if format.raw else repr(inner)
-        if isinstance(inner, list):
-            return "[" + ", ".join(map(value, inner)) + "]"
-        if isinstance(inner, dict):
-            return "{" + ", ".join(f"{value(key)}: {value(inner)}" for key, inner in inner.items()) + "}"
-        return json.dumps(inner) if format.raw else repr(inner)
+    def value(item: Any) -> str:
+        if isinstance(item, str):
+            return format.raw + item + format.raw if format.raw else repr(item)
+        if isinstance(item, list):
+            return "[" + ", ".join(map(value, item)) + "]"
+        if isinstance(item, dict):
+            return "{" + ", ".join(f"{value(key)}: {value(inner)}" for key, inner in item.items()) + "}"
+        return json.dumps(item) if format.raw else repr(item)
 
-    fields = (f"{key}{format.between}{value(inner)}" for key, inner in arguments.items())
+    fields = (f"{key}{format.between}{value(item)}" for key, item in arguments.items())
     return format.prefix + name + format.brackets[0] + ", ".join(fields) + format.brackets[1]
 
 
