@@ -33,9 +33,10 @@ class StepShape(NamedTuple):
     samples: int  # tokens that are sampled: one of a row, and one after each draft
     max_query_len: int
     adjusted: bool  # whether some slot's logits are adjusted
-    adapted: bool = False  # whether rows may have adapters
+    adapted: bool = False  # whether some sequence has an adapter
     drafted: int = 0  # the rows with these tokens, if some of them have drafts
     queries: int = 1  # tokens of each row, if all rows have as many drafts as there may be
+    proposes: bool = False  # whether drafts are made for later steps
 
 
 class Writes:
@@ -56,7 +57,7 @@ class Writes:
 
 
 class Processor(Protocol):
-    """What `EngineConfig.logits_processors` names: a class that is made once, with the model's config."""
+    """A class that `EngineConfig.logits_processors` names. It is made once, with the model's config."""
 
     def __call__(self, logits: torch.Tensor, slots: torch.Tensor, state: BatchState) -> torch.Tensor:
         """The logits [R, V] to sample from, for rows in `slots` [R] int32, -1 for padding; the given ones stay.
@@ -217,9 +218,9 @@ class BatchState:
         slot, bias = row.slot, row.logit_bias
         if row.penalties is not None:
             self._write("penalties", slot, array("f", row.penalties))
-            known = np.array(row.token_ids)
-            virtual = int((known < 0).sum())  # these are no words, and come first
-            ids, num_prompt = to_device(known[virtual:], self.device), row.num_prompt - virtual
+            tokens = np.array(row.token_ids)
+            virtual = int((tokens < 0).sum())  # these are no words, and come first
+            ids, num_prompt = to_device(tokens[virtual:], self.device), row.num_prompt - virtual
             counts = self.token_counts[slot].zero_()
             counts[ids[:num_prompt]] = 1
             counts.index_add_(0, ids[num_prompt:], counts.new_full((len(ids) - num_prompt,), 2))
@@ -291,10 +292,10 @@ class BatchState:
         if 0 < shape.samples < shape.tokens or drafted:
             owner = np.repeat(np.arange(count, dtype=np.int32), samples)
             ahead = np.arange(len(owner), dtype=np.int32) - bounds[owner]
-            found = np.zeros((3, shape.samples), dtype=np.int32)
-            found[0] = -1  # padding
-            found[:, : len(owner)] = slots[owner], starts[owner + 1] - samples[owner] + ahead, ahead
-            parts |= zip(("sampling", "last", "ahead"), found, strict=True)
+            columns = np.zeros((3, shape.samples), dtype=np.int32)
+            columns[0] = -1  # padding
+            columns[:, : len(owner)] = slots[owner], starts[owner + 1] - samples[owner] + ahead, ahead
+            parts |= zip(("sampling", "last", "ahead"), columns, strict=True)
         if drafted and shape.queries == 1:
             parts["decode_slots"] = np.repeat(slots[:drafted], lengths[:drafted])
         for name, values in parts.items():
@@ -336,9 +337,9 @@ class BatchState:
 
     def with_drafts(self, plan: StepPlan) -> StepPlan:
         """A plan with as many drafts as its rows have, instead of the most that they may; for a state on a CPU."""
-        found = {slot: min(most, int(self.num_drafts[slot])) for slot, most in plan.drafts.items()}
-        rows = [(slot, count - plan.drafts.get(slot, 0) + found.get(slot, 0)) for slot, count in plan.rows]
-        return dataclasses.replace(plan, rows=rows, drafts=found)
+        drafts = {slot: min(most, int(self.num_drafts[slot])) for slot, most in plan.drafts.items()}
+        rows = [(slot, count - plan.drafts.get(slot, 0) + drafts.get(slot, 0)) for slot, count in plan.rows]
+        return dataclasses.replace(plan, rows=rows, drafts=drafts)
 
     def drafts_of(self, slots: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """The first drafts of `slots` [R], as many as `counts` [R] says, and then -1: [R, most_drafts] int32."""
@@ -381,8 +382,10 @@ class BatchState:
         self, ops: ModuleType, slots: torch.Tensor, query_starts: torch.Tensor, sample_starts: torch.Tensor,
         ids: torch.Tensor, adjust: Any = None, drafted: bool = False,
     ) -> torch.Tensor:  # fmt: skip
-        """Take in what the rows in `slots` [B] have computed and sampled; returns what the host gets. See
-        `reference.post_update`. Drafts are verified if the step has `drafted` some."""
+        """Take in what the rows in `slots` [B] have computed and sampled; returns the news of `reference.post_update`.
+
+        Drafts are verified if the step has `drafted` some.
+        """
         drafts = (self.num_drafts, self.most_drafts if drafted else 0) if self.most_drafts else ()
         return ops.post_update(
             self.token_ids, self.num_known, self.num_computed, slots, query_starts, sample_starts, ids, self.stop_bits,
@@ -412,7 +415,7 @@ class Rows:
     shape: StepShape
     sampling: np.ndarray  # [R] the row of each token that is sampled,
     slots: np.ndarray  # and its slot
-    asked: np.ndarray  # [A] which of these tokens want log-probabilities,
+    with_logprobs: np.ndarray  # [A] which of these tokens want log-probabilities,
     counts: list[int]  # and how many of the likeliest ids each of these wants
     scoring: Scoring | None = None  # known tokens to score; None: none, as in every step of decodes
 
@@ -422,12 +425,14 @@ class Rows:
         return self.shape.samples == self.shape.tokens
 
     def verified(self, tokens: list[int], padded: bool) -> dict[int, Verified]:
-        """What rows with drafts bring, by their index, of the tokens that were sampled; see `reference.post_update`.
-        Places without a draft count as drafts if rows are `padded` with them, because they cost as much."""
-        found: dict[int, Verified] = {}
+        """The results of rows with drafts, by their index, from the sampled `tokens` of `reference.post_update`.
+
+        Places without a draft count as drafts if rows are `padded` with them, because they cost as much.
+        """
+        results: dict[int, Verified] = {}
         for row, token in zip(self.sampling.tolist(), tokens, strict=True):
             if self.planned[row][0] in self.drafts:
-                own = found.setdefault(row, Verified(-1, []))
-                own.drafts += padded or token != -2
-                own.token_ids += [token] if token >= 0 else []
-        return found
+                result = results.setdefault(row, Verified(-1, []))
+                result.drafts += padded or token != -2
+                result.token_ids += [token] if token >= 0 else []
+        return results

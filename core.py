@@ -18,7 +18,7 @@ from typing import Any
 
 from config import EngineConfig, FatalHookError, blame, step_tokens
 from device.workers import Workers, check_reloadable
-from executor import ExpertPeers, WorkerError
+from executor import WorkerError
 from executors.choose import new_executor
 from lora.registry import HostAdapters
 from model_config import ModelConfig
@@ -53,7 +53,6 @@ UTILITIES = {  # the methods that clients may call by name, and the path from th
     "get_weights_version": "workers.get_weights_version",
     "start_profile": "profiles.start_profile",
     "stop_profile": "profiles.stop_profile",
-    "has_work": "has_work",
     "add_lora": "adapters.add",
 }
 GLANCE = 0.01  # seconds between two looks at grammars and adapters that are being made ready, with nothing else to do
@@ -117,7 +116,7 @@ class EngineCore:
         SystemExit: this process is a rank that has followed rank 0 to its end; see `executors/torchrun.py`.
     """
 
-    def __init__(self, config: EngineConfig, peers: ExpertPeers | None = None):
+    def __init__(self, config: EngineConfig, peers: Any = None):
         # Replace the task `auto` by the model's own, with the options that follow from it.
         config, self.model_config = settle_task(config, ModelConfig.from_folder(config.folder, config.hf_overrides))
         check_reloadable(config)
@@ -181,7 +180,7 @@ class EngineCore:
             self._observe("tick")
             check_pooling(r.pooling, r.params, self.config, self.model_config)
             if r.params.structured_outputs is not None:
-                queued.grammar = self.grammars.compile(r.params.structured_outputs, r.client)
+                queued.grammar = self.grammars.compile(r.params.structured_outputs)
                 if at_once:
                     wait([queued.grammar], COMPILE_TIMEOUT)
                 if not queued.grammar.done():

@@ -22,10 +22,10 @@ from ops.attention import (
     DECODE_PARTIALS,
     DECODE_ROWS,
     DecodePlan,
-    PrefillRows,
     _combine,
     _holds,
     _programs,
+    _query,
     _read,
     _stored,
     _tile_rows,
@@ -38,7 +38,8 @@ from ops.latent import head_linear, latent_decode, latent_prefill, latent_store,
 from ops.lora import lora_expand, lora_shrink, plan_lora, put_prompts  # noqa: F401
 from ops.matmul import LOG2E, MOST_REGISTERS, NO_ID, Chip, _cast, _chip, _dot, linear  # noqa: F401
 from ops.quantized import Quantized, quantized_linear, quantized_rows, round_inputs  # noqa: F401
-from ops.sampling import Adjust, logprobs, mask_words, sample  # noqa: F401
+from ops.sampling import logprobs, mask_words, sample  # noqa: F401
+from reference import Adjust, PrefillRows
 
 __version__ = "0.1.0"  # for transformers, which asks any module called `kernels` for its version
 
@@ -329,26 +330,25 @@ def act_kernel(
 
 def act_mul(x: torch.Tensor, activation: str) -> torch.Tensor:
     """Multiply the activated gate by up (`reference.act_mul`)."""
-    tokens, size = x.shape[0], x.shape[1] // 2
-    assert x.is_contiguous() and x.shape[1] % 2 == 0 and activation in ACTIVATIONS
-
-    y = torch.empty(tokens, size, dtype=x.dtype, device=x.device)
-
-    block = min(triton.next_power_of_2(size), 1024)
-    act_kernel[(tokens, triton.cdiv(size, block))](x, None, y, size, activation, True, block)
-    return y
+    assert x.shape[1] % 2 == 0 and activation in ACTIVATIONS
+    return _act(x, x.shape[1] // 2, activation, None, gated=True)
 
 
 def act(x: torch.Tensor, activation: str, params: torch.Tensor | None = None) -> torch.Tensor:
     """Apply an activation function (`reference.act`)."""
-    tokens, size = x.shape
-    assert x.is_contiguous() and activation in (*ACTIVATIONS, "xielu")
+    assert activation in (*ACTIVATIONS, "xielu")
     assert (params is not None) == (activation == "xielu") and (params is None or params.dtype == torch.float32)
+    return _act(x, x.shape[1], activation, params, gated=False)
 
-    y = torch.empty_like(x)
+
+def _act(x: torch.Tensor, size: int, activation: str, params: torch.Tensor | None, gated: bool) -> torch.Tensor:
+    """Launch act_kernel for results of this size."""
+    assert x.is_contiguous()
+
+    y = torch.empty(len(x), size, dtype=x.dtype, device=x.device)
 
     block = min(triton.next_power_of_2(size), 1024)
-    act_kernel[(tokens, triton.cdiv(size, block))](x, params, y, size, activation, False, block)
+    act_kernel[(len(x), triton.cdiv(size, block))](x, params, y, size, activation, gated, block)
     return y
 
 
@@ -380,7 +380,7 @@ def _attend(
     A masked key leaves acc, max and sum as they were, and the other keys go through the same instructions as without
     MASKED, so a query's bits do not depend on its neighbours in the tile. (For this the mask is applied before the
     scale: the exponent's fused multiply-add includes the scale.)
-    Where keys are in FP8, their own scale is part of `scale`, too, and who divides acc by sum multiplies it by V's.
+    Where keys are in FP8, their own scale is part of `scale`, too. The caller applies V's scale after dividing.
     Online softmax: Milakov and Gimelshein, 2018. Tiling: FlashAttention-2, Dao, 2023. Soft cap: Gemma 2, 2024.
     """
     o_n = i_n + tl.arange(0, BLOCK_N)
@@ -507,7 +507,7 @@ def attention_decode_kernel(
             i_begin += i_first // BLOCK_N * BLOCK_N
         i_end = tl.minimum(i_begin + (i_next - i_item) * BLOCK_N, i_len)
         i_row = i_b.to(tl.int64) * (TOKENS * H * D)
-        b_q = tl.load(q + i_row + o_x, mask=m_q, other=0.0)
+        b_q = _query(tl.load(q + i_row + o_x, mask=m_q, other=0.0), kv.dtype.element_ty)
         o_pos = i_len - TOKENS + o_q // G
         b_acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
         b_max = tl.where(i_item == i_from, b_sink, float("-inf"))  # a sink is one more key, with value 0
@@ -584,8 +584,8 @@ def plan_decode(
     if kv.shape[1] == 1:  # latents: each tile of heads is what a KV head is for keys and values
         parts, _, block_n, _ = _latent_tile(num_heads * tokens, dtype, block_size, kv.device, dtype != kv.dtype)
     else:
-        more = dtype, _chip(kv.device), dtype != kv.dtype
-        parts, _, block_n, _, _ = _decode_tile(head_dim, num_heads // kv_heads, tokens, *more)
+        of = dtype, _chip(kv.device), dtype != kv.dtype
+        parts, _, block_n, _, _ = _decode_tile(head_dim, num_heads // kv_heads, tokens, *of)
         parts *= kv_heads
     items = torch.empty(batch + 1, dtype=torch.int32, device=kv.device)
     arrived = torch.empty(parts, batch, dtype=torch.int32, device=kv.device)
@@ -613,8 +613,8 @@ def attention_decode(
     assert len(q) == batch * tokens and (sinks is None or sinks.shape == (heads,)) and scale > 0 and soft_cap >= 0
     assert slopes is None or (slopes.shape == (heads,) and slopes.dtype == torch.float32)
 
-    more = q.dtype, _chip(q.device), q.dtype != kv.dtype
-    _, block_q, block_n, block_d, warps = _decode_tile(head_dim, heads // kv_heads, tokens, *more)
+    of = q.dtype, _chip(q.device), q.dtype != kv.dtype
+    _, block_q, block_n, block_d, warps = _decode_tile(head_dim, heads // kv_heads, tokens, *of)
     parts, rows = len(arrived), heads // len(arrived) * tokens
     programs = _programs(q.device, 1 if warps == 8 and block_q > 16 else DECODE_PROGRAMS, parts)
     out = torch.empty_like(q)
@@ -666,6 +666,8 @@ def attention_prefill_kernel(
     m_q = ((o_m < TOKENS * G) & (o_token < i_count))[:, None] & (o_d < D)[None, :]
     o_q = (((i_start + o_token).to(tl.int64) * H + i_kv * G + o_m % G) * D)[:, None] + o_d[None, :]
     b_q = tl.load(q + o_q, mask=m_q, other=0.0)
+    if BLOCK_D <= 128:  # converted queries stay in registers, and larger ones would spill
+        b_q = _query(b_q, kv.dtype.element_ty)
     b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     if sinks is not None:

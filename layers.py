@@ -1,8 +1,8 @@
 """The sublayers of a decoder layer: norms, attention, and the MLP. Experts are in `models/expert_layers.py`.
 
 A family's row (`models/families.py`) says which sublayers a layer has, and how they depart from Llama's. Each holds a
-rank's share of its weights. Its method `parts` says where each tensor of a checkpoint goes, and a word says which share
-a rank takes: "col", "row", "kv", "vocab", "all" or "first"; see `Shares.share`.
+rank's share of its weights. Its method `parts` says which tensors of a checkpoint fill it, by names within the layer,
+and a word says which share a rank takes: "col", "row", "kv", "vocab", "all" or "first"; see `Shares.share`.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class DraftRows:
 
 @dataclass(slots=True)
 class Step:
-    """What attention needs beside its layer's weights, while a step runs."""
+    """The inputs of attention beside its layer's weights, while a step runs."""
 
     batch: Batch
     pool: list[tuple[torch.Tensor, ...]]  # views of layers: pool[kind][place in a page]
@@ -126,7 +126,6 @@ class Norm(Owner):
         return self.ops.rms_norm(x, self.weight, self.eps, residual)
 
     def parts(self, name: str, shares: Shares) -> Parts:
-        """Which tensors of the checkpoint fill it."""
         weights = {f"{name}.weight": (self.weight, "all"), f"{name}.bias": (self.bias, "all")}
         return shares.parts(weights) if self.stored else {}
 
@@ -182,7 +181,6 @@ class Attention(Owner):
             self.norm_sizes = new(2, dtype=torch.float32)
 
     def parts(self, shares: Shares) -> Parts:
-        """Which tensors of the checkpoint fill it."""
         row, wide = self.row, self.row.qk_norm in ("heads", "all")
         result: Parts = {}
 
@@ -194,11 +192,11 @@ class Attention(Owner):
                 continue
             q, k, v = weight.split(self.sizes)
             if name := row.name("qkv"):
+                words = ("col", "kv", "kv")
                 if row.qkv_groups:
-                    found = shares.by_heads((q, k, v), ("col", "kv", "kv"), self.kv_heads, self.copies)
-                    result[f"{name}.{ending}"] = found
+                    result[f"{name}.{ending}"] = shares.by_heads((q, k, v), words, self.kv_heads, self.copies)
                 else:
-                    fill(f"{name}.{ending}", (q, k, v), "col", "kv", "kv")
+                    fill(f"{name}.{ending}", (q, k, v), *words)
                 continue
             if isinstance(gate, torch.Tensor) and not row.name("out_gate"):
                 result[f"{row.name('q')}.{ending}"] = shares.by_heads((q, gate), ("col", "col"), self.heads)
@@ -282,13 +280,13 @@ class Attention(Owner):
         parts = []
         chunked = self.row.chunked and window > 0
         few, rest = (q, None) if n == q.shape[0] else q.split_with_sizes((n, q.shape[0] - n))
-        more, scales = (c.soft_cap, self.sinks, self.slopes), step.scales_of(self.source)
+        options, scales = (c.soft_cap, self.sinks, self.slopes), step.scales_of(self.source)
         if n > 0:
-            parts.append(self.ops.attention_decode(few, kv, step.plans[self.kind], c.scale, *more, scales))
+            parts.append(self.ops.attention_decode(few, kv, step.plans[self.kind], c.scale, *options, scales))
         if rest is not None:
             first, tables = batch.decodes[0], batch.block_tables[self.kind]
             rows = tables, batch.slots[first:], batch.seq_lens[first:], batch.query_starts, batch.max_query_len
-            parts.append(self.ops.attention_prefill(rest, kv, rows, c.scale, window, *more, chunked, scales))
+            parts.append(self.ops.attention_prefill(rest, kv, rows, c.scale, window, *options, chunked, scales))
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1)
 
 
@@ -308,7 +306,6 @@ class Mlp(Owner):
         self.act = new(2, dtype=torch.float32) if c.activation == "xielu" else None
 
     def parts(self, shares: Shares) -> Parts:
-        """Which tensors of the checkpoint fill it."""
         row = self.row
         result: Parts = {}
 

@@ -49,14 +49,14 @@ class Transformer(Owner):
         ValueError: the weights cannot be divided among the ranks.
     """
 
-    draft: Transformer | None = None  # what makes drafts beside it, see `add_draft`
+    draft: Transformer | None = None  # makes drafts beside it, see `add_draft`
     unread: tuple[str, ...] = ()  # tensors of its checkpoint that it has no use for
     counted = 0  # elements of all weights, once `parameters` no longer works
     reads: tuple[int, ...] = ()  # layers whose input it sees, if it is a draft: of the model that it is for
     # What `AdapterPool` sets: the embeddings of a step's virtual tokens, and what changes x by its ids, in place.
     prompts: torch.Tensor | None = None
     adapt_embeddings: Callable[[torch.Tensor, torch.Tensor], None] | None = None
-    serve = serve_experts  # a method
+    serve = serve_experts
 
     def __init__(
         self, config: ModelConfig, ops: ModuleType, device: str, dtype: torch.dtype, max_model_len: int, group: Group,
@@ -125,9 +125,8 @@ class Transformer(Owner):
         new = self.memory(i in self.span)
         attention: Attention | DeltaNet | None = None  # of Nemotron's layers some have none
         if i in config.delta_layers:
-            own_states = [layer for layer in config.delta_layers if layer in self.span]
-            place = own_states.index(i) if i in self.span else -1
-            attention = DeltaNet(config, ops, self.group.size, place, new)
+            stage = [layer for layer in config.delta_layers if layer in self.span]
+            attention = DeltaNet(config, ops, self.group.size, stage.index(i) if i in self.span else -1, new)
         elif config.latent:
             place = self.layout.places[i][1]
             attention = LatentAttention(config, ops, i, place, heads, self.max_model_len, new)
@@ -157,8 +156,8 @@ class Transformer(Owner):
         step.cut = cut
         if incoming is None:
             residual = self.embed(batch.input_ids, batch.positions)
-            if own := self.layer_inputs:
-                inputs = own(residual, self.look_up(own.table_ids(batch.input_ids), own.table))
+            if part := self.layer_inputs:
+                inputs = part(residual, self.look_up(part.table_ids(batch.input_ids), part.table))
         else:
             residual = incoming[:, : self.width].contiguous()
             if size:
@@ -213,7 +212,7 @@ class Transformer(Owner):
         return 0 if pipeline.first else incoming, 0 if pipeline.last else outgoing
 
     def new_step(self, batch: Batch, pool: torch.Tensor, states: torch.Tensor) -> Step:
-        """What all layers need: views of the pools, rotations, and the decodes' work list for each window."""
+        """The inputs of all layers: views of the pools, rotations, and the decodes' work list for each window."""
         rows = *batch.decodes[1:], self.num_heads
         kinds = zip(batch.block_tables, self.layout.windows, strict=True) if batch.num_decodes else ()
         chunked = self.row.chunked
@@ -308,48 +307,46 @@ class Transformer(Owner):
             yield from self.layers[i].owners()
 
     def parameters(self) -> dict[str, TensorPart]:
-        """What this rank takes of each tensor of a checkpoint, by names without the prefix of the model's body. If
-        experts may come one by one or stacked, both are listed, and the stacked tensor names those that it stands for.
+        """This rank's part of each tensor of a checkpoint, by names without the prefix of the model's body. If experts
+        may come one by one or stacked, both are listed, and the stacked tensor names those that it stands for.
         """
         name = self.row.name
         head = None if self.config.tie_word_embeddings else self.head
         shares = Shares(self.config.vocab_size, self.group)
-        found = shares.parts({f"{name('embed')}.weight": (self.embedding, "vocab")})
-        found |= self.norm.parts(name("norm"), shares)
-        found |= self.embed_norm.parts(name("embed_norm"), shares) if self.embed_norm else {}
-        for more in (self.layer_inputs, self.altup):
-            found |= more.parts(shares) if more else {}
-        found |= shares.parts({
+        parts = shares.parts({f"{name('embed')}.weight": (self.embedding, "vocab")})
+        parts |= self.norm.parts(name("norm"), shares)
+        parts |= self.embed_norm.parts(name("embed_norm"), shares) if self.embed_norm else {}
+        for owner in (self.layer_inputs, self.altup):
+            parts |= owner.parts(shares) if owner else {}
+        parts |= shares.parts({
             f"{name('positions')}.weight": (self.positions, "all"),
             f"{name('head')}.weight": (head, "vocab"),
             f"{name('head')}.bias": (self.head_bias, "vocab"),
         })  # fmt: skip
-        if self.score:
-            found |= self.score.parts(shares)
+        parts |= self.score.parts(shares) if self.score else {}
         for i, layer in zip(self.row.saved_layers(), self.layers, strict=False):
-            root = f"{name('layer')}.{i}."
-            for own, part in self.parts_of(layer, shares).items():
-                found[root + own] = part._replace(instead_of=tuple(root + other for other in part.instead_of))
-        for key, part in found.items():
+            parts |= self.parts_of(layer, f"{name('layer')}.{i}", shares)
+        for key, part in parts.items():
             here = tuple(piece for piece in part.pieces if self.device == "meta" or not is_absent(piece.target))
-            found[key] = part._replace(pieces=here)
-        return found
-
-    def parts_of(self, layer: Layer, shares: Shares) -> Parts:
-        """Which tensors of the checkpoint fill a layer, by names within it. Some have scales of its cache in FP8."""
-        parts, attention = layer.parts(shares), layer.attention
-        if self.kv_scales is None or not (isinstance(attention, Attention) and attention.stores):
-            return parts
-        root, (k, v) = self.row.name("o").rpartition(".")[0], self.kv_scales[attention.i].split(1)
-        for name, targets in (("k_scale", (k,)), ("v_scale", (v,)), ("kv_scale", (k, v))):
-            scale = shares.part(targets, ["all"] * len(targets), same=True)
-            parts[f"{root}.{name}"] = scale._replace(optional=True)
+            parts[key] = part._replace(pieces=here)
         return parts
+
+    def parts_of(self, layer: Layer, place: str, shares: Shares) -> Parts:
+        """The parts of a layer, whose names begin with its `place`. Some have scales of its cache in FP8."""
+        parts, attention = layer.parts(shares), layer.attention
+        if self.kv_scales is not None and isinstance(attention, Attention) and attention.stores:
+            root, (k, v) = self.row.name("o").rpartition(".")[0], self.kv_scales[attention.i].split(1)
+            for name, targets in (("k_scale", (k,)), ("v_scale", (v,)), ("kv_scale", (k, v))):
+                scale = shares.part(targets, ["all"] * len(targets), same=True)
+                parts[f"{root}.{name}"] = scale._replace(optional=True)
+        return {
+            f"{place}.{name}": part._replace(instead_of=tuple(f"{place}.{other}" for other in part.instead_of))
+            for name, part in parts.items()
+        }
 
     def num_parameters(self) -> int:
         """Elements of all weights on all ranks, each counted once."""
-        parts = {} if self.counted else self.parameters()
-        return self.counted or sum(math.prod(part.shape) for part in parts.values() if part.needed)
+        return self.counted or sum(math.prod(part.shape) for part in self.parameters().values() if part.needed)
 
     def finish(self) -> None:
         """Finish all parts, once their weights are there."""
@@ -393,10 +390,9 @@ class Layer(Owner):
         self.scale = new(1) if c.row.name("layer_scale") else None  # of the hidden states
 
     def parts(self, shares: Shares) -> Parts:
-        """Which tensors of the checkpoint fill it, by names within the layer."""
         result = self.mlp.parts(shares)
-        for more in (self.attention, self.beside, self.gate, self.altup):
-            result |= more.parts(shares) if more else {}
+        for owner in (self.attention, self.beside, self.gate, self.altup):
+            result |= owner.parts(shares) if owner else {}
         for part in NORMS:
             if norm := getattr(self, part):
                 result |= norm.parts(self.row.name(part), shares)

@@ -1,4 +1,4 @@
-"""What the processes that run one model, its ranks, send each other while they compute (`torch.distributed`).
+"""Messages between the processes that run one model, its ranks, while they compute (`torch.distributed`).
 
 With tensor parallelism (`Group`) the model is cut lengthwise: each rank holds a share of every weight, and their
 partial results are added up or put side by side. With pipeline parallelism (`Pipeline`) it is cut across: each stage
@@ -36,7 +36,7 @@ class Group:
     """The ranks of one model, or of one stage of it.
 
     A group of one exchanges nothing and needs no `connect`. Tensors of torch's `meta` device are not exchanged either,
-    because they have no memory. Every exchange raises ConnectionError if a rank is gone, or late (see `set_timeout`).
+    because they have no memory. Every exchange raises ConnectionError if a rank is gone, or too slow (`set_timeout`).
 
     Args:
         rank: this process's, from 0, and size: how many there are.
@@ -117,8 +117,8 @@ class Group:
 
     @contextlib.contextmanager
     def exchange(self) -> Iterator[None]:
-        """Raise a ConnectionError of one line if a rank is gone or late."""
-        with told(f"rank {self.pipeline.stage * self.size + self.rank} has lost the other ranks"):
+        """Raise a ConnectionError of one line if a rank is gone or too slow."""
+        with connection_errors(f"rank {self.pipeline.stage * self.size + self.rank} has lost the other ranks"):
             yield
 
     def set_timeout(self, seconds: float) -> None:
@@ -168,14 +168,14 @@ class Group:
 
 
 @contextlib.contextmanager
-def told(what: str, kind: type[ConnectionError] = ConnectionError) -> Iterator[None]:
+def connection_errors(what: str, kind: type[ConnectionError] = ConnectionError) -> Iterator[None]:
     """Raise a ConnectionError of this kind and of one line, `what` and why, for an error of torch.distributed."""
     try:
         yield
     except RuntimeError as error:
-        said = re.sub(r"^\[\S+\] ", "", str(error))  # without the file and line of C++
-        said = said.partition("\n")[0].partition(". ")[0]
-        raise kind(f"{what}: {said}") from None
+        why = re.sub(r"^\[\S+\] ", "", str(error))  # without the file and line of C++
+        why = re.split(r"\n|\. ", why)[0]
+        raise kind(f"{what}: {why}") from None
 
 
 class Pipeline:
@@ -211,26 +211,26 @@ class Pipeline:
         self.links = [links[self.before], links[me]]
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
-        """What the stage before this one in the ring has sent."""
-        if not self.live:
-            return torch.zeros(shape, dtype=dtype, device=device)
-        x = torch.empty(shape, dtype=dtype, device=device)
-        with told(f"stage {self.stage} has lost the stage before it"):
-            dist.recv(x, self.before, self.links[0])
+        """The next tensor from the stage before this one in the ring."""
+        make = torch.empty if self.live else torch.zeros
+        x = make(shape, dtype=dtype, device=device)
+        if self.live:
+            with connection_errors(f"stage {self.stage} has lost the stage before it"):
+                dist.recv(x, self.before, self.links[0])
         return x
 
     def send(self, x: torch.Tensor) -> None:
         """Send `x` to the stage after this one in the ring; it must not be changed afterwards."""
         if not self.live:
             return
-        with told(f"stage {self.stage} has lost the stage after it"):
+        with connection_errors(f"stage {self.stage} has lost the stage after it"):
             while self.sent and self.sent[0][0].is_completed():
                 self.sent.popleft()[0].wait()
             self.sent.append((dist.isend(x, self.after, self.links[1]), x))
 
 
 class Sampled:
-    """What the last of several stages samples, and its drafts, on their way to the stages before it.
+    """The tokens that the last of several stages samples, and its drafts, on their way to the stages before it.
 
     There a step counts its tokens as computed at once. What it samples comes in the order of the steps, and must be
     there when a later step runs one of its sequences. So a stage waits for no more of it than it needs.
@@ -298,7 +298,7 @@ def add_stages(w: Any) -> None:
 
     def receive(run: Any) -> None:
         w.mark("receive")
-        x = w.pipeline.receive((run.shape.tokens, w.model.passed_sizes[0]), w.model.dtype, w.device)
+        x = incoming_of(w, run.shape.tokens)
         run.incoming = w.incoming[: run.shape.tokens].copy_(x) if run.graph else x
 
     def hand_on(run: Any) -> None:  # in place of sampling: the step's tokens are computed, and others come later

@@ -226,8 +226,8 @@ def dequantize(weight: Quantized) -> torch.Tensor:
     else:
         numbers = weight.codes.float()
 
-    def spread(table: torch.Tensor, each: int = weight.group) -> torch.Tensor:
-        return table.float().repeat_interleave(min(each, inputs), -1)[..., :inputs]
+    def spread(table: torch.Tensor, width: int = weight.group) -> torch.Tensor:
+        return table.float().repeat_interleave(min(width, inputs), -1)[..., :inputs]
 
     scales, zeros = spread(weight.scales), 0 if weight.zeros is None else spread(weight.zeros)
     if weight.factors is None:
@@ -349,7 +349,7 @@ def expert_gate_up(
     """
     rows, matrices = _operands(x, weight)
     h = x.new_zeros(plan.ids.numel(), matrices.shape[1] // 2)
-    for expert, pairs in _meetings(plan):
+    for expert, pairs in _by_id(plan.ids):
         y = F.linear(rows[pairs // plan.ids.shape[1]], matrices[expert].float())
         if plan.weigh_inputs:
             y *= plan.weights.flatten()[pairs, None]
@@ -375,17 +375,17 @@ def expert_down(
     """
     rows, matrices = _operands(h, weight)
     parts = torch.zeros(len(h), matrices.shape[1], device=h.device)
-    for expert, pairs in _meetings(plan):
+    for expert, pairs in _by_id(plan.ids):
         y = F.linear(rows[pairs], matrices[expert].float())
         y = y if bias is None else y + bias[expert].float()
         parts[pairs] = y if plan.weigh_inputs else y * plan.weights.flatten()[pairs, None]
     return parts.unflatten(0, plan.ids.shape).sum(1).to(h.dtype)
 
 
-def _meetings(plan: ExpertPlan) -> list[tuple[int, torch.Tensor]]:
-    """Each expert of this rank that a token meets, and which choices, counted t k + j, are for it."""
-    ids = plan.ids.flatten()
-    return [(expert, (ids == expert).nonzero()[:, 0]) for expert in ids.unique().tolist() if expert >= 0]
+def _by_id(ids: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+    """Each id from 0 on among `ids`, and its places, counted over all dimensions."""
+    flat = ids.flatten()
+    return [(id, (flat == id).nonzero()[:, 0]) for id in flat.unique().tolist() if id >= 0]
 
 
 class LoraPlan(NamedTuple):
@@ -404,10 +404,10 @@ def plan_lora(adapters: torch.Tensor, slots: torch.Tensor, starts: torch.Tensor,
         slots: [B] int32. starts: [B + 1] int32, where each row's tokens begin. tokens: T.
         count: S, adapters that the device holds.
     """
-    token = torch.arange(tokens, device=slots.device, dtype=torch.int32)
-    row = torch.searchsorted(starts[1:].contiguous(), token, right=True)
-    slot = F.pad(slots, (0, 1), value=-1)[row].long()  # one row more stands for the tokens that no row owns
-    ids = torch.where(slot < 0, -1, adapters.long()[slot] - 1)
+    ids, bounds = torch.full((tokens,), -1, device=slots.device), starts.tolist()
+    for row, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            ids[bounds[row] : bounds[row + 1]] = adapters[slot] - 1
     assert int(ids.max()) < count
     return LoraPlan(ids)
 
@@ -424,7 +424,7 @@ def lora_shrink(x: torch.Tensor, a: torch.Tensor, plan: LoraPlan) -> torch.Tenso
     h: [T, G R] float32. Rows of tokens without an adapter are undefined.
     """
     h = torch.zeros(x.shape[0], a.shape[1], device=x.device)
-    for adapter, tokens in _owned(plan):
+    for adapter, tokens in _by_id(plan.ids):
         h[tokens] = F.linear(x[tokens].float(), a[adapter].float())
     return h
 
@@ -439,15 +439,10 @@ def lora_expand(y: torch.Tensor, h: torch.Tensor, b: torch.Tensor, bounds: tuple
     bounds: G + 1 numbers that rise from 0 to N; slice g has the outputs from bounds[g] to bounds[g + 1].
     """
     rank = b.shape[2]
-    for adapter, tokens in _owned(plan):
+    for adapter, tokens in _by_id(plan.ids):
         for g, (low, high) in enumerate(pairwise(bounds)):
-            more = F.linear(h[tokens, g * rank : (g + 1) * rank], b[adapter, low:high].float())
-            y[tokens, low:high] = (y[tokens, low:high].float() + more).to(y.dtype)
-
-
-def _owned(plan: LoraPlan) -> list[tuple[int, torch.Tensor]]:
-    """Each adapter that a token has, and its tokens."""
-    return [(adapter, (plan.ids == adapter).nonzero()[:, 0]) for adapter in plan.ids.unique().tolist() if adapter >= 0]
+            change = F.linear(h[tokens, g * rank : (g + 1) * rank], b[adapter, low:high].float())
+            y[tokens, low:high] = (y[tokens, low:high].float() + change).to(y.dtype)
 
 
 def put_prompts(x: torch.Tensor, ids: torch.Tensor, prompts: torch.Tensor) -> None:
@@ -784,8 +779,8 @@ class Adjust(NamedTuple):
         if adjustments & MASK:
             self.mask(x, slot, len(drafts))
         if adjustments & BIAS:
-            given = self.bias_ids[slot] < len(x)
-            x[self.bias_ids[slot][given].long()] += self.biases[slot][given]
+            used = self.bias_ids[slot] < len(x)
+            x[self.bias_ids[slot][used].long()] += self.biases[slot][used]
         if adjustments & PENALTIES:
             (repetition, frequency, presence), counts = self.penalties[slot], self.token_counts[slot]
             if len(drafts):
@@ -977,20 +972,18 @@ def prepare_inputs(
         input_ids [T] int64, positions [T] int32, slot_mapping [K, T] int64, seq_lens [B] int32. Tokens of padding rows
         and after the last row have id 0, position 0 and slot_mapping -1; padding rows have seq_len 0.
     """
-    slot = slots.long()
-    computed = num_computed[slot.clamp(min=0)]
-    seq_lens = torch.where(slot >= 0, computed + query_starts.diff(), 0).to(torch.int32)
-    token = torch.arange(num_tokens, device=slots.device, dtype=torch.int32)
-    row = torch.searchsorted(query_starts[1:].contiguous(), token, right=True)
-    live = row < len(slots)
-    row = row.clamp(max=len(slots) - 1)
-    live &= slot[row] >= 0
-    owner = slot[row].clamp(min=0)
-    positions = torch.where(live, computed[row] + token - query_starts[row], 0).to(torch.int32)
-    place = positions.long()
-    input_ids = torch.where(live, token_ids[owner, place].long(), 0)
-    block = block_tables[:, owner, place // block_size].long()
-    return input_ids, positions, torch.where(live, block * block_size + place % block_size, -1), seq_lens
+    input_ids, seq_lens = torch.zeros(num_tokens, dtype=torch.int64, device=slots.device), torch.zeros_like(slots)
+    positions, slot_mapping = input_ids.int(), input_ids.new_full((len(block_tables), num_tokens), -1)
+    starts = query_starts.tolist()
+    for row, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            first, tokens = int(num_computed[slot]), slice(starts[row], starts[row + 1])
+            place = torch.arange(first, first + starts[row + 1] - starts[row], device=slots.device)
+            input_ids[tokens], positions[tokens] = token_ids[slot, place].long(), place.int()
+            seq_lens[row] = first + len(place)
+            blocks = block_tables[:, slot, place // block_size].long()
+            slot_mapping[:, tokens] = blocks * block_size + place % block_size
+    return input_ids, positions, slot_mapping, seq_lens
 
 
 def post_update(
@@ -1108,8 +1101,8 @@ def put_drafts(
     """
     for row, slot in enumerate(slots.tolist()):
         if slot >= 0:
-            n, found = int(num_known[slot]), [*drafts[row].tolist(), -1]
-            count = min(found.index(-1), token_ids.shape[1] - n)
+            n, ids = int(num_known[slot]), [*drafts[row].tolist(), -1]
+            count = min(ids.index(-1), token_ids.shape[1] - n)
             token_ids[slot, n : n + count] = drafts[row, :count]
             num_drafts[slot] = count
 

@@ -147,7 +147,7 @@ class Worker(Profiled):
         add_phases(self)
 
     def facts(self) -> dict[str, Any]:
-        """What the engine and the start log want to know; see `facts` in device/startup.py."""
+        """Facts for the engine and the start log; device/startup.py gathers them."""
         return self.info
 
     def block_bytes(self) -> int:
@@ -288,7 +288,7 @@ class Worker(Profiled):
         run.rows, run.shape, run.scoring = rows, rows.shape, rows.scoring
         run.launched = Launched(StepResult(plan.step, []), rows)
         # What is replayed keeps no logits.
-        run.graph = None if len(rows.asked) else self.graphs.get(rows.shape)
+        run.graph = None if len(rows.with_logprobs) else self.graphs.get(rows.shape)
 
     def new_rows(self, plan: StepPlan) -> Rows:
         """Note the plan's rows in the batch state, and count their tokens as computed."""
@@ -305,8 +305,9 @@ class Worker(Profiled):
         sampling = np.repeat(np.arange(len(rows)), samples)
         slots = rows[sampling, 0]
         wanted = state.num_logprobs[slots]
-        asked = np.flatnonzero(wanted >= 0)
-        return Rows(plan.rows, plan.drafts, shape, sampling, slots, asked, wanted[asked].tolist(), scoring)
+        with_logprobs = np.flatnonzero(wanted >= 0)
+        counts = wanted[with_logprobs].tolist()
+        return Rows(plan.rows, plan.drafts, shape, sampling, slots, with_logprobs, counts, scoring)
 
     def shape_of(self, counts: np.ndarray, samples: np.ndarray, drafts: np.ndarray | int = 0) -> StepShape:
         """The shape of a step whose rows have `counts` [B] tokens, `drafts` [B] among them, and sample `samples` [B].
@@ -316,7 +317,7 @@ class Worker(Profiled):
         kernels, `attention_prefill` gets all rows.
         """
         rows, tokens, longest = len(counts), int(counts.sum()), int(counts.max())
-        adapted = self.adapters is not None and (bool(self.state.adapted.any()) or self.device == "cuda")
+        adapted = self.adapters is not None and bool(self.state.adapted.any())
         if self.pooler:  # no decodes either: one kernel rounds all prompts alike
             return StepShape(rows, tokens, 0, 0, longest, False, adapted)
         adjusted = bool(self.state.adjusted.any())
@@ -351,11 +352,12 @@ class Worker(Profiled):
     def report(self, run: StepRun) -> None:
         """Send what was sampled to the host, with the log-probabilities that rows ask for."""
         rows, run.launched.brought = run.rows, to_host(run.result)
-        if len(rows.asked):
-            asked = to_device(rows.asked, self.device)
-            ahead = rows.asked - np.searchsorted(rows.sampling, rows.sampling[rows.asked])  # drafts before each
-            self.state.bar(run.logits, asked, rows.slots[rows.asked].astype(np.int64), ahead)
-            run.launched.logprobs = self.gatherer.gather(run.logits, run.result[0].clamp(min=0), asked, rows.counts)
+        wanted = rows.with_logprobs
+        if len(wanted):
+            index = to_device(wanted, self.device)
+            ahead = wanted - np.searchsorted(rows.sampling, rows.sampling[wanted])  # drafts before each
+            self.state.bar(run.logits, index, rows.slots[wanted].astype(np.int64), ahead)
+            run.launched.logprobs = self.gatherer.gather(run.logits, run.result[0].clamp(min=0), index, rows.counts)
 
     # --- the forward phases -------------------------------------------------------------------------------------------
 
@@ -384,7 +386,7 @@ class Worker(Profiled):
         """Make the hidden states of all tokens; their keys and values go into the pool."""
         self.mark("model")
         if self.pieces and run.shape.tokens <= self.pieces.sizes[-1]:
-            run.hidden = self.pieces.run(run.batch)
+            run.hidden = self.pieces.run(run.batch, run.shape.adapted)
         else:
             run.hidden = self.model.forward(run.batch, self.pool, self.states, run.incoming)
         self.exchanges = self.exchanges or [*self.group.exchanged]

@@ -28,7 +28,7 @@ MOST_LISTED = 16  # names of models in an error
 
 
 class Api:
-    """What the routes share.
+    """State that all routes share.
 
     The engine reports the `facts`: `max_model_len`, `vocab_size` and more. Replies say the first of the model's
     `names`. All API processes have the same `board` and `adapters`.
@@ -60,25 +60,22 @@ class Api:
             caller.lora = request_of(module)
             caller.virtual = virtual_tokens(module) if self.facts["max_prompt_adapter_token"] else 0
         fields["model"] = module.name if module else fields["model"] or self.names[0]
-        if face.tasks:
-            self._check_engine(face.tasks, fields["priority"])
+        task, policy = self.facts["task"], self.facts["scheduling_policy"]
+        if face.tasks and task not in face.tasks:
+            needed = " or ".join(face.tasks)
+            raise ApiError(400, f"this server's task is {task}; this route needs {needed} (--task)", "model")
+        if face.tasks and fields["priority"] and policy != "priority":
+            words = f"priority is {fields['priority']}; under the policy {policy} it must be 0"
+            raise ApiError(400, words, "priority")
         reply: dict[str, Any] | Events = face.answer(self, fields, caller)
         return reply
-
-    def _check_engine(self, tasks: Sequence[str], priority: int) -> None:
-        """Refuse a request that the engine does not take: it has one task, and perhaps no priorities."""
-        if (task := self.facts["task"]) not in tasks:
-            needed = " or ".join(tasks)
-            raise ApiError(400, f"this server's task is {task}; this route needs {needed} (--task)", "model")
-        if priority and (policy := self.facts["scheduling_policy"]) != "priority":
-            raise ApiError(400, f"priority is {priority}; under the policy {policy} it must be 0", "priority")
 
     def models(self) -> dict[str, Any]:
         named = [self._card(name, None) for name in self.names]
         return {"object": "list", "data": [*named, *(self._card(each.name, each) for each in self.adapters.all())]}
 
     def model(self, name: str) -> dict[str, Any]:
-        """What is told of a model; an `ApiError` if there is none of that name."""
+        """The card of a model; an `ApiError` if there is none of that name."""
         return self._card(name, self._adapter(name))
 
     def _card(self, name: str, adapter: Module | None) -> dict[str, Any]:
@@ -103,12 +100,12 @@ class Api:
         return Events(self.viewers.events(viewer), partial(self.viewers.leave, viewer))
 
     def explain(self, id: str, client: str) -> dict[str, Any]:
-        """Where the time of a request went, prompt by prompt."""
+        """Tell where the time of a request went, prompt by prompt."""
         stories = self.client.utility("explain_prompts", id, self.config.max_prompts, client).values()
         prompts = sorted(itertools.chain(*stories), key=lambda story: int(story["request_id"].rpartition("-")[2]))
         if not prompts:
-            known = "the engine knows those that run and the latest that have finished"
-            raise ApiError(404, f"there is no request {repr(id)[:100]}; {known}", "id")
+            words = "the engine knows those that run and the latest that have finished"
+            raise ApiError(404, f"there is no request {repr(id)[:100]}; {words}", "id")
         return {"id": id, "prompts": prompts}
 
     def _adapter(self, name: str) -> Module | None:
@@ -118,6 +115,6 @@ class Api:
         if module := self.adapters.find(name):
             return module
         names = [*self.names, *self.adapters.given()]  # not the ones in `lora_dir`, which would have to be looked for
-        more = f" and {len(names) - MOST_LISTED} more" if len(names) > MOST_LISTED else ""
-        message = f"there is no model {reprlib.repr(name)} here; there is {', '.join(names[:MOST_LISTED])}{more}"
+        rest = f" and {len(names) - MOST_LISTED} more" if len(names) > MOST_LISTED else ""
+        message = f"there is no model {reprlib.repr(name)} here; there is {', '.join(names[:MOST_LISTED])}{rest}"
         raise ApiError(404, message, "model", "model_not_found")

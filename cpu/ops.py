@@ -99,7 +99,7 @@ def post_update(
     most_drafts: int = 0,
 ) -> torch.Tensor:
     """Write a step's new tokens back (`reference.post_update`). A turn of the loop takes the next one of all rows."""
-    owners, sources, known, ids = slots.numpy(), sample_starts.numpy(), num_known.numpy(), token_ids.numpy()
+    owners, sources, lengths, ids = slots.numpy(), sample_starts.numpy(), num_known.numpy(), token_ids.numpy()
     live = owners >= 0
     num_computed.numpy()[owners[live]] += np.diff(query_starts.numpy())[live]
     counts = np.diff(sources)
@@ -122,12 +122,12 @@ def post_update(
         tokens = np.maximum(sampled.numpy()[index + i], 0)
         stops = stop_bits.numpy()[slot, tokens // 32] >> (tokens % 32) & 1
         stops[sampled.numpy()[index + i] < 0] = 8
-        right = tokens == ids[slot, known[slot]]
+        right = tokens == ids[slot, lengths[slot]]
         going = (i < drafts) & right & (stops == 0)
         if i == 0 and num_drafts is not None:
             stops = stops | guesses * (2 + 4 * right)
-        ids[slot, known[slot]] = tokens
-        known[slot] += 1
+        ids[slot, lengths[slot]] = tokens
+        lengths[slot] += 1
         if adjust is not None:
             adjust.token_counts.numpy()[slot, tokens] += 2 * (adjust.adjustments.numpy()[slot] & PENALTIES)
         news[0, index + i], news[1, index + i] = tokens, stops
@@ -148,12 +148,12 @@ def look_up(
     most: int,
 ) -> torch.Tensor:
     """Find drafts (`reference.look_up`). The last token has few ends, and each token before it leaves fewer."""
-    tokens, known, counts = token_ids.numpy(), num_known.numpy(), num_drafts.numpy()
+    tokens, lengths, counts = token_ids.numpy(), num_known.numpy(), num_drafts.numpy()
     drafts = np.full((len(slots), most), -1, dtype=np.int32)
     for row, slot in enumerate(slots.tolist()):
         if slot < 0:
             continue
-        n, count, length = int(known[slot]), 0, 0
+        n, count, length = int(lengths[slot]), 0, 0
         t = tokens[slot, :n]
         last = left = (t[:-1] == t[-1]).nonzero()[0]  # where the last token of each match is
         while len(left) and length < longest:
@@ -175,11 +175,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.
 
 
 def layer_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    eps: float,
-    residual: torch.Tensor | None = None,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, residual: torch.Tensor | None = None
 ) -> torch.Tensor:
     """LayerNorm, of x or of the residual plus x (`reference.layer_norm`)."""
     h = (x if residual is None else residual.add_(x)).float()

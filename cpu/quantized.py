@@ -175,12 +175,12 @@ def in_order(kind: str, codes: torch.Tensor) -> torch.Tensor:
             words |= sixteens[..., i:15:5] << at
         words |= (sixteens[..., 15:] >> torch.tensor([0, 2, 4])) << 30
         return words.flatten(1).view(torch.uint8)
-    found = []
+    parts = []
     for half in (codes, codes >> 4):  # the first and the last 16 codes of 32, each in a byte
         pairs = half.view(torch.int16) & 0x0F0F
         eights = (pairs | pairs >> 4).to(torch.uint8)  # keeps the lower byte
-        found.append((eights ^ 0x88 if kind == "int4" else eights).view(torch.int64))
-    return torch.stack(found, 2).flatten(1).view(torch.uint8)
+        parts.append((eights ^ 0x88 if kind == "int4" else eights).view(torch.int64))
+    return torch.stack(parts, 2).flatten(1).view(torch.uint8)
 
 
 class CodedLinear:
@@ -214,16 +214,16 @@ class CodedLinear:
         groups, steps = inputs // group, group // self.step
         self.shape = (panels, inputs // wide, wide // group // 4, 4, steps) if factors else (panels, groups, steps)
 
-        def table(values: torch.Tensor, each: int, own: int) -> torch.Tensor:
-            values, count = values.repeat_interleave(-(-min(each, inputs) // own), 1), inputs // own
+        def table(values: torch.Tensor, width: int, part: int) -> torch.Tensor:
+            values, count = values.repeat_interleave(-(-min(width, inputs) // part), 1), inputs // part
             values = F.pad(values, (0, count - values.shape[1], 0, missing))
             return values.view(panels, LANES, count).mT.contiguous()
 
         small = [values for values in (weight.scales, weight.zeros) if values is not None]
         if factors:
             tables = (table(values.view(torch.uint8), weight.group, group) for values in small)
-            fours = (each.view(panels, -1, 4, LANES).mT.contiguous().view(torch.float32) for each in tables)
-            self.tables = [each.view(*self.shape[:3], 1, 1, LANES) for each in fours]
+            fours = (values.view(panels, -1, 4, LANES).mT.contiguous().view(torch.float32) for values in tables)
+            self.tables = [four.view(*self.shape[:3], 1, 1, LANES) for four in fours]
             for values in factors:
                 self.tables.append(table(values, weight.wide, wide).view(*self.shape[:2], 1, 1, 1, LANES))
         else:

@@ -211,11 +211,11 @@ class CompressedLinear:
             listed.append((row + i * len(parts[0]), column.int(), other[row, column]))
         self.words = torch.cat(words)
         row, column, other = (torch.cat(x) for x in zip(*listed, strict=True))
-        each = row.bincount(minlength=len(weight))
-        most = max(1, int(each.max()))
+        per_output = row.bincount(minlength=len(weight))
+        most = max(1, int(per_output.max()))
         if most > max(4, RARE * inputs):
             raise ValueError(f"{most} elements of an output are listed; {RARE * inputs:.0f} may be")
-        at = row // LANES, torch.arange(len(row)) - (each.cumsum(0) - each)[row], row % LANES
+        at = row // LANES, torch.arange(len(row)) - (per_output.cumsum(0) - per_output)[row], row % LANES
         self.places = torch.zeros(len(self.words), most, LANES, dtype=torch.int32)
         self.others = torch.zeros(self.places.shape, dtype=weight.dtype)
         self.places[at], self.others[at] = column, other

@@ -24,7 +24,7 @@ class Launched:
     unfinished: StepResult  # what the host knows already
     rows: Rows | None = None
     brought: torch.Tensor | None = None  # `forward`'s result on the host: [2, R or more] or vectors; there after `done`
-    logprobs: Gathered | None = None  # of `Rows.asked`; complete after `done`
+    logprobs: Gathered | None = None  # of `Rows.with_logprobs`; complete after `done`
     finish: Callable[[np.ndarray], list[bytes]] | None = None  # with pooling: turns vectors into bytes
     masked: list[int] = field(default_factory=list)  # slots
     drafts: torch.Tensor | None = None  # that these slots have now, and then -1; complete after `done`
@@ -53,10 +53,10 @@ class Launched:
         elif rows and self.brought is not None:
             tokens, bits = (part[: len(rows.sampling)] for part in self.brought.tolist())
             if any(bits):
-                found = np.array(bits)
-                result.stopped = rows.sampling[np.flatnonzero(found & 1)].tolist()
-                result.not_finite = rows.sampling[np.flatnonzero(found & 8)].tolist()
-                result.guesses = {int(rows.sampling[i]): bits[i] & 4 > 0 for i in np.flatnonzero(found & 2)}
+                flags = np.array(bits)
+                result.stopped = rows.sampling[np.flatnonzero(flags & 1)].tolist()
+                result.not_finite = rows.sampling[np.flatnonzero(flags & 8)].tolist()
+                result.guesses = {int(rows.sampling[i]): bits[i] & 4 > 0 for i in np.flatnonzero(flags & 2)}
             if rows.drafts:
                 result.verified = rows.verified(tokens, self.padded)
             if rows.decode and not rows.drafts:
@@ -67,7 +67,7 @@ class Launched:
                 latest[rows.sampling[taken]] = np.array(tokens)[taken]
                 result.token_ids = latest.tolist()
         if rows and self.logprobs:
-            for sample, record in zip(rows.asked.tolist(), self.logprobs.records(), strict=True):
+            for sample, record in zip(rows.with_logprobs.tolist(), self.logprobs.records(), strict=True):
                 row = int(rows.sampling[sample])
                 if row not in result.verified:
                     result.logprobs[row] = record

@@ -37,7 +37,6 @@ class AltUp(Owner):
         self.into, self.out = (new(c.streams - 1, c.hidden_size, c.hidden_size) for new in (new_first, new_last))
 
     def parts(self, shares: Shares) -> Parts:
-        """Which tensors of the checkpoint fill it."""
         named = {"altup_projections": self.into, "altup_unembed_projections": self.out}
         weights = {f"{name}.{i}.weight": (w, "all") for name, stack in named.items() for i, w in enumerate(stack)}
         return shares.parts(weights)
@@ -77,7 +76,6 @@ class AltUpLayer(Owner):
         self.router_norm, self.laurel_norm = Norm(c, ops, size, new), Norm(c, ops, size, new)
 
     def parts(self, shares: Shares) -> Parts:
-        """Which tensors of the checkpoint fill it, by names within the layer."""
         named = {
             "altup.modality_router.weight": self.router, "altup.prediction_coefs.weight": self.predict,
             "altup.correction_coefs.weight": self.correct, "altup.correct_output_scale": self.scale,

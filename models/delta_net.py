@@ -53,11 +53,8 @@ class DeltaNet(Owner):
         self.o: Weight = new(c.hidden_size, self.values)
 
     def parts(self, shares: Shares) -> Parts:
-        """Which tensors of the checkpoint fill it.
-
-        Qwen3-Next has q, k, v and z in one tensor, and b and a in another one, both by heads of k. Qwen3.5 has q, k and
-        v in one, one after the other, and each of the others by itself.
-        """
+        """Qwen3-Next has q, k, v and z in one tensor, and b and a in another one, both by heads of k. Qwen3.5 has q, k
+        and v in one, one after the other, and each of the others by itself."""
         assert isinstance(self.inputs, torch.Tensor)
         parts, convs = self.inputs.split(self.sizes), self.conv[:, None].split(self.sizes[:3])
         col, heads = ("col",), self.delta.key_heads

@@ -48,7 +48,7 @@ class ExpertMlp(Owner):
         self.shared_gate = new(1, c.hidden_size) if r.shared_gate else None
 
     def parts(self, shares: Shares) -> Parts:
-        """Which tensors of the checkpoint fill it: a tensor for each expert, or one for all."""
+        """The experts may have a tensor each, or one for all."""
         name, r, correction = self.row.name, self.r, self.correction
         if correction is not None and r.correction == "row":
             correction = correction[None]
@@ -120,11 +120,6 @@ class ExpertMlp(Owner):
         y = ops.expert_down(h, operand(self.down), self.down_bias, plan)
         return self.ranks.combine(y, tokens) if self.ranks else y
 
-    def serve(self, like: torch.Tensor) -> None:
-        """Run this rank's experts on the tokens of other engines, while this engine has none; `like` is [0, H]."""
-        none = like.new_empty(0, self.e.top_k, dtype=torch.float32)
-        self.meet(like, none, none.int())
-
 
 def mix(logits: torch.Tensor, margin: float, slots: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """The two best experts of each token, as `reference.route` gives them, weighed by SparseMixer (Liu et al., 2023).
@@ -153,7 +148,6 @@ class ExpertsBeside(Owner):
         self.experts = ExpertMlp(c, ops, group, new)
 
     def parts(self, shares: Shares) -> Parts:
-        """Which tensors of the checkpoint fill it, by names within the layer."""
         name = self.row.name
         result = self.experts.parts(shares) | shares.parts({name("router_scale"): (self.router_norm.weight, "all")})
         for part in ("dense_out", "experts_in", "experts_out"):
@@ -172,9 +166,8 @@ class ExpertsBeside(Owner):
 
 def serve_experts(model: Transformer) -> None:
     """Take part in a step in which only other engines have tokens, some of them for this engine's experts."""
-    none = torch.empty(0, model.config.hidden_size, dtype=model.dtype, device=model.device)
-    for i in model.span:
-        layer = model.layers[i]
-        experts = layer.beside.experts if layer.beside else layer.mlp
-        if isinstance(experts, ExpertMlp):
-            experts.serve(none)
+    x = torch.empty(0, model.config.hidden_size, dtype=model.dtype, device=model.device)
+    for owner in model.owners():
+        if isinstance(owner, ExpertMlp):
+            weights = x.new_empty(0, owner.e.top_k, dtype=torch.float32)
+            owner.meet(x, weights, weights.int())

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from config import EngineConfig
-from parallel import told
+from parallel import connection_errors
 from plan import PeersGone
 
 
@@ -73,7 +73,7 @@ class ExpertGroup:
         assert rendezvous, "several engines need a place to meet"
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all are on this machine, whose own name may not resolve
         limit, place = timedelta(seconds=timeout), (self.engine, self.engines)
-        with told(f"engine {self.engine} has not met the other engines"):
+        with connection_errors(f"engine {self.engine} has not met the other engines"):
             file = dist.FileStore(rendezvous.removeprefix("file://"), self.size * self.engines)
             file.set_timeout(limit)
             # Not through `dist.new_group`, which would need one world of all engines and all their ranks.
@@ -92,7 +92,7 @@ class ExpertGroup:
         self.live, self.bound = bound is not None, bound or 0
 
     def _exchanging(self) -> contextlib.AbstractContextManager[None]:
-        return told(f"engine {self.engine} has lost the other engines", PeersGone)
+        return connection_errors(f"engine {self.engine} has lost the other engines", PeersGone)
 
     def agree(self, tokens: int) -> int:
         """Before a step: the most tokens that an engine has in it, where this one has `tokens`.

@@ -56,7 +56,7 @@ def layout_of(windows: Sequence[int], shapes: Sequence[tuple[int, ...]] = ()) ->
     # A pool is also seen as rows of one head's numbers, so pages have a whole number of these rows of every kind.
     unit = math.lcm(*(shape[-1] for _, shape in counts))
     fitting = (n * sizes[shape] for (_, shape), count in counts.items() for n in range(1, count + 1))
-    candidates = {-(-each // unit) * unit for each in fitting if each >= max(sizes.values())}
+    candidates = {-(-size // unit) * unit for size in fitting if size >= max(sizes.values())}
     size = min(sorted(candidates, reverse=True), key=cost)
     kinds = [kind for kind in order for _ in range(-(-counts[kind] // (size // sizes[kind[1]])))]
     layers = [size // sizes[shape] for _, shape in kinds]
@@ -85,23 +85,23 @@ def deal(alike: Iterable[Kind], kinds: Sequence[Kind], layers: Sequence[int]) ->
         seen[kind] += 1
 
 
-def part_of(whole: KVLayout, shapes: Sequence[tuple[int, ...]], own: Sequence[int]) -> KVLayout:
-    """The layout of a pipeline stage, which has the layers `own` of those that a layout was made for.
+def part_of(whole: KVLayout, shapes: Sequence[tuple[int, ...]], held: Sequence[int]) -> KVLayout:
+    """The layout of a pipeline stage, which has the layers `held` of those that a layout was made for.
 
     Each stage has a pool of its own, but all use the same block tables. So a stage has the kinds of the whole model. It
     deals its layers evenly to the kinds of their window and shape, so that its pages are small.
 
     Args:
         shapes: what each layer of the whole model holds of a token.
-        own: which of these layers the stage has, in order.
+        held: which of these layers the stage has, in order.
     """
-    alike = [(whole.windows[whole.places[i][0]], shapes[i]) for i in own]
+    alike = [(whole.windows[whole.places[i][0]], shapes[i]) for i in held]
     kinds = [*zip(whole.windows, whole.shapes, strict=True)]
     counts = Counter(alike)
     layers = [-(-counts[kind] // kinds.count(kind)) for kind in kinds]
     unit = math.lcm(*(shape[-1] for _, shape in kinds))
     size = max(count * math.prod(shape) for count, (_, shape) in zip(layers, kinds, strict=True))
-    places = dict(zip(own, deal(alike, kinds, layers), strict=True))
+    places = dict(zip(held, deal(alike, kinds, layers), strict=True))
     return whole._replace(
         size=max(1, -(-size // unit)) * unit,
         layers=tuple(layers),

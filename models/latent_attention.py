@@ -98,7 +98,6 @@ class LatentAttention(Attention):
         self.at_once = heads_at_once(heads, c, max_model_len, self.o.itemsize)
 
     def parts(self, shares: Shares) -> Parts:
-        """Which tensors of the checkpoint fill it."""
         root = self.row.name("o").rpartition(".")[0]
         names = {
             "q_a_proj.weight": (self.q_a, "all"),
@@ -136,14 +135,14 @@ class LatentAttention(Attention):
             sums = self.ops.latent_decode(absorbed, kv, step.plans[0], self.config.scale, self.latent.kv_rank)
             self.expand(sums, slice(None), out[:n])
         if n < len(q) and self.batch_invariant:
-            whose = batch.slots[first:], batch.seq_lens[first:], batch.query_starts
-            rows = batch.block_tables[0], *whose, batch.max_query_len
+            of_rows = batch.slots[first:], batch.seq_lens[first:], batch.query_starts
+            rows = batch.block_tables[0], *of_rows, batch.max_query_len
             size = absorbed_heads(self.heads)
             for begin in range(0, self.heads, size):
                 heads = slice(begin, begin + size)
                 absorbed = self.absorb(q[n:, heads].contiguous(), rotation[n:], heads)
-                more = self.config.scale, self.latent.kv_rank
-                self.expand(self.ops.latent_prefill(absorbed, kv, rows, *more), heads, out[n:])
+                sums = self.ops.latent_prefill(absorbed, kv, rows, self.config.scale, self.latent.kv_rank)
+                self.expand(sums, heads, out[n:])
         elif n < len(q):
             self.ops.rope_last(q[n:], rotation[n:], interleaved)
             if step.rows is None:

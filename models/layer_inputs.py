@@ -26,7 +26,6 @@ class LayerInputs(Owner):
         self.scale = float(torch.tensor(self.size**0.5, dtype=self.table.dtype, device="cpu"))
 
     def parts(self, shares: Shares) -> Parts:
-        """Which tensors of the checkpoint fill it."""
         table = {"embed_tokens_per_layer.weight": (self.table, "vocab")}
         return Shares(self.config.layer_vocab, shares.group).parts(table) | shares.parts({
             "per_layer_model_projection.weight": (self.projection, "all"),
@@ -56,7 +55,6 @@ class LayerGate(Owner):
         self.norm = Norm(c, ops, c.hidden_size, new)
 
     def parts(self, shares: Shares) -> Parts:
-        """Which tensors of the checkpoint fill it, by names within the layer."""
         return shares.parts({
             "per_layer_input_gate.weight": (self.gate, "all"), "per_layer_projection.weight": (self.up, "all"),
             "post_per_layer_input_norm.weight": (self.norm.weight, "all"),

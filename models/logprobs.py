@@ -37,11 +37,11 @@ class Scoring:
 
     rows: list[tuple[int, int]] = field(default_factory=list)  # (row of the plan, how many of its tokens)
     index: list[np.ndarray] = field(default_factory=list)  # of each row [3, N]: hidden states, slots, tokens' places
-    found: Gathered = field(default_factory=Gathered)
+    gathered: Gathered = field(default_factory=Gathered)
 
     def records(self) -> dict[int, list[Logprobs]]:
         """The records of each row's tokens."""
-        records = self.found.records()
+        records = self.gathered.records()
         return {row: [*islice(records, count)] for row, count in self.rows}
 
 
@@ -56,19 +56,17 @@ class LogprobGatherer:
         self.ops, self.vocab_size, self.rows = ops, vocab_size, rows
 
     def scoring_of(self, state: BatchState, rows: list[tuple[int, int]]) -> Scoring | None:
-        """What of its known tokens a step with these `rows` scores, before their tokens count as computed.
-
-        None: nothing, as in every step of decodes.
-        """
+        """The known tokens that a step with these `rows` scores, before its tokens count as computed; None: none, as
+        in every step of decodes."""
         begin, scoring = 0, Scoring()
         for i, (slot, count) in enumerate(rows if state.scores else ()):
             if slot in state.scores:
-                k, first, end, known = state.scores[slot]
-                after = known - int(state.to_compute[slot]) + 1  # the token that follows the first of the row's
+                k, first, end, length = state.scores[slot]
+                after = length - int(state.to_compute[slot]) + 1  # the token that follows the first of the row's
                 low, high = max(first, after), min(end, after + count)
                 if low < high:
                     scoring.rows.append((i, high - low))
-                    scoring.found.counts += [k] * (high - low)
+                    scoring.gathered.counts += [k] * (high - low)
                     places = np.arange(low, high)
                     scoring.index.append(np.stack((begin + places - after, np.full_like(places, slot), places)))
                 if after + count >= end:
@@ -76,21 +74,21 @@ class LogprobGatherer:
             begin += count
         return scoring if scoring.rows else None
 
-    def gather(self, logits: torch.Tensor, ids: torch.Tensor, asked: torch.Tensor, counts: list[int]) -> Gathered:
-        """Those of `ids` [R] in the rows `asked` [A] of logits [R, V], each with `counts` of the likeliest.
+    def gather(self, logits: torch.Tensor, ids: torch.Tensor, rows: torch.Tensor, counts: list[int]) -> Gathered:
+        """The log-probabilities of `ids` [R] in some `rows` [A] of logits [R, V], and of `counts` [A] likeliest ids.
 
         Each call gets a copy of its rows, because with an odd vocabulary a part of the logits may begin at an address
         that no kernel was compiled for.
         """
         k = min(max(counts), self.vocab_size)
-        parts = asked.split(rows_at_once(k, self.vocab_size))
+        parts = rows.split(rows_at_once(k, self.vocab_size))
         results = (self.ops.logprobs(logits[part], ids[part].long(), k) for part in parts)
         return Gathered(counts, [tuple(map(to_host, columns)) for columns in results])
 
     def parts(self, scoring: Scoring) -> tuple[int, list[np.ndarray]]:
         """How many of the likeliest ids are found for each scored token, and the parts [3, N] of `Scoring.index`."""
         index = np.concatenate(scoring.index, axis=1)
-        k = min(max(scoring.found.counts), self.vocab_size)
+        k = min(max(scoring.gathered.counts), self.vocab_size)
         size = min(self.rows, rows_at_once(k, self.vocab_size))
         return k, [index[:, begin : begin + size] for begin in range(0, index.shape[1], size)]
 
@@ -111,7 +109,7 @@ class LogprobGatherer:
             at, slots, places = to_device(part, hidden.device.type)
             ids = token_ids[slots, places].long()
             columns = self.ops.logprobs(logits_of(hidden[at], slots), ids, k)
-            scoring.found.columns.append(tuple(map(to_host, columns)))
+            scoring.gathered.columns.append(tuple(map(to_host, columns)))
 
 
 def logprob_bytes(k: int, vocab_size: int) -> int:

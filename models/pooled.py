@@ -39,7 +39,6 @@ class LabelHead(Owner):
             self.out_bias = new(count, dtype=torch.float32)
 
     def parts(self, shares: Shares) -> Parts:
-        """Which tensors of the checkpoint fill it."""
         if self.hidden is None:
             return shares.parts({"score.weight": (self.out, "all")})
         return shares.parts({
@@ -72,7 +71,7 @@ class Pooler:
         size = model.config.hidden_size * len(model.config.poolings)
         dense = dense_layers(config.folder, size) if config.task == "embed" else []
         dummy = config.load_format == "dummy" or model.device == "meta"
-        layers = [load_dense(each, "" if dummy else config.folder, model.device) for each in dense]
+        layers = [load_dense(layer, "" if dummy else config.folder, model.device) for layer in dense]
         return cls(model.ops, model.config, layers)
 
     def __call__(self, hidden: torch.Tensor, starts: torch.Tensor, head: LabelHead | None) -> torch.Tensor:

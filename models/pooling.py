@@ -113,7 +113,7 @@ def read_modules(folder: str) -> list[tuple[str, str]]:
         return USUAL
     try:
         with open(path, encoding="utf-8") as file:
-            modules = [(each["type"].rpartition(".")[2], each["path"]) for each in json.load(file)]
+            modules = [(module["type"].rpartition(".")[2], module["path"]) for module in json.load(file)]
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is no list of modules: {error!r}") from None
     if not MODULES.fullmatch(listed := " ".join(f"{kind}:{place}" for kind, place in modules)):

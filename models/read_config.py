@@ -242,7 +242,7 @@ class ConfigReader:
             raise ValueError(
                 f"config.json: per_layer_config has layers {list(listed)!r:.80}; it must have those that see all"
             )
-        if any(each != listed[min(listed)] for each in listed.values()):
+        if any(shape != listed[min(listed)] for shape in listed.values()):
             raise ValueError(f"config.json: per_layer_config is {listed!r:.80}; it must have the same for all layers")
         here = Fields(typed("per_layer_config", listed[min(listed)], dict) or {}, Family())
         kv_heads = here.whole("num_key_value_heads", 1, 1024, self.kv_heads)
@@ -267,11 +267,11 @@ class ConfigReader:
             raise ValueError(f"config.json: {name} has {len(values)} entries for {self.layers} layers")
         return values
 
-    def listed_types(self, known: Sequence[str], told: str) -> list[str]:
-        """The kinds of layers that config.json lists, all of them `known`, which errors have `told`; maybe none."""
+    def listed_types(self, allowed: Sequence[str], text: str) -> list[str]:
+        """The kinds of layers that config.json lists, if it does. Errors have `text` for the `allowed` ones."""
         kinds = self.listed("layer_types")
-        if unknown := [kind for kind in kinds if kind not in known]:
-            raise ValueError(f"layer_types has {unknown[0]!r:.80}; Manta has {told}")
+        if unknown := [kind for kind in kinds if kind not in allowed]:
+            raise ValueError(f"layer_types has {unknown[0]!r:.80}; Manta has {text}")
         return kinds
 
     @cached_property
@@ -298,7 +298,7 @@ class ConfigReader:
         (Gemma 3n). If all layers have experts, no field need say it."""
         f, r, row = self.fields, self.row.routing, self.row
         if row.streams and isinstance(f.get(name := "intermediate_size"), list):
-            return tuple(whole(name, each, 1, 2**20) for each in self.listed(name))
+            return tuple(whole(name, size, 1, 2**20) for size in self.listed(name))
         if row.blocks:
             return tuple(size for _, size in self.blocks)
         alike = r and (r.layers == "all" or row.keys.get("intermediate_size") == r.size)
@@ -524,7 +524,7 @@ def sparsity_of(reader: ConfigReader) -> tuple[float, ...]:
     if not reader.row.streams:
         return ()
     name, usual = "activation_sparsity_pattern", [0.95 * (i < 10 < reader.layers) for i in range(reader.layers)]
-    return tuple(number(name, each, 0, 0.9999) for each in reader.listed(name) or usual)
+    return tuple(number(name, share, 0, 0.9999) for share in reader.listed(name) or usual)
 
 
 def cap(f: Fields, row: Family, name: str) -> float:
@@ -593,11 +593,11 @@ def ends_of_tokenizer(folder: str) -> list[int]:
     ids: dict[Any, Any] = {}
     with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
         ids |= read_json(folder, "added_tokens.json", {})
-        ids |= {each["content"]: int(id) for id, each in (config.get("added_tokens_decoder") or {}).items()}
+        ids |= {token["content"]: int(id) for id, token in (config.get("added_tokens_decoder") or {}).items()}
     if any(isinstance(text, str) and text not in ids for text in texts):
         with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
             tokenizer = read_json(folder, "tokenizer.json", {}) or {"model": {"vocab": read_json(folder, "vocab.json")}}
-            ids |= {each["content"]: each["id"] for each in tokenizer.get("added_tokens") or ()}
+            ids |= {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or ()}
             ids = dict(tokenizer["model"]["vocab"]) | ids
     return [ids[text] for text in texts if isinstance(text, str) and isinstance(ids.get(text), int)]
 
@@ -605,8 +605,8 @@ def ends_of_tokenizer(folder: str) -> list[int]:
 def eos_token_ids(eos: Any, vocab_size: int) -> tuple[int, ...]:
     """The tokens that end an answer. One outside of the vocabulary never comes, so it is dropped, which a line says."""
     ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
-    if wrong := [token for token in ids if type(token) is not int]:
-        raise ValueError(f"eos_token_id has {wrong[0]!r:.80}; allowed: token ids from 0 to {vocab_size - 1}")
+    if no_ids := [token for token in ids if type(token) is not int]:
+        raise ValueError(f"eos_token_id has {no_ids[0]!r:.80}; allowed: token ids from 0 to {vocab_size - 1}")
     if beyond := [token for token in ids if not 0 <= token < vocab_size]:
         warn_once(f"eos_token_id has {beyond!r:.80}, beyond the vocabulary of {vocab_size:,} tokens: passed over")
     return tuple(token for token in ids if token not in beyond)

@@ -108,7 +108,7 @@ def read_rope(
             factors = typed(name, says.get(name), list) or []
             if len(factors) != dim // 2:
                 raise ValueError(f"config.json: {name} has {len(factors)} numbers; it must have {dim // 2}")
-            scaling[name] = [number(name, each, 1e-3, 1e6) for each in factors]
+            scaling[name] = [number(name, factor, 1e-3, 1e6) for factor in factors]
         for name in ("short_mscale", "long_mscale"):  # Phi-3.5-MoE's
             if says.get(name) is not None:
                 scaling[name] = number(name, says[name], 1e-3, 1e3)

@@ -163,7 +163,7 @@ def check_division(config: ModelConfig, group: Group) -> None:
     if config.delta:
         counts.append(("linear_num_key_heads", config.delta.key_heads))
     if not all(config.expert_layers) or (config.row.routing and config.row.routing.beside):
-        counts += [("intermediate_size", each) for each in dict.fromkeys(config.mlp_sizes)]
+        counts += [("intermediate_size", width) for width in dict.fromkeys(config.mlp_sizes)]
     if e:
         counts += [("experts' intermediate size", e.size)] * (group.experts is None)
         counts.append(("shared expert's intermediate size", e.shared_size))

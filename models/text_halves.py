@@ -87,7 +87,7 @@ def text_half(architecture: Any, raw: dict[str, Any]) -> dict[str, Any] | None:
     halves, wrapper = [typed(name, raw.get(name), dict) for name in FIELDS], wrapper_of(architecture)
     if wrapper in FLAT:
         halves.append({name: value for name, value in raw.items() if name != "model_type"})
-    half = next((each for each in halves if each is not None), None)
+    half = next((fields for fields in halves if fields is not None), None)
     model_type = {"model_type": f"{raw.get('model_type')}_text".replace("_thinker", "")}
     return None if half is None else model_type | WRAPPERS.get(wrapper, {}) | half
 

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from ops.matmul import _cast, _chip, _dot
+from reference import DeltaRows
 
 CHUNK = 64  # tokens of a chunk: wgmma takes no fewer rows, and the inverse of a larger matrix costs more than it saves
 KEY_PART = 64  # numbers of keys and queries that are multiplied at a time
@@ -22,9 +23,6 @@ CHUNKED = (torch.bfloat16, torch.float16)  # products of float32 take more regis
 STATE_COLUMNS = 32  # of a state, in a program: each of 128 programs holds 16 KiB of the 2 MiB of Qwen3-Next's
 CONV_TOKENS, CONV_CHANNELS = 16, 128  # of a tile of the convolution
 MAP_VALUES = 1024  # numbers of a program of gated_norm and of sigmoid_mul
-
-DeltaRows = tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int]  # as `reference.DeltaRows` tells
-
 
 # ------------------------------------------------------------------------------------------------------- convolution
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 
 from ops.matmul import FLOAT_MAX, LOG2E, NO_ID
+from reference import Adjust
 
 TEMPERATURE, TOP_K, TOP_P, MIN_P = (tl.constexpr(i) for i in range(4))  # as in `reference.SamplingColumns`
 MAX_BIASES = tl.constexpr(1024)  # entries of logit_bias that a slot holds
@@ -385,17 +384,6 @@ def sample_pick_kernel(
     if held:
         i_v = tl.load(p_ids + i_v, mask=n > 0, other=0)
     tl.store(ids + i_r, i_v.to(tl.int64))
-
-
-class Adjust(NamedTuple):
-    """What `sample` changes in the logits (`reference.Adjust`)."""
-
-    adjustments: torch.Tensor
-    penalties: torch.Tensor
-    token_counts: torch.Tensor
-    bias_ids: torch.Tensor
-    biases: torch.Tensor
-    bitmask: torch.Tensor
 
 
 @triton.jit(do_not_specialize=["ids_stride", "bits_stride"], do_not_specialize_on_alignment=["slots"])

@@ -32,7 +32,6 @@ class Drafter:
         self.ahead = int(self.head is not None)
 
     def propose(self, state: BatchState, batch: Batch, hidden: torch.Tensor, pool: torch.Tensor, count: int) -> None:
-        """See `Proposer`."""
         slots, size, device = batch.slots, len(batch.slots), batch.slots.device
         pool = pool[:, pool.shape[1] - self.model.layout.size * state.block_size :]
         tables = batch.block_tables[:1]
@@ -44,8 +43,8 @@ class Drafter:
         if not count:
             return
         owners = slots.clamp(min=0)
-        known, computed = state.num_known[owners], state.num_computed[owners]
-        slots = slots.masked_fill(known != computed + 1, -1)  # else its prompt goes on
+        computed = state.num_computed[owners]
+        slots = slots.masked_fill(state.num_known[owners] != computed + 1, -1)  # else its prompt goes on
         if self.head:  # the last tokens that were taken
             refused = (batch.seq_lens - computed).clamp(min=0)  # padding has none
             last = batch.starts[1:] - 1 - refused
@@ -70,12 +69,12 @@ class Drafter:
         self.ops.put_drafts(state.token_ids, state.num_known, state.num_drafts, batch.slots, drafts)
 
     def run(self, batch: Batch, pool: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What says the next token of each of the batch's, see `logits`; and what stands in for the hidden states."""
+        """The input of `logits` for each token of the batch, and what stands in for the hidden states."""
         if self.head:
             return self.head.predict(batch, pool, hidden)
         # It may lack tokens at the end of the vocabulary, and has no virtual ones.
-        known = dataclasses.replace(batch, input_ids=batch.input_ids.clamp(0, self.model.config.vocab_size - 1))
-        return self.model.forward(known, pool, hidden.new_empty(0, 0, dtype=torch.float32)), hidden
+        batch = dataclasses.replace(batch, input_ids=batch.input_ids.clamp(0, self.model.config.vocab_size - 1))
+        return self.model.forward(batch, pool, hidden.new_empty(0, 0, dtype=torch.float32)), hidden
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """Logits [R, vocab_size] of what `run` gives [R, hidden]."""

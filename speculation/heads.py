@@ -31,7 +31,7 @@ TAPPED = 3  # layers whose input EAGLE-3 sees
 
 
 class Names(NamedTuple):
-    """What a checkpoint calls the parts of a head, "{}" being the number of its layer; an empty one is not there."""
+    """A checkpoint's names for the parts of a head, "{}" being the number of its layer; an empty one is not there."""
 
     layer: str
     joint: str
@@ -78,13 +78,11 @@ class Joint(Owner):
         return linear(torch.cat(both[::-1] if self.names.hidden_first else both, 1), self.weight, self.bias)
 
     def parts(self, shares: Shares) -> Parts:
-        """Which tensors of the checkpoint fill it."""
-        found = shares.parts({
-            f"{self.names.joint}.weight": (self.weight, "all"), f"{self.names.joint}.bias": (self.bias, "all"),
-        })  # fmt: skip
-        for name, norm in zip((self.names.embedding_norm, self.names.hidden_norm), self.norms, strict=True):
-            found |= norm.parts(name, shares) if norm else {}
-        return found
+        names = self.names
+        parts = shares.parts({f"{names.joint}.weight": (self.weight, "all"), f"{names.joint}.bias": (self.bias, "all")})
+        for name, norm in zip((names.embedding_norm, names.hidden_norm), self.norms, strict=True):
+            parts |= norm.parts(name, shares) if norm else {}
+        return parts
 
 
 class DraftHead(Transformer):
@@ -112,11 +110,11 @@ class DraftHead(Transformer):
         return Joint(self.config, self.ops, self.names, new, 2 * self.config.hidden_size, bias)
 
     def predict(self, batch: Batch, pool: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What tells the token after each of `batch.input_ids` [T], which follow those with these hidden states
-        [T, hidden], see `logits`; and what stands in for their own hidden states. Keys and values go into the `pool`.
+        """The input [T, hidden] of `logits`, which then say the tokens after `batch.input_ids` [T]; and what stands in
+        for the hidden states of these ids. They follow the tokens with `hidden` states [T, hidden]. Keys and values go
+        into the `pool`.
         """
-        residual = self.joint(self.embedded(batch.input_ids), hidden)
-        return self.finished(residual, batch, pool)
+        return self.finished(self.joint(self.embedded(batch.input_ids), hidden), batch, pool)
 
     def embedded(self, ids: torch.Tensor) -> torch.Tensor:
         """The model's embeddings [T, hidden] of ids [T]; virtual tokens count as token 0."""
@@ -124,7 +122,7 @@ class DraftHead(Transformer):
         return base.look_up(ids.clamp(min=0), base.embedding).to(self.dtype) * base.embed_scale
 
     def finished(self, residual: torch.Tensor, batch: Batch, pool: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `predict`; the residual changes in place, and ends as the sum of all that was added to it."""
+        """The results of `predict`. The residual changes in place, and ends as the sum of all that was added to it."""
         step = self.new_step(batch, pool, residual.new_empty(0, 0, dtype=torch.float32))
         x = self.run(residual, None, step)
         return x, x if self.names.passes_norm else residual
@@ -144,11 +142,8 @@ class DraftHead(Transformer):
 
     def parameters(self) -> dict[str, TensorPart]:
         shares = Shares(self.config.vocab_size, self.group)
-        found = self.joint.parts(shares) | (self.norm.parts(self.names.norm, shares) if self.names.norm else {})
-        for own, part in self.parts_of(self.layers[0], shares).items():
-            instead_of = tuple(f"{self.names.layer}.{other}" for other in part.instead_of)
-            found[f"{self.names.layer}.{own}"] = part._replace(instead_of=instead_of)
-        return found
+        parts = self.joint.parts(shares) | (self.norm.parts(self.names.norm, shares) if self.names.norm else {})
+        return parts | self.parts_of(self.layers[0], self.names.layer, shares)
 
 
 class Eagle3Head(DraftHead):
@@ -192,9 +187,9 @@ class Eagle3Head(DraftHead):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         assert self.head is not None
-        own = self.group.all_gather(linear(hidden, self.head), len(self.ids))
-        logits = own.new_full((len(hidden), self.base.config.vocab_size), float("-inf"))
-        logits[:, self.ids] = own
+        some = self.group.all_gather(linear(hidden, self.head), len(self.ids))
+        logits = some.new_full((len(hidden), self.base.config.vocab_size), float("-inf"))
+        logits[:, self.ids] = some
         return logits
 
     def owners(self) -> Iterator[Owner]:
@@ -203,8 +198,8 @@ class Eagle3Head(DraftHead):
 
     def parameters(self) -> dict[str, TensorPart]:
         shares = Shares(len(self.ids), self.group)
-        found = super().parameters() | shares.parts({"lm_head.weight": (self.head, "vocab")})
-        return found | self.hidden_norm.parts(f"{self.names.layer}.hidden_norm", shares)
+        parts = super().parameters() | shares.parts({"lm_head.weight": (self.head, "vocab")})
+        return parts | self.hidden_norm.parts(f"{self.names.layer}.hidden_norm", shares)
 
 
 class Tap(Owner):
@@ -225,28 +220,27 @@ class Tap(Owner):
         return y
 
     def parts(self, name: str, shares: Shares) -> Parts:
-        """See `Norm.parts`."""
         return self.norm.parts(name, shares)
 
 
 def config_of_layer(c: ModelConfig) -> ModelConfig:
     """The shape of one layer that is like the model's last layer with keys and values."""
     i = max(i for i, source in enumerate(c.kv_sources) if source >= 0)
-    each = ("mlp_sizes", "layer_ropes", "windows", "kv_shapes", "expert_layers", "sparsity")
-    own = {name: getattr(c, name)[i : i + 1] for name in each}
+    by_layer = ("mlp_sizes", "layer_ropes", "windows", "kv_shapes", "expert_layers", "sparsity")
+    fields = {name: getattr(c, name)[i : i + 1] for name in by_layer}
     return dataclasses.replace(
-        c, num_layers=1, kv_sources=(0,), delta=None, head="none", vocab_size=0, tie_word_embeddings=False, **own
+        c, num_layers=1, kv_sources=(0,), delta=None, head="none", vocab_size=0, tie_word_embeddings=False, **fields
     )
 
 
 def tensor_names(folder: str) -> set[str]:
     """The names of all tensors of a checkpoint, as it has them; none if files are missing, as in a plan."""
-    found: set[str] = set()
+    names: set[str] = set()
     with contextlib.suppress(ValueError):  # which loading says, too
         for path in checkpoint_files(folder):
             with opened(path) as file:
-                found |= set(file.keys())
-    return found
+                names |= set(file.keys())
+    return names
 
 
 def new_mtp(base: Transformer, source: str) -> DraftHead:
@@ -259,8 +253,7 @@ def new_mtp(base: Transformer, source: str) -> DraftHead:
     c = base.config
     number = c.num_layers + len(base.row.image_layers)
     saved = (tensor_names(source) if source else None) or {f"{MTP[0].joint}.weight"}
-    for names in MTP:
-        own = names.at(number)
-        if any(our_name(name, [f"{own.joint}.weight"]) for name in saved):
-            return DraftHead(base, config_of_layer(c), own)
+    for names in (names.at(number) for names in MTP):
+        if any(our_name(name, [f"{names.joint}.weight"]) for name in saved):
+            return DraftHead(base, config_of_layer(c), names)
     raise ValueError(f"method is 'mtp'; {source} has no layers that predict ahead: no mtp.fc, eh_proj or input_proj")

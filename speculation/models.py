@@ -1,4 +1,4 @@
-"""Which model makes the drafts: what the options name, checked against the model that it serves."""
+"""Makes the model that makes drafts, as the options name it, and checks it against the model that it serves."""
 
 from __future__ import annotations
 
@@ -15,15 +15,7 @@ from config import read_json
 from model import Transformer
 from model_config import ModelConfig
 from models.families import our_name
-from speculation.heads import (
-    EAGLE,
-    EAGLE3,
-    DraftHead,
-    Eagle3Head,
-    config_of_layer,
-    new_mtp,
-    tensor_names,
-)
+from speculation.heads import EAGLE, EAGLE3, DraftHead, Eagle3Head, config_of_layer, new_mtp, tensor_names
 from speculation.options import SpeculativeConfig
 
 OWN_FIELDS = ("draft_vocab_size", "norm_before_residual")  # of a head's config.json, beside those of its family
@@ -31,7 +23,7 @@ PADDING = 128  # rows by which the tables of models with the same tokenizer diff
 
 
 def new_draft(options: SpeculativeConfig, base: Transformer, source: str) -> Transformer:
-    """What makes drafts for the model `base`, without weights yet; of the `source` see `add_draft`.
+    """A model that makes drafts for the model `base`, without weights yet; of the `source` see `add_draft`.
 
     Raises:
         ValueError: the options' model is missing or does not fit.
@@ -68,8 +60,8 @@ def new_eagle(options: SpeculativeConfig, base: Transformer) -> DraftHead:
     folder, raw = options.model, read_json(options.model, "config.json")
     named = raw.get("architectures")
     family = str(named[0] if isinstance(named, list) and named else None)
-    own = {"architectures": [family.replace("Eagle3", "").replace("Eagle", "")]}
-    shape = shape_in(options, base, json.dumps(own | dict.fromkeys(OWN_FIELDS)))
+    overrides = {"architectures": [family.replace("Eagle3", "").replace("Eagle", "")]} | dict.fromkeys(OWN_FIELDS)
+    shape = shape_in(options, base, json.dumps(overrides))
     if shape.num_layers != 1 or shape.hidden_size != base.config.hidden_size:
         raise refused(
             options, f"it has {shape.num_layers} layers of size {shape.hidden_size}; it must have one of the model's "
@@ -124,5 +116,5 @@ def token_ids(options: SpeculativeConfig, saved: set[str], few: int | None, voca
 
 
 def refused(options: SpeculativeConfig, why: str) -> ValueError:
-    """What says that a model does not fit."""
+    """The error that a model does not fit."""
     return ValueError(f"speculative_config has model {options.model!r:.200}: {why}")

@@ -1,4 +1,4 @@
-"""What `--speculative-config` says; nothing here needs torch."""
+"""The options of `--speculative-config`; nothing here needs torch."""
 
 from __future__ import annotations
 
@@ -43,29 +43,29 @@ class SpeculativeConfig:
             ValueError: it is none, or an option is unknown or out of range.
         """
         try:
-            given = json.loads(text)
+            options = json.loads(text)
         except ValueError as error:
             raise ValueError(f"speculative_config is no JSON: {error}; it must be an object") from None
-        known = [field.name for field in fields(cls)]
-        if not isinstance(given, dict):
-            raise ValueError(f"speculative_config is {given!r:.200}; it must be an object with {', '.join(known)}")
-        if unknown := sorted(given.keys() - set(known)):
-            raise ValueError(f"speculative_config has {unknown[0]!r:.80}; known: {', '.join(known)}")
-        if "num_speculative_tokens" not in given:
+        names = [field.name for field in fields(cls)]
+        if not isinstance(options, dict):
+            raise ValueError(f"speculative_config is {options!r:.200}; it must be an object with {', '.join(names)}")
+        if unknown := sorted(options.keys() - set(names)):
+            raise ValueError(f"speculative_config has {unknown[0]!r:.80}; known: {', '.join(names)}")
+        if "num_speculative_tokens" not in options:
             raise ValueError(
                 f"speculative_config has no num_speculative_tokens; it must be a whole number from 1 to {MOST_DRAFTS}"
             )
-        bounds = [given[name] for name in LOOKUP_BOUNDS if name in given]
+        bounds = [options[name] for name in LOOKUP_BOUNDS if name in options]
         if len(bounds) == 1 and isinstance(bounds[0], int):  # the other one follows, if need be
-            given.setdefault("prompt_lookup_min", min(cls.prompt_lookup_min, *bounds))
-            given.setdefault("prompt_lookup_max", max(cls.prompt_lookup_max, *bounds))
-        model, method = str(given.get("model") or ""), given.get("method")
+            options.setdefault("prompt_lookup_min", min(cls.prompt_lookup_min, *bounds))
+            options.setdefault("prompt_lookup_max", max(cls.prompt_lookup_max, *bounds))
+        model, method = str(options.get("model") or ""), options.get("method")
         if model and method is None:
             name = model.rstrip("/").rpartition("/")[2].lower()
-            given["method"] = next((kind for kind in ("eagle3", "eagle") if kind in name), "draft_model")
+            options["method"] = next((kind for kind in ("eagle3", "eagle") if kind in name), "draft_model")
         elif isinstance(method, str) and method.endswith("_mtp"):  # vLLM names the families, too
-            given["method"] = "mtp"
-        made = cls(**given)
+            options["method"] = "mtp"
+        made = cls(**options)
         made.check()
         return made
 

@@ -1,21 +1,21 @@
-"""What a proposer is, and which one an engine has."""
+"""The proposers of drafts, and which one an engine has."""
 
 from __future__ import annotations
 
 import math
-from typing import Protocol
+from types import ModuleType
+from typing import Any, Protocol
 
 import torch
 
 from batch_state import BatchState
-from config import EngineConfig
+from config import EngineConfig, load_named, wrong_tensor
 from layers import Batch
 from model import Transformer
 from models.shares import TensorPart
 from speculation.drafter import Drafter
-from speculation.lookup import PromptLookup
 from speculation.models import new_draft
-from speculation.own import OwnProposer
+from speculation.options import SpeculativeConfig
 
 
 class Proposer(Protocol):
@@ -31,6 +31,49 @@ class Proposer(Protocol):
         """
 
 
+class PromptLookup:
+    """Proposes what followed the latest tokens when they came before; `reference.look_up` has the rule.
+
+    Saxena, "Prompt lookup decoding", 2023.
+    """
+
+    def __init__(self, options: SpeculativeConfig, ops: ModuleType):
+        self.ops = ops
+        self.sizes = options.prompt_lookup_min, options.prompt_lookup_max, options.num_speculative_tokens
+
+    def propose(self, state: BatchState, batch: Batch, hidden: torch.Tensor, pool: torch.Tensor, count: int) -> None:
+        if count:
+            self.ops.look_up(state.token_ids, state.num_known, state.num_drafts, batch.slots, *self.sizes)
+
+
+class OwnProposer:
+    """Proposes what a user's class does, which the option `method` names as MODULE:CLASS.
+
+    The class is made with the model's config and k, the most drafts of a sequence. Its `propose(state)` returns drafts
+    [S, k] int32, for all slots of the state, up to the first that is no token, like -1.
+    """
+
+    def __init__(self, options: SpeculativeConfig, model: Transformer):
+        most = options.num_speculative_tokens
+
+        def wrong_drafts(returned: Any, state: BatchState) -> str:
+            return wrong_tensor(returned, state.num_known.new_empty(len(state.num_known), most), "drafts")
+
+        checks = {"__init__": None, "propose": wrong_drafts}
+        self.users = load_named("speculative_config's method", options.method, checks)(model.config, most)
+        self.ops, self.vocab_size = model.ops, model.config.vocab_size
+
+    def propose(self, state: BatchState, batch: Batch, hidden: torch.Tensor, pool: torch.Tensor, count: int) -> None:
+        if not count:
+            return
+        slots = batch.slots.clamp(min=0).long()
+        drafts = self.users.propose(state)[slots]
+        in_prompt = state.num_known[slots] != state.num_computed[slots] + 1
+        no_token = (drafts < 0) | (drafts >= self.vocab_size)
+        drafts = drafts.masked_fill(no_token | in_prompt[:, None], -1)
+        self.ops.put_drafts(state.token_ids, state.num_known, state.num_drafts, batch.slots, drafts)
+
+
 def new_proposer(config: EngineConfig, model: Transformer) -> Proposer | None:
     """The proposer that the options ask for, for a model that has the draft of `add_draft`."""
     options = config.speculation
@@ -42,7 +85,7 @@ def new_proposer(config: EngineConfig, model: Transformer) -> Proposer | None:
 
 
 def wanted_of(config: EngineConfig, model: Transformer) -> dict[str, TensorPart]:
-    """What a model's checkpoint must have: the model, and its draft if that has no folder of its own."""
+    """The tensors of a model's checkpoint: the model's, and its draft's if that has no folder of its own."""
     within = model.draft if config.speculation and not config.speculation.model else None
     return model.parameters() | (within.parameters() if within else {})
 
@@ -63,6 +106,6 @@ def add_draft(config: EngineConfig, model: Transformer, source: str) -> None:
     draft = model.draft = new_draft(config.speculation, model, source)
     both = model.layout, draft.layout
     unit = math.lcm(*(shape[-1] for layout in both for shape in layout.shapes))
-    own, beside = (-(-layout.size // unit) * unit for layout in both)
-    draft.layout = draft.layout._replace(size=beside)
-    model.layout = model.layout._replace(size=own + beside, total=model.layout.total + draft.layout.total)
+    size, draft_size = (-(-layout.size // unit) * unit for layout in both)
+    draft.layout = draft.layout._replace(size=draft_size)
+    model.layout = model.layout._replace(size=size + draft_size, total=model.layout.total + draft.layout.total)
