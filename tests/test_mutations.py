@@ -164,9 +164,9 @@ def test_the_tests_catch_it(
     fixtures = {"ops": kernels, "device": device, "place": device, "monkeypatch": monkeypatch}
 
     def run() -> None:
-        given = [value for name, value in fixtures.items() if name in inspect.signature(check).parameters]
+        values = [value for name, value in fixtures.items() if name in inspect.signature(check).parameters]
         for example in examples:
-            check(*given, *example)
+            check(*values, *example)
 
     if check not in passed:
         run()
