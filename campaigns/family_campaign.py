@@ -36,7 +36,7 @@ from device.startup import start_worker
 from model_config import ModelConfig
 from models.families import ALIASES, FAMILIES
 from plan import NewRow, StepPlan
-from renamed import RENAMED, of_transformers, rename
+from random_checkpoints import RENAMED, of_transformers, rename
 
 ROOT = Path(__file__).parent.parent
 RESULT = ROOT / "bench_results" / "families.json"

@@ -17,11 +17,9 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
-
-from renamed import of_transformers, rename
 
 TESTS = Path(__file__).parent
 DATA = TESTS / "data"
@@ -35,11 +33,11 @@ ABSENT = object()
 
 def shape(**more: Any) -> dict[str, Any]:
     """A shape that suits most families: 4 heads of 16, two of which share a key. What is ABSENT is left out."""
-    found = {
+    fields = {
         "vocab_size": 99, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
         "num_hidden_layers": 2, "intermediate_size": 80, "max_position_embeddings": 256, "bos_token_id": None,
         "eos_token_id": None, "pad_token_id": None, "tie_word_embeddings": False, **more}  # fmt: skip
-    return {name: value for name, value in found.items() if value is not ABSENT}
+    return {name: value for name, value in fields.items() if value is not ABSENT}
 
 
 OWN_HEADS = {"num_key_value_heads": ABSENT}  # each head has keys of its own, and no field says so
@@ -265,7 +263,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def remote(architecture: str, config: str, **more: Any) -> dict[str, Any]:
-    """A model that computes what a class of transformers does; tests/models/test_remote_code.py renames its files."""
+    """A model that computes what a class of transformers does; tests/models/test_other_files.py renames its files."""
     return case(config, **more) | {"architecture": architecture}
 
 
@@ -508,6 +506,89 @@ SEEING: dict[str, dict[str, Any]] = {
     "voxtral": seeing("Voxtral", "llama", "audio_config"),
 }  # fmt: skip
 
+# --- a family that transformers lacks, by a class of it that computes the same where some weights are 0 ---------------
+
+# A case whose `config` is a key of `RENAMED` has the shape of the other class, and the family gets what has an effect.
+# Families that differ in names alone are in tests/models/test_other_files.py.
+Fields = dict[str, Any]
+
+
+class Renamed(NamedTuple):
+    """How a family is made of another one."""
+
+    of: str  # a config class of transformers
+    fields: Callable[[Fields], Fields]  # a config.json of the family for the class's shape
+    tensors: Callable[[Fields], Fields]  # its tensors for those of the class
+    zeros: Callable[[Fields], dict[str, int]]  # see oracle.py
+
+
+def blocks(layers: int) -> list[tuple[bool, bool]]:
+    """Whether each layer has attention, and whether its MLP is as wide as that of Llama, of 512."""
+    return [(i % 3 != 1, i == 0) for i in range(layers)]
+
+
+def nemotron(shape: Fields) -> Fields:
+    """Nemotron Super, of Llama. Sizes of MLPs are rounded up to 256 or 512."""
+    groups = shape["num_attention_heads"] // shape["num_key_value_heads"]
+    listed = [
+        {"attention": {"no_op": not attention, "n_heads_in_group": groups if attention else None, "sparsify": None},
+         "ffn": {"ffn_mult": (450 if wide else 200) / shape["hidden_size"], "no_op": False}}
+        for attention, wide in blocks(shape["num_hidden_layers"])
+    ]  # fmt: skip
+    return shape | {"block_configs": listed, "num_key_value_heads": None, "intermediate_size": None}
+
+
+def nemotron_tensors(tensors: Fields) -> Fields:
+    """What has no effect in Llama's is left out."""
+    kept, layers = {}, 1 + max(int(name.split(".")[2]) for name in tensors if "layers" in name)
+    for name, tensor in tensors.items():
+        attention, wide = blocks(layers)[int(name.split(".")[2])] if "layers" in name else (True, True)
+        if not attention and ("self_attn" in name or "input_layernorm" in name):
+            continue
+        if not wide and "mlp" in name and "down_proj.bias" not in name:
+            tensor = tensor[:, :256] if "down_proj" in name else tensor[:256]
+        kept[name] = tensor.contiguous().clone()
+    return kept
+
+
+def nemotron_zeros(shape: Fields) -> dict[str, int]:
+    zeros = {}
+    for i, (attention, wide) in enumerate(blocks(shape["num_hidden_layers"])):
+        zeros |= {} if attention else {f"layers.{i}.self_attn.o_proj.": 0}
+        zeros |= {} if wide else {f"layers.{i}.mlp.down_proj.weight": 256}
+    return zeros
+
+
+RENAMED = {
+    "DeciLMConfig": Renamed("LlamaConfig", nemotron, nemotron_tensors, nemotron_zeros),
+}
+
+
+def of_transformers(case: Fields) -> Fields:
+    """The case with a config class that transformers has."""
+    renamed = RENAMED.get(case["config"])
+    return case | {"config": renamed.of, "zeros": renamed.zeros(case["shape"])} if renamed else case
+
+
+def published(case: Fields) -> Fields:
+    """What a config.json of the case says."""
+    renamed = RENAMED.get(case["config"])
+    return renamed.fields(case["shape"]) if renamed else case["shape"]
+
+
+def rename(folder: Path, case: Fields) -> None:
+    """Give the checkpoint that transformers has made of a case the names that the family has."""
+    if not (renamed := RENAMED.get(case["config"])):
+        return
+    from safetensors.torch import load_file, save_file  # which the cases alone do not need
+
+    architecture = case["config"].removesuffix("Config") + "ForCausalLM"
+    raw = published(case) | {"architectures": [architecture], "dtype": case.get("dtype", "float32")}
+    (folder / "config.json").write_text(json.dumps(raw))
+    tensors = load_file(folder / "model.safetensors")
+    save_file(renamed.tensors(tensors), folder / "model.safetensors")
+
+
 # --- all of them ------------------------------------------------------------------------------------------------------
 
 GROUPS = {
@@ -530,16 +611,16 @@ def ask() -> None:
     lengths = {"families": (7, 41), "remote": (7, 41), "pooled": (1, 7, 41, 100, 1, 64), "beams": (1, 7, 23)}
     for group, cases in GROUPS.items():
         first = int(group == "families")
-        for name, each in cases.items():
-            rng, vocab = random.Random(name), each["shape"]["vocab_size"]  # a new case changes no other one's prompts
-            each["prompts"] = [[rng.randrange(first, vocab) for _ in range(n)] for n in lengths.get(group, (1, 7, 41))]
+        for name, entry in cases.items():
+            rng, vocab = random.Random(name), entry["shape"]["vocab_size"]  # a new case changes no other one's prompts
+            entry["prompts"] = [[rng.randrange(first, vocab) for _ in range(n)] for n in lengths.get(group, (1, 7, 41))]
             if group in ("families", "remote"):
-                each["generated"] = [1]
+                entry["generated"] = [1]
             if group == "beams":
-                each["beams"] = [{"max_new_tokens": NEW_OF_BEAMS} | arguments for arguments in BEAMS]
-            each["new"] = NEW_OF_BEAMS if group == "beams" else NEW
+                entry["beams"] = [{"max_new_tokens": NEW_OF_BEAMS} | arguments for arguments in BEAMS]
+            entry["new"] = NEW_OF_BEAMS if group == "beams" else NEW
             if name in KEPT[group]:
-                each["dtype"] = "bfloat16"  # which takes half the room
+                entry["dtype"] = "bfloat16"  # which takes half the room
 
 
 ask()
