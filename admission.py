@@ -118,13 +118,6 @@ class Admission:
         if any(plan.state_out for plan in plans) or not written.isdisjoint(swapped):
             self.drop_swapped(now)
 
-    def lose_pools(self, now: float) -> None:
-        """The contents of the KV cache and of host memory are gone."""
-        self.drop_swapped(now)
-        self.samples.drop()
-        self.space.reset_prefix_cache()
-        self.released = []  # new workers have no slots to give up
-
     def _firsts(self) -> list[Sequence]:
         """The first sequence of each line of both queues."""
         return self.waiting.firsts() + self.swapped.firsts()
@@ -141,12 +134,12 @@ class Admission:
         length = len(seq.tokens)
         if seq.status is Status.WAITING:
             entry = self._entry(seq, plan)
-            need, known = self.space.price(entry), entry.cached
+            need, computed = self.space.price(entry), entry.cached
         else:
-            need, known = sum(self.space.goals(length, self.space.chunk)), seq.num_computed
+            need, computed = sum(self.space.goals(length, self.space.chunk)), seq.num_computed
         if need + self._kept(seq, self.reserve.growth([*running, seq])) > self.blocks.num_free:
             return None
-        return seq, length - known
+        return seq, length - computed
 
     # --- who comes in -----------------------------------------------------------------------------------------------
 
@@ -188,12 +181,12 @@ class Admission:
 
     def _obstacle(self, seq: Sequence, budget: SchedulingBudget) -> str:
         """Why a sequence cannot come in, whatever blocks are free; empty: it can."""
-        if budget.tokens <= 0 or budget.seqs <= 0:  # slots, this lane, or the step's tokens are used up
-            short = "step" if budget.tokens > 0 else "tokens"
-            return short if self.free_slots else "slots"
-        if any(name == seq.name for name, _, _ in self.preempted):  # this plan has just preempted it
-            return "step"
-        return "" if self.free_slots else "slots"
+        if not self.free_slots:
+            return "slots"
+        if budget.tokens <= 0:
+            return "tokens"
+        preempted = any(name == seq.name for name, _, _ in self.preempted)  # by this plan
+        return "step" if preempted or budget.seqs <= 0 else ""
 
     def _kept(self, seq: Sequence, growth: float) -> int:
         """Blocks that must be left free when `seq` is let in and sequences are expected to grow by `growth`."""
@@ -282,7 +275,11 @@ class Admission:
             return self._find_room(seq, plan, most, kept, alone)
         seq.slot = self.free_slots.pop()
         self.adapters.take(seq, plan)
-        self._enter(seq, plan)
+        plan.new.append(new_row(seq, self.adapters, named=self.config.sanitize_kv))
+        if (again := seq.num_forgotten - seq.num_computed) > 0:
+            self.counters["num_recomputed_tokens_total"] += again
+            seq.timeline.note(recomputed_tokens=again)
+        seq.num_forgotten = 0
         if self.space.states:
             self.space.states.resume(seq, plan)
         return True
@@ -305,41 +302,6 @@ class Admission:
             seq.timeline.note(prefix_cache="not read: prompt_logprobs")
         self.samples.admitted(seq)
         return True
-
-    def _enter(self, seq: Sequence, plan: StepPlan) -> None:
-        """Put a sequence into its slot."""
-        group = seq.group
-        params = group.params
-        masked = params.constrained  # its mask covers what stays empty below
-        penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
-        plan.new.append(
-            NewRow(
-                slot=seq.slot,
-                token_ids=self.adapters.known(seq),
-                num_computed=seq.num_computed,
-                blocks=[table.copy() for table in seq.tables],
-                sampling=params.columns,
-                seed=seq.seed,
-                num_logprobs=group.num_logprobs,
-                score=group.score,
-                name=seq.name if self.config.sanitize_kv else "",
-                penalties=penalties if penalties != (1.0, 0.0, 0.0) else None,
-                num_prompt=group.num_prompt,
-                logit_bias=params.logit_bias,
-                allowed=None if masked else group.allowed,
-                stops=group.stops,
-                pooling=group.pooling,
-                min_tokens=0 if masked else max(0, params.min_tokens - (len(seq.tokens) - group.num_prompt)),
-                bad_words=[] if masked else [list(ids) for ids in params.bad_word_ids],
-                constrained=masked,
-                masked_logprobs=masked and (params.masked_logprobs or group.beam is not None),
-                adapter=self.adapters.slot(seq),
-            )
-        )
-        if (again := seq.num_forgotten - seq.num_computed) > 0:
-            self.counters["num_recomputed_tokens_total"] += again
-            seq.timeline.note(recomputed_tokens=again)
-        seq.num_forgotten = 0
 
     # --- the way out ------------------------------------------------------------------------------------------------
 
@@ -394,3 +356,32 @@ class Admission:
         if seq.batch is not None:
             seq.batch.leave(seq)
             self.space.publish(seq, len(seq.tokens) - 1)
+
+
+def new_row(seq: Sequence, adapters: AdapterSlots, named: bool) -> NewRow:
+    """What the workers must know of a sequence that enters its slot; its name if it is to be `named`."""
+    group, params = seq.group, seq.group.params
+    masked = params.constrained  # its mask covers what stays empty below
+    penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
+    return NewRow(
+        slot=seq.slot,
+        token_ids=adapters.row_tokens(seq),
+        num_computed=seq.num_computed,
+        blocks=[table.copy() for table in seq.tables],
+        sampling=params.columns,
+        seed=seq.seed,
+        num_logprobs=group.num_logprobs,
+        score=group.score,
+        name=seq.name if named else "",
+        penalties=penalties if penalties != (1.0, 0.0, 0.0) else None,
+        num_prompt=group.num_prompt,
+        logit_bias=params.logit_bias,
+        allowed=None if masked else group.allowed,
+        stops=group.stops,
+        pooling=group.pooling,
+        min_tokens=0 if masked else max(0, params.min_tokens - (len(seq.tokens) - group.num_prompt)),
+        bad_words=[] if masked else [list(ids) for ids in params.bad_word_ids],
+        constrained=masked,
+        masked_logprobs=masked and (params.masked_logprobs or group.beam is not None),
+        adapter=adapters.slot(seq),
+    )

@@ -62,7 +62,7 @@ class AsyncStream(Stream):
         self.loop, self.arrived = asyncio.get_running_loop(), asyncio.Event()
 
     def put(self, item: EngineOutput | Exception) -> None:
-        """Put an output into the stream (`Stream`); any thread may call this."""
+        """Do `Stream.put` and wake the task; any thread may call this."""
         super().put(item)
         with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody waits any more
             self.loop.call_soon_threadsafe(self.arrived.set)
@@ -80,9 +80,6 @@ class AsyncMPClient:
     """An engine process, which this starts and replaces, and its client. It waits until the engine is ready.
 
     The methods of `engine` wait, so a task of an event loop calls them in another thread.
-
-    Raises:
-        EngineDeadError: the engine does not start, and says why.
     """
 
     def __init__(self, config: EngineConfig):
@@ -117,7 +114,7 @@ class AsyncMPClient:
         await asyncio.wrap_future(self._submit(self._add, request, stream))
 
     def abort_soon(self, request_id: str, index: int | None = None, reason: str = "abort") -> None:
-        """Abort a request, or the sample of an index, once the requests before it are sent (`MPClient.abort`)."""
+        """Do `MPClient.abort` once the requests before it are sent."""
         with contextlib.suppress(ValueError, RuntimeError):  # this is shut down
             self._submit(self.engine.abort, request_id, index, reason)
 
@@ -141,14 +138,11 @@ class AsyncLLM:
         if (size := config.max_engines) > 1 or config.headless:
             raise ValueError(f"data_parallel_size is {size}; for AsyncLLM it must be 1: several are for the server")
         if config.distributed_executor_backend == "external_launcher":
-            raise ValueError(
-                "distributed_executor_backend is 'external_launcher'; for AsyncLLM it must be auto, uni, mp or ray"
-            )
+            config.refuse("distributed_executor_backend", "for AsyncLLM it must be auto, uni, mp or ray")
         set_up(config.log_level, config.log_format, logger.name)
-        config = find_model(config)
-        # Here, so that a model that cannot be is a ValueError before a process starts.
-        ModelConfig.from_folder(config.folder, config.hf_overrides)
-        self.config, self.tokenizer = config, open_tokenizer(config.folder, config.skip_tokenizer_init)
+        self.config = config = find_model(config)
+        ModelConfig.from_folder(config.folder, config.hf_overrides)  # a ValueError before a process starts
+        self.tokenizer = open_tokenizer(config.folder, config.skip_tokenizer_init)
         self.live: dict[str, tuple[str, AsyncStream]] = {}  # by the caller's name of a request: the engine's, its news
         self.numbers = itertools.count()
         self.client = AsyncMPClient(dataclasses.replace(config, runs_functions=True))
@@ -186,8 +180,8 @@ class AsyncLLM:
         stream, finished = AsyncStream(), False
         self.live[request_id] = name, stream
         try:
-            asked = name, prompt, sampling_params, priority, lora_request
-            request, choices = await asyncio.to_thread(self.inputs.request, *asked)
+            arguments = name, prompt, sampling_params, priority, lora_request
+            request, choices = await asyncio.to_thread(self.inputs.request, *arguments)
             choices.request_id = request_id
             await self.client.add_request(request, stream)
             while not finished:
@@ -272,7 +266,7 @@ class AsyncLLM:
             return await self._utility("update_weights", *source, timeout=None)
 
     async def get_weights_version(self) -> int:
-        """How often weights were updated since the start."""
+        """The number of updates of weights since the start."""
         return await self._utility("get_weights_version")
 
     async def start_profile(self) -> None:
@@ -295,7 +289,7 @@ class AsyncLLM:
 
     @property
     def dead_error(self) -> EngineDeadError:
-        """What `check_health` raises."""
+        """The error that `check_health` raises."""
         return EngineDeadError(self.client.engine.trouble or GONE)
 
     async def check_health(self) -> None:

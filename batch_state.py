@@ -33,9 +33,10 @@ class StepShape(NamedTuple):
     samples: int  # tokens that are sampled: one of a row, and one after each draft
     max_query_len: int
     adjusted: bool  # whether some slot's logits are adjusted
-    adapted: bool = False  # whether rows may have adapters
+    adapted: bool = False  # whether some sequence has an adapter
     drafted: int = 0  # the rows with these tokens, if some of them have drafts
     queries: int = 1  # tokens of each row, if all rows have as many drafts as there may be
+    proposes: bool = False  # whether drafts are made for later steps
 
 
 class Writes:

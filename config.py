@@ -56,21 +56,21 @@ def lacking(packages: Iterable[str]) -> str:
     return f"{sys.executable} has no {named}: {how}" if missing else ""
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, names: Iterable[str]) -> str:
     """The end of the message that refuses an unknown name: the known name that is most like it, if one is."""
-    return "".join(f"; the nearest is {near}" for near in difflib.get_close_matches(name, known, 1))
+    return "".join(f"; the nearest is {near}" for near in difflib.get_close_matches(name, names, 1))
 
 
 def naming_nearest(cls: type[T]) -> type[T]:
     """Let a dataclass refuse an unknown field by a ValueError with the one that is most like it, or with all."""
     init: Callable[..., None] = cls.__init__
-    known = sorted(inspect.signature(cls).parameters)
+    names = sorted(inspect.signature(cls).parameters)
 
     @functools.wraps(init)
     def checked(self: T, *args: Any, **fields: Any) -> None:
-        if unknown := [name for name in fields if name not in known]:
-            names = nearest(unknown[0], known) or f"; there are {', '.join(known)}"
-            raise ValueError(f"{cls.__name__} has no {unknown[0]}{names}")
+        if unknown := [name for name in fields if name not in names]:
+            hint = nearest(unknown[0], names) or f"; there are {', '.join(names)}"
+            raise ValueError(f"{cls.__name__} has no {unknown[0]}{hint}")
         init(self, *args, **fields)
 
     cls.__init__ = checked  # type: ignore[assignment, method-assign]
@@ -374,8 +374,8 @@ class EngineConfig:
                 object.__setattr__(self, name, others[value])
         if self.scheduling_policy not in POLICY_NAMES and not NAMED.fullmatch(self.scheduling_policy):
             self.refuse("scheduling_policy", f"allowed: {', '.join(POLICY_NAMES)}, or MODULE:CLASS")
-        if wrong := [name for name in self.logits_processors if not NAMED.fullmatch(name)]:
-            raise ValueError(f"logits_processors has {wrong[0]!r:.80}; it must be MODULE:CLASS")
+        if misnamed := [name for name in self.logits_processors if not NAMED.fullmatch(name)]:
+            raise ValueError(f"logits_processors has {misnamed[0]!r:.80}; it must be MODULE:CLASS")
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
             self.refuse("max_cpu_loras", f"it must be at least max_loras, {self.max_loras}")
         if self.token_budget < self.max_num_seqs:  # else the last of them would never get a token
@@ -563,8 +563,8 @@ def guarded(owner: type, name: str, check: Check | None) -> Callable[..., Any]:
             raise kind(blame(owner, name, error)) from error
         if check and (right := check(returned, *args)):
             shape = getattr(returned, "shape", None)
-            wrong = repr(returned) if shape is None else f"{[*shape]} {returned.dtype}"
-            raise kind(blame(owner, name, f"returned {wrong:.80}; it must return {right}"))
+            shown = repr(returned) if shape is None else f"{[*shape]} {returned.dtype}"
+            raise kind(blame(owner, name, f"returned {shown:.80}; it must return {right}"))
         return returned
 
     return call

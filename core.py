@@ -18,7 +18,7 @@ from typing import Any
 
 from config import EngineConfig, FatalHookError, blame, step_tokens
 from device.workers import Workers, check_reloadable
-from executor import ExpertPeers, WorkerError
+from executor import WorkerError
 from executors.choose import new_executor
 from lora.registry import HostAdapters
 from model_config import ModelConfig
@@ -53,7 +53,6 @@ UTILITIES = {  # the methods that clients may call by name, and the path from th
     "get_weights_version": "workers.get_weights_version",
     "start_profile": "profiles.start_profile",
     "stop_profile": "profiles.stop_profile",
-    "has_work": "has_work",
     "add_lora": "adapters.add",
 }
 GLANCE = 0.01  # seconds between two looks at grammars and adapters that are being made ready, with nothing else to do
@@ -77,12 +76,12 @@ def client_facts(config: EngineConfig, model_config: ModelConfig, of_workers: di
     }
 
 
-def scheduler_sizes(config: EngineConfig, model_config: ModelConfig, known: dict[str, Any]) -> dict[str, Any]:
+def scheduler_sizes(config: EngineConfig, model_config: ModelConfig, facts: dict[str, Any]) -> dict[str, Any]:
     """The scheduler's arguments that follow from the model and from its workers' facts."""
     names = ("num_blocks", "max_model_len", "vocab_size", "num_host_blocks", "windows", "swap_cost", "row_seconds")
     ends = () if config.makes_vectors else model_config.eos_token_ids
-    room = StateRoom(**states) if (states := known.get("states")) else None
-    return {name: known[name] for name in names} | {"eos_token_ids": ends, "states": room}
+    room = StateRoom(**states) if (states := facts.get("states")) else None
+    return {name: facts[name] for name in names} | {"eos_token_ids": ends, "states": room}
 
 
 def may_plan_ahead(scheduler: Scheduler, ahead: int) -> bool:
@@ -117,7 +116,7 @@ class EngineCore:
         SystemExit: this process is a rank that has followed rank 0 to its end; see `executors/torchrun.py`.
     """
 
-    def __init__(self, config: EngineConfig, peers: ExpertPeers | None = None):
+    def __init__(self, config: EngineConfig, peers: Any = None):
         # Replace the task `auto` by the model's own, with the options that follow from it.
         config, self.model_config = settle_task(config, ModelConfig.from_folder(config.folder, config.hf_overrides))
         check_reloadable(config)
@@ -181,7 +180,7 @@ class EngineCore:
             self._observe("tick")
             check_pooling(r.pooling, r.params, self.config, self.model_config)
             if r.params.structured_outputs is not None:
-                queued.grammar = self.grammars.compile(r.params.structured_outputs, r.client)
+                queued.grammar = self.grammars.compile(r.params.structured_outputs)
                 if at_once:
                     wait([queued.grammar], COMPILE_TIMEOUT)
                 if not queued.grammar.done():
@@ -247,18 +246,18 @@ class EngineCore:
         if self.paused or self.adapters.waiting or self.grammars.waiting:
             self.admit()
         restarts = self.workers.num_restarts
-        more = self._may_run() if start is None else start
+        runs = self._may_run() if start is None else start
         # Take a result if no more steps may be in flight, or if the next one cannot be planned without it.
-        if len(self.plans) == self.depth or (self.plans and not (more and may_plan_ahead(self.scheduler, self.ahead))):
+        if len(self.plans) == self.depth or (self.plans and not (runs and may_plan_ahead(self.scheduler, self.ahead))):
             self._land()
         self._make_masks()
-        if self.grammars.waiting and not (more or self.plans):
+        if self.grammars.waiting and not (runs or self.plans):
             wait([request.grammar for request in self.grammars.waiting.values()], GLANCE, FIRST_COMPLETED)
-        elif (self.paused or self.adapters.waiting) and not (more or self.plans):
+        elif (self.paused or self.adapters.waiting) and not (runs or self.plans):
             time.sleep(GLANCE)
         # A restart has dropped the plans. After it, a caller that gave `start` decides again.
-        more = self._may_run() if start is None else start and self.workers.num_restarts == restarts
-        if more and (not self.plans or self.scheduler.next_lane().flying < self.ahead):
+        runs = self._may_run() if start is None else start and self.workers.num_restarts == restarts
+        if runs and (not self.plans or self.scheduler.next_lane().flying < self.ahead):
             try:
                 self._plan()
                 with self.span("submit", self.plans[-1]):
@@ -471,9 +470,10 @@ class EngineCore:
 
 def not_finite(flight: Flight, rows: list[int]) -> dict[SequenceGroup, str]:
     """The requests of these rows of a step, and what was wrong; the log has one line for each adapter."""
-    wrong = {}
+    errors = {}
     for request in {seq.group for i in rows if flight.brings(seq := flight.seqs[i])}:
         maker = f"adapter {request.adapter.name!r}" if request.adapter else "the model"
-        wrong[request] = f"{maker} has made numbers that are not finite: NaN, or minus infinity for every token allowed"
-        warn_once(f"{wrong[request]}; requests for which it does so end with this error")
-    return wrong
+        error = f"{maker} has made numbers that are not finite: NaN, or minus infinity for every token allowed"
+        errors[request] = error
+        warn_once(f"{error}; requests for which it does so end with this error")
+    return errors

@@ -60,8 +60,8 @@ def with_options(
     """Let an `__init__` show the parameters of `config` to editors, type checkers, `help` and `inspect`."""
 
     def decorate(init: Callable[..., None]) -> Callable[Concatenate[Any, Options], None]:
-        own, options = inspect.signature(init).parameters["self"], inspect.signature(config).parameters.values()
-        vars(init)["__signature__"] = inspect.Signature([own, *options])
+        myself, options = inspect.signature(init).parameters["self"], inspect.signature(config).parameters.values()
+        vars(init)["__signature__"] = inspect.Signature([myself, *options])
         return init
 
     return decorate
@@ -80,18 +80,13 @@ def new_client(config: EngineConfig) -> InprocClient | FleetClient:
     if sys.platform == "win32" or config.distributed_executor_backend == "external_launcher":
         where = "on Windows" if sys.platform == "win32" else "with distributed_executor_backend 'external_launcher'"
         raise ValueError(f"{where}, {OWN_PROCESS} must be 0 and data_parallel_size 1")
-    # imported here, because a script with the engine in this process does not need it
-    from processes.fleet import FleetClient
+    from processes.fleet import FleetClient  # here, because a script with the engine in this process does not need it
 
     return FleetClient(config)
 
 
 class LLMEngine:
-    """A model for scripts that run its loop themselves.
-
-    Raises:
-        ValueError: the options or the model are not usable.
-    """
+    """A model for scripts that run its loop themselves; a ValueError if the options or the model are not usable."""
 
     def __init__(self, config: EngineConfig):
         if config.headless or config.data_parallel_size_max is not None or config.data_parallel_external_lb:
@@ -198,7 +193,7 @@ class LLMEngine:
         return bool(self.live or self.grown)
 
     def get_num_unfinished_requests(self) -> int:
-        """How many requests have not finished."""
+        """The number of requests that have not finished."""
         return len(self.live)
 
     def do_log_stats(self) -> None:
@@ -218,11 +213,11 @@ class LLM(PoolingFaces):
     """A model for scripts. `with LLM(...) as llm:` closes it at the end.
 
     The engine runs in this process, and only while a method such as `generate` waits for it. With
-    MANTA_ENABLE_V1_MULTIPROCESSING=1 in the environment it has a process of its own. With several engines, each always
-    has one. If an engine dies, it is replaced, and methods that waited for it raise an `EngineDeadError`.
+    MANTA_ENABLE_V1_MULTIPROCESSING=1 in the environment, or with several engines, each has a process of its own. If it
+    dies, it is replaced, and methods that waited for it raise an `EngineDeadError`.
 
-    If torchrun or Slurm's `srun` starts the script on every rank (`distributed_executor_backend="external_launcher"`),
-    only rank 0 returns from here. The other ranks do what rank 0 says until its script has ended.
+    With `distributed_executor_backend="external_launcher"` only rank 0 returns from here. The other ranks do what rank
+    0 says until its script has ended.
 
     Args:
         model: folder in Hugging Face layout, a GGUF file, or an id on the hub.
@@ -284,8 +279,8 @@ class LLM(PoolingFaces):
 
         A histogram is a dict of its buckets' `bounds`, the `counts` of each bucket alone, and the `sum` of all values.
         """
-        found = self.client.utility("metrics")
-        return found[0] if self.config.data_parallel_size == 1 else found
+        by_rank = self.client.utility("metrics")
+        return by_rank[0] if self.config.data_parallel_size == 1 else by_rank
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; returns True, as vLLM does if nothing runs."""
@@ -338,7 +333,7 @@ class LLM(PoolingFaces):
 
     @property
     def weights_version(self) -> int:
-        """How often weights were updated since the start."""
+        """The number of updates of weights since the start."""
         return max(self.client.utility("get_weights_version").values())
 
     def start_profile(self) -> None:
@@ -424,7 +419,7 @@ class LLM(PoolingFaces):
             messages = [{"role": "user", "content": messages}]
         is_one = isinstance(messages, list) and messages and isinstance(messages[0], dict)
         conversations: Any = [messages] if is_one else messages
-        if not isinstance(conversations, list) or not all(isinstance(each, list) for each in conversations):
+        if not isinstance(conversations, list) or not all(isinstance(talk, list) for talk in conversations):
             must = "it must be a text, a list of messages, or a list of such lists"
             raise ValueError(f"messages is {messages!r:.80}; {must}")
         fixed = add_generation_prompt, continue_final_message, tools, chat_template

@@ -5,8 +5,8 @@
 
 The executors for several hosts are in `executors/`: torchrun's and Ray's.
 
-`submit` and `result` are separate, so that an executor may run a step while the engine plans the next one. torch is
-imported where a worker is made. So an engine whose workers are processes never loads it, and starts again sooner.
+`submit` and `result` are separate, so that a step may run while the engine plans the next one. torch is imported where
+a worker is made, so an engine whose workers are processes never loads it.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import spawn
 from multiprocessing.connection import wait
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 
 from config import EngineConfig, FatalHookError
-from device.serve import NEVER, SCRIPT, new_worker, script_of_caller, work
+from device.serve import SCRIPT, new_worker, script_of_caller, work
 from model_config import ModelConfig
 from observe.logs import logger, set_up
-from plan import Call, Kwargs, Method, Rendezvous, Reply, StepPlan, StepResult, joined
+from plan import Call, Kwargs, Method, Reply, StepPlan, StepResult, joined
 from ring import BEAT, STALL, Codec, RingBuffer, RingTimeout, Watchdog
 
 TURN = 0.05  # seconds to wait for one rank's reply before looking at the next rank's
@@ -80,7 +80,7 @@ class UniExecutor:
         self.step_timeout = step_timeout(config, self.worker.facts())
 
     def facts(self) -> dict[str, Any]:
-        """What the worker measured and chose, see `Worker.facts`, and how many seconds a step may take."""
+        """The measurements and choices of rank 0 (`Worker.facts`), and the seconds that a step may take."""
         return self.worker.facts() | {"step_timeout": self.step_timeout}
 
     def submit(self, plan: StepPlan) -> None:
@@ -95,7 +95,7 @@ class UniExecutor:
     def collective_rpc(
         self, method: Method, timeout: float | None = None, args: Sequence[Any] = (), kwargs: Kwargs = None
     ) -> list[Any]:
-        """What a method of `Worker`, or a function of it, returns on each rank; see `LLM.collective_rpc`.
+        """Call a method of `Worker`, or a function of it, on each rank; see `LLM.collective_rpc`.
 
         Raises:
             ValueError: there is no such method, or it failed. Whatever else a function raises.
@@ -114,7 +114,7 @@ class UniExecutor:
         """Raise what `result` does if a worker has ended; this one lives."""
 
     def note(self) -> str:
-        """What the start log adds about the workers."""
+        """The start log's words about the workers."""
         return ""
 
     def forget(self) -> None:
@@ -127,20 +127,14 @@ class UniExecutor:
         gc.collect()  # its phases refer to it
 
 
-class ExpertPeers(Protocol):
-    """The engines that share a model's experts with this one; see `processes/lockstep.py`."""
-
-    broken: bool
-
-    def meet(self, timeout: float) -> Rendezvous:
-        """Wait for them; returns where the workers meet, and how many engines there are now."""
-
-
 class MpExecutor:
-    """A process for each rank. If `peers` share the experts, its workers start when theirs do.
+    """A process for each rank, with the methods of `UniExecutor`.
+
+    Args:
+        peers: the engines that share the experts (`processes.lockstep.Peers`); the workers start when theirs do.
 
     Attributes:
-        on_trouble: called with a message when a worker or a given-up call holds up the engine, and with None after it.
+        on_trouble: called with a message when a worker holds up the engine, and with None after it.
 
     Raises:
         ValueError: see `start_worker`; or this process only imports a script that another one runs, or is a daemon.
@@ -150,7 +144,7 @@ class MpExecutor:
     on_this_machine = True  # all workers are
     overlaps = True  # a step runs while the next one is planned
 
-    def __init__(self, config: EngineConfig, model_config: ModelConfig, peers: ExpertPeers | None = None):
+    def __init__(self, config: EngineConfig, model_config: ModelConfig, peers: Any = None):
         process = multiprocessing.current_process()
         if getattr(process, "_inheriting", False):
             raise ValueError(
@@ -184,16 +178,16 @@ class MpExecutor:
         size = config.world_size
         if self.peers:
             try:
-                met = self.peers.meet(config.startup_timeout)
+                rendezvous = self.peers.meet(config.startup_timeout)
             except TimeoutError as error:
                 raise WorkerError(str(error)) from None
-            config = dataclasses.replace(config, expert_rendezvous=met.place, data_parallel_size=met.engines)
+            shared = {"expert_rendezvous": rendezvous.place, "data_parallel_size": rendezvous.engines}
+            config = dataclasses.replace(config, **shared)
         self.early: list[deque[StepResult]] = [deque() for _ in range(size)]  # results that have come, by rank
-        self.call_id = 0  # of the latest call,
-        self.replies: dict[int, Reply] = {}  # and the answers to it, by rank
-        self.abandoned: set[int] = set()  # ranks that still run a call that was given up: its caller has timed out
+        self.call_id = 0  # of the latest call
+        self.awaited: int | None = 0  # the call that somebody waits for; 0: the start
+        self.replies: dict[int, Reply] = {}  # to it, by rank
         self.watchdogs = [Watchdog() for _ in range(size)]
-        self.held_up = Watchdog()  # tells for how long such a call has held up the engine
         self.next_look = 0.0
         self.trouble = ""  # what `on_trouble` was last called with
         self.ready = False  # all workers have started
@@ -222,18 +216,16 @@ class MpExecutor:
         plans.be_writer()
 
     def facts(self) -> dict[str, Any]:
-        """What rank 0 measured and chose, see `Worker.facts`, and how many seconds a step may take."""
         return self.all_facts[0] | {"step_timeout": self.step_timeout}
 
     def submit(self, plan: StepPlan) -> None:
-        """Hand a plan over, once no rank runs a call that was given up.
+        """Hand a plan over.
 
         Raises:
             WorkerError: see `result`; or a worker has not taken the plan within `step_timeout` seconds.
         """
         self._check_peers()
         self.unanswered.append(plan.step)
-        self.catch_up()
         self._send(plan)
 
     def result(self) -> StepResult:
@@ -247,50 +239,29 @@ class MpExecutor:
         return joined(results, self.config.tensor_parallel_size)
 
     def forget(self) -> None:
-        """Give up the results of plans that were handed over."""
         self.unanswered.clear()
 
     def collective_rpc(
         self, method: Method, timeout: float | None = None, args: Sequence[Any] = (), kwargs: Kwargs = None
     ) -> list[Any]:
-        """What a method of `Worker`, or a function of it, returns on each rank; see `LLM.collective_rpc`.
+        """Call all ranks. They finish a call that takes too long, and their late replies are dropped.
 
         Raises:
-            ValueError: it failed, or the function cannot be sent.
-            TimeoutError: a rank has not replied within `timeout`; or an earlier call still runs, and this is not sent.
+            ValueError: the call failed, or the function cannot be sent.
+            TimeoutError: a rank has not replied within `timeout`, or without one within `step_timeout` seconds.
             WorkerError: see `result`.
         """
         call = Call.of(self.call_id + 1, method, args, kwargs)
-        begun = time.monotonic()
-        self.catch_up(NEVER if timeout is None else timeout)
-        if timeout is None:
-            begun, timeout = time.monotonic(), self.step_timeout
-        self.call_id = call.call_id
-        self.replies = {}
+        begun, self.call_id = time.monotonic(), call.call_id
+        self.awaited, self.replies = call.call_id, {}  # one rank may reply while another one is written to
         self._send(call)
-        return self._replies(begun, timeout)
-
-    def catch_up(self, timeout: float = NEVER) -> None:
-        """Wait until no rank runs a call that was given up; a TimeoutError if one still does after so many seconds."""
-        deadline = time.monotonic() + timeout
-        if not self.whole:
-            raise BlamelessError("a start of the workers, or a message to them, was broken off")
-        counts = {rank: self.plans.sleep_count(rank) for rank in self.abandoned}
-        while self.abandoned:
-            rank = min(self.abandoned)
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"rank {rank} still runs an earlier call, so this one was not sent")
-            self._take(rank, TURN)
-            self._attend()
-            # A rank that waits for its next message has finished the call, even if Ctrl-C lost its reply.
-            self.abandoned -= {rank for rank in self.abandoned if self.plans.sleep_count(rank) not in (0, counts[rank])}
+        return self._replies(begun, self.step_timeout if timeout is None else timeout)
 
     def check(self) -> None:
         """Raise what `result` does if a worker, idle or not, has ended."""
-        self._attend(idle=not self.unanswered)
+        self._attend()
 
     def note(self) -> str:
-        """What the start log adds about the workers."""
         count = len(self.processes)
         return f", {count} worker {'processes' if count > 1 else 'process'}, {self.step_timeout:g} s at most for a step"
 
@@ -306,6 +277,8 @@ class MpExecutor:
 
     def _send(self, message: StepPlan | Call) -> None:
         data = self.codec.encode(message)
+        if not self.whole:
+            raise BlamelessError("a start of the workers, or a message to them, was broken off")
         self.whole = False
         try:
             self.plans.write(data, self.step_timeout, self._attend)
@@ -323,23 +296,22 @@ class MpExecutor:
             assert not result or result.step <= step
             if result and result.step == step:
                 return result
-            if result or self.abandoned:  # the clock starts after an earlier step, or a call, that was given up
+            if result:  # the clock starts after an earlier step, which was given up
                 deadline = time.monotonic() + self.step_timeout
             elif time.monotonic() > deadline:
                 raise self._stuck(rank, self.step_timeout)
 
-    def _attend(self, idle: bool = False) -> None:
+    def _attend(self) -> None:
         """Take what the ranks have sent, and `_look` at them. A rank reads nothing while it has no room to send."""
         for rank in range(len(self.results)):
             while self._take(rank, 0):
                 pass
-        self._look(idle)
+        self._look()
 
-    def _look(self, idle: bool = False) -> None:
+    def _look(self) -> None:
         """Look at the workers' heartbeats, if the last look is long enough ago.
 
-        An idle worker's main thread wakes up now and then, and counts how often. While a step or a call runs, another
-        thread counts heartbeats. During a start all threads may be held up: only the system tells if it is stopped.
+        During a start all threads may be held up, so only the system tells whether a worker is stopped.
 
         Raises:
             WorkerError: one has stood still for `step_timeout` seconds.
@@ -351,17 +323,13 @@ class MpExecutor:
         trouble = ""
         for rank, (watchdog, process) in enumerate(zip(self.watchdogs, self.processes, strict=True)):
             if self.ready:
-                waits = idle and rank not in self.abandoned
-                still = watchdog.look(self.plans.sleep_count(rank) if waits else self.results[rank].beats)
+                still = watchdog.look(self.results[rank].beats)
             else:
                 still = watchdog.still_if(self._is_stopped(process))
             if still >= self.step_timeout:
                 raise self._stuck(rank, self.step_timeout)
             if still >= STALL and not trouble:
                 trouble = str(self._stuck(rank, STALL))
-        held_up = self.held_up.still_if(bool(self.abandoned) and not idle)
-        if held_up >= STALL and not trouble:
-            trouble = f"all requests wait until rank {min(self.abandoned)} has done a call that was given up"
         if self.ready and bool(trouble) != bool(self.trouble):  # nobody expects steps during a start
             self.trouble = trouble
             self.on_trouble(trouble or None)
@@ -378,19 +346,20 @@ class MpExecutor:
             while True:
                 if errors := [reply.refusal() for reply in self.replies.values() if reply.error]:
                     raise errors[0]
-                if not (late := [rank for rank in ranks if rank not in self.replies]):
+                if not (missing := [rank for rank in ranks if rank not in self.replies]):
                     return [self.replies[rank].value for rank in ranks]
                 if time.monotonic() > begun + timeout:
-                    late_error = TimeoutError(f"rank {late[0]} has not replied within {timeout:g} s")
-                    raise late_error if self.ready else self._stuck(late[0], timeout)
-                for rank in late:
+                    if not self.ready:
+                        raise self._stuck(missing[0], timeout)
+                    raise TimeoutError(f"rank {missing[0]} has not replied within {timeout:g} s")
+                for rank in missing:
                     self._take(rank, TURN)
                 self._attend()
         finally:
-            self.abandoned = {*ranks} - self.replies.keys()
+            self.awaited = None
 
     def _take(self, rank: int, timeout: float) -> bool:
-        """Keep the next message of a rank for whoever asks for it; False if none has come in time."""
+        """Keep the next message of a rank; False if none has come in time."""
         try:
             if (data := self.results[rank].read(timeout)) is None:
                 if self.processes[rank].is_alive():
@@ -403,16 +372,13 @@ class MpExecutor:
         message = self.codec.decode(data)
         if isinstance(message, StepResult):
             self.early[rank].append(message)
-        # Nobody waits for this error. (call_id 0: the worker itself failed.)
-        elif self.ready and (not message.call_id or (message.raised == "CallError" and rank in self.abandoned)):
+        elif message.call_id == self.awaited:
+            self.replies[rank] = message
+        elif not message.call_id or message.raised == "CallError":  # the worker, or a call that nobody waits for
             if message.raised == "HookError":  # new workers would fail again
                 raise FatalHookError(message.error)
             kind = BlamelessError if message.raised in ("PeersGone", "CallError") else WorkerError
             raise self._error(rank, "has failed", message.error, kind)
-        elif rank in self.abandoned:
-            self.abandoned.remove(rank)  # nobody waits for it any more
-        elif message.call_id == self.call_id:
-            self.replies[rank] = message
         return True
 
     def _died(self, rank: int) -> Exception:
@@ -436,44 +402,41 @@ class MpExecutor:
         return is_stopped(process.pid)
 
     def _error(self, rank: int, what: str, why: str = "", kind: type[WorkerError] = WorkerError) -> WorkerError:
-        """An error that says what happened to a rank, and in which step. A call that was given up blames no request."""
+        """An error that says what happened to a rank, and in which step."""
         where = f" in step {self.unanswered[0]}" if self.unanswered else " while idle"
         if not self.ready:
             where = " while it starts"
-        elif rank in self.abandoned:
-            where, kind = " in a call that was given up", BlamelessError
         return kind(f"rank {rank} {what}{where}" + (f": {why}" if why else ""))
 
 
 def start_method() -> str:
-    """How worker processes start: as MANTA_WORKER_MULTIPROC_METHOD says, but no process that has torch is forked."""
-    asked = os.environ.get("MANTA_WORKER_MULTIPROC_METHOD", "spawn")
+    """The start method of worker processes: MANTA_WORKER_MULTIPROC_METHOD, but no process that has torch is forked."""
+    method = os.environ.get("MANTA_WORKER_MULTIPROC_METHOD", "spawn")
     allowed = multiprocessing.get_all_start_methods()
-    if asked not in allowed:
-        raise ValueError(f"MANTA_WORKER_MULTIPROC_METHOD is {asked!r}; it must be {' or '.join(allowed)}")
-    if asked == "fork" and (torch := sys.modules.get("torch")):
-        cuda = torch.cuda.is_initialized()
-        why = "initialised CUDA, which a fork cannot use" if cuda else "loaded torch, whose threads a fork lacks"
-        logger.warning(f"MANTA_WORKER_MULTIPROC_METHOD is 'fork', but this process has {why}: workers are spawned")
+    if method not in allowed:
+        raise ValueError(f"MANTA_WORKER_MULTIPROC_METHOD is {method!r}; it must be {' or '.join(allowed)}")
+    if method == "fork" and "torch" in sys.modules:  # a fork lacks its threads, and cannot use CUDA
+        logger.warning(
+            "MANTA_WORKER_MULTIPROC_METHOD is 'fork', but this process has loaded torch: workers are spawned"
+        )
         return "spawn"
-    if asked == "forkserver":  # the server itself must not import the caller's script
+    if method == "forkserver":  # the server itself must not import the caller's script
         multiprocessing.set_forkserver_preload([])
-    return asked
+    return method
 
 
 def start_alone(process: Any) -> None:
     """Start a worker's process without the caller's script.
 
     multiprocessing makes a new Python import the script first, and a script without a `__main__` guard would then make
-    another `LLM`. A worker does not need the script (but see `import_script`). multiprocessing has no option for this,
-    so we take the script out of the note that it writes for the new process.
+    another `LLM`. It has no option for this, so we take the script out of the note that it writes for the new process.
     """
     with STARTING:
         prepare = spawn.get_preparation_data
 
         def without_script(name: str) -> dict[str, Any]:
-            said = prepare(name)
-            return {key: said[key] for key in said if key not in SCRIPT} if name == process.name else said
+            note = prepare(name)
+            return {key: note[key] for key in note if key not in SCRIPT} if name == process.name else note
 
         spawn.get_preparation_data = without_script
         try:
@@ -518,7 +481,7 @@ def worker_main(
     results: RingBuffer,
     script: dict[str, str] | None,
 ) -> None:
-    """What a worker's process runs, until it is killed or its parent ends."""
+    """Run a worker's process, until it is killed or its parent ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the parent to act on
     name_process(f"worker {rank}" + (f" of engine {config.data_parallel_rank}" if config.max_engines > 1 else ""))
     set_up(config.log_level, config.log_format)
@@ -561,25 +524,17 @@ def is_stopped(pid: int) -> bool:
 
 
 def local_backend(config: EngineConfig) -> str:
-    """The executor that the options ask for, where `auto` is `mp` or `uni`.
-
-    Raises:
-        ValueError: this is Windows, where one worker is the most.
-    """
+    """The executor that the options ask for, where `auto` is `mp` or `uni`; a ValueError on Windows, but for `uni`."""
     backend, size = config.distributed_executor_backend, config.world_size
     if backend == "auto":  # a server has to outlive a worker's death; a script on one device needs no process
         backend = "mp" if config.beside_server or size > 1 else "uni"
     if backend != "uni" and sys.platform == "win32":
-        raise ValueError(
-            f"distributed_executor_backend is {backend!r} for {size} workers; on Windows it must be 'uni' for one, "
-            "because worker processes share descriptors and memory as Unix does"
-        )
+        must = "on Windows it must be 'uni' for one"  # worker processes share descriptors and memory as Unix does
+        raise ValueError(f"distributed_executor_backend is {backend!r} for {size} workers; {must}")
     return backend
 
 
-def new_local_executor(
-    config: EngineConfig, model_config: ModelConfig, peers: ExpertPeers | None = None
-) -> UniExecutor | MpExecutor:
+def new_local_executor(config: EngineConfig, model_config: ModelConfig, peers: Any = None) -> UniExecutor | MpExecutor:
     """The executor of workers on this machine; see `executors/choose.py` for others. Raises what the executors do."""
     if local_backend(config) == "mp":
         return MpExecutor(config, model_config, peers)
@@ -593,9 +548,7 @@ def visible_gpus() -> list[str] | None:
     """
     if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return [name for name in visible.split(",") if name not in ("", "-1")]
-    try:
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
         command = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.split()
+        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.split()
+    return None

@@ -25,6 +25,7 @@ from ops.attention import (
     _combine,
     _holds,
     _programs,
+    _query,
     _read,
     _stored,
     _tile_rows,
@@ -506,7 +507,7 @@ def attention_decode_kernel(
             i_begin += i_first // BLOCK_N * BLOCK_N
         i_end = tl.minimum(i_begin + (i_next - i_item) * BLOCK_N, i_len)
         i_row = i_b.to(tl.int64) * (TOKENS * H * D)
-        b_q = tl.load(q + i_row + o_x, mask=m_q, other=0.0)
+        b_q = _query(tl.load(q + i_row + o_x, mask=m_q, other=0.0), kv.dtype.element_ty)
         o_pos = i_len - TOKENS + o_q // G
         b_acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
         b_max = tl.where(i_item == i_from, b_sink, float("-inf"))  # a sink is one more key, with value 0
@@ -664,7 +665,7 @@ def attention_prefill_kernel(
     o_pos = i_len - i_count + o_token
     m_q = ((o_m < TOKENS * G) & (o_token < i_count))[:, None] & (o_d < D)[None, :]
     o_q = (((i_start + o_token).to(tl.int64) * H + i_kv * G + o_m % G) * D)[:, None] + o_d[None, :]
-    b_q = tl.load(q + o_q, mask=m_q, other=0.0)
+    b_q = _query(tl.load(q + o_q, mask=m_q, other=0.0), kv.dtype.element_ty)
     b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     if sinks is not None:

@@ -238,10 +238,10 @@ class BlockSpaceManager:
         device.share(entry.shared)
         self.bring_back(seq, tables, plan)
         for table, source, count in zip(tables, entry.sources, entry.missing, strict=True):
-            own = device.allocate(count)
+            blocks = device.allocate(count)
             if source >= 0:
-                plan.copies.append((source, own[0]))
-            table += own
+                plan.copies.append((source, blocks[0]))
+            table += blocks
         seq.tables = tables
         return True
 
@@ -272,14 +272,14 @@ class BlockSpaceManager:
             most = states.longest(hashes, most)
         # Only the last blocks of a window count. If one is missing, start over (kind = -1) with the shorter prefix.
         begins = [0] * len(tables)
-        known, kind = [most] * len(tables), 0  # by kind: from here up to `most` all blocks are found
+        starts, kind = [most] * len(tables), 0  # by kind: from here up to `most` all blocks are found
         while kind < len(tables):
             if window := self.windows[kind]:
                 begins[kind] = max(0, min(most * size, last) - window + 1) // size
-                i = min(known[kind], most)
+                i = min(starts[kind], most)
                 while i > begins[kind] and look_up(hashes[i - 1] + self.marks[kind]) is not None:
                     i -= 1
-                known[kind] = i
+                starts[kind] = i
                 if i > begins[kind]:
                     most, kind = states.longest(hashes, i - 1) if states else i - 1, -1
             kind += 1

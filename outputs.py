@@ -1,4 +1,4 @@
-"""What callers get back: the records that `LLM` returns, and the objects that fill them while the engine works.
+"""Records that `LLM` returns, and the objects that fill them while the engine works.
 
     Generation      one answer: its tokens and text so far
     Choices         one request: an answer for each sample, and the choice of those that its client gets
@@ -177,7 +177,7 @@ class PoolingRequestOutput(Generic[Pooled]):
     error: str | None = None  # why the engine gave it up
 
     def having(self, outputs: Other) -> PoolingRequestOutput[Other]:
-        """The same with other outputs."""
+        """This request with other outputs."""
         return PoolingRequestOutput(self.request_id, outputs, self.prompt_token_ids, self.finished, self.error)
 
 
@@ -272,7 +272,7 @@ class Generation:
             del self.token_ids[self.detokenizer.num_tokens :]
             if self.logprobs:
                 del self.logprobs[self.detokenizer.num_tokens :]
-                self.cumulative_logprob = sum(found.sampled for found in self.logprobs)
+                self.cumulative_logprob = sum(scores.sampled for scores in self.logprobs)
         else:
             self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
         self.num_new = max(0, len(self.token_ids) - before)
@@ -364,7 +364,7 @@ class Choices:
 
         def by_token(token_ids: list[int], logprobs: list[Logprobs]) -> list[dict[int, Logprob]]:
             pairs = zip(token_ids, logprobs, strict=False)  # of a prompt that was given up some are missing
-            return [logprobs_by_token(token_id, found, self.tokenizer.token_text) for token_id, found in pairs]
+            return [logprobs_by_token(token_id, scores, self.tokenizer.token_text) for token_id, scores in pairs]
 
         outputs = []
         for i, g in enumerate(self.best()):

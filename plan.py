@@ -153,8 +153,8 @@ def joined(results: list[StepResult], stage_size: int) -> StepResult:
         return failed[0]
     result, stages = results[-stage_size], results[::stage_size]
     if len(stages) > 1:
-        found = ((i, *phase) for i, stage in enumerate(stages) for phase in stage.phases)
-        result.phases = [(f"{row} {i}", name, begin, end) for i, row, name, begin, end in found]
+        phases = ((i, *phase) for i, stage in enumerate(stages) for phase in stage.phases)
+        result.phases = [(f"{row} {i}", name, begin, end) for i, row, name, begin, end in phases]
     return result
 
 
@@ -298,8 +298,8 @@ class Call:
         try:
             return call()
         except Exception as error:
-            said = str(error) if isinstance(error, ValueError) else repr(error)
-            raise CallError(f"{self.method or 'the function'} has failed: {said}") from error
+            reason = str(error) if isinstance(error, ValueError) else repr(error)
+            raise CallError(f"{self.method or 'the function'} has failed: {reason}") from error
 
 
 class CallError(ValueError):
@@ -315,10 +315,10 @@ def reference_to(function: Callable[..., Any]) -> str:
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
     reference = f"{module}:{name}"
     try:
-        found = pkgutil.resolve_name(reference) if module != "__main__" else None
+        resolved = pkgutil.resolve_name(reference) if module != "__main__" else None
     except (AttributeError, ImportError, ValueError):
-        found = None
-    if found is not function:
+        resolved = None
+    if resolved is not function:
         raise ValueError(
             f"method is {function!r:.200}, which the engine's process cannot import; it must be the name of a method "
             "of the worker, or a function of a module other than the script itself"

@@ -11,13 +11,10 @@ reader's word when that reader has taken it. The writer uses the chunk again onc
 writers and there is no lock. The design is vLLM's `shm_broadcast`, but words are sequence numbers, not flags: no piece
 lost, repeated or overtaken looks like the next. `length` is what is left of the message, in bytes.
 
-A reader spins for a moment, since a message mostly comes soon, and then sleeps until a socket, its bell, wakes it.
-Nothing here has a name in the file system, so nothing is left there, whichever process is killed.
+A reader spins for a moment, and then sleeps until a socket, its bell, wakes it. Nothing here has a name in the file
+system, so nothing is left there, whichever process is killed.
 
-Two more words tell that the other end lives, for a `Watchdog` to look at. The writer's process counts its heartbeats in
-one of them. Each reader counts its sleeps in another: while it waits, it falls asleep every second or so.
-
-Ranks on other machines have a TCP connection each instead of a ring: `executors/links.py`.
+In one more word the writer's process counts its heartbeats, for a `Watchdog` of the reader.
 """
 
 from __future__ import annotations
@@ -50,9 +47,9 @@ WORD = 8  # bytes
 
 
 class Codec:
-    """Turns messages into bytes and back: msgpack, never pickle. `classes` is a union of theirs.
+    """Turns messages of a union of classes into bytes and back: the name of a class and its fields, in msgpack.
 
-    A message is written as the name of its class and its fields. Each decoding thread needs a codec of its own.
+    Each decoding thread needs a codec of its own.
     """
 
     def __init__(self, classes: Any = Message):
@@ -73,7 +70,7 @@ class Codec:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Hold back Ctrl-C until the end of this, so that nothing is left half done: a read below, or the engine's books.
+    """Hold back Ctrl-C until the end of this, so that nothing is left half done.
 
     A step enters this several times. So it uses the module below `signal`, without enums: 3 us instead of 22.
     """
@@ -102,7 +99,7 @@ class RingTimeout(RuntimeError):
 class Watchdog:
     """Measures how long another process's count of heartbeats stands still. Call `look` at least once a second.
 
-    Only time in which this process runs counts: if the whole machine stood still, the other one is not to blame.
+    Only time in which this process runs counts, because the whole machine may have stood still.
     """
 
     def __init__(self) -> None:
@@ -131,13 +128,7 @@ def nameless_file(purpose: str) -> int:
 
 
 class RingBuffer:
-    """One end of a ring. It is made in one process, and handed to others as an argument when they are started.
-
-    Args:
-        num_readers: processes that read; each has a number from 0 on.
-        chunk_bytes: payload of a chunk.
-        num_chunks: pieces that the writer may be ahead of the slowest reader.
-    """
+    """One end of a ring. It is made in one process, and handed to others as an argument when they are started."""
 
     def __init__(self, num_readers: int, chunk_bytes: int = CHUNK_BYTES, num_chunks: int = NUM_CHUNKS):
         self.num_readers, self.chunk_bytes, self.num_chunks = num_readers, chunk_bytes, num_chunks
@@ -155,10 +146,9 @@ class RingBuffer:
         self.memory = mmap.mmap(self.fd, 0)
         self.words = memoryview(self.memory)[: self._words() * WORD].cast("Q")
         self.payloads = memoryview(self.memory)[self._words() * WORD :]
-        self.asleep = self.num_chunks * (2 + self.num_readers)  # index of each reader's word: its sleep's number, or 0
+        self.asleep = self.num_chunks * (2 + self.num_readers)  # index of each reader's word, 1 while it sleeps
         self.pulse = self.asleep + self.num_readers  # index of the word in which the writer counts its heartbeats
         self.count = 0  # pieces written, or read, at this end
-        self.sleeps = 0  # of this reader so far
         self.pieces: list[bytes] = []  # of a message, so far; they stay if Ctrl-C breaks off reading it
         self.fence = threading.Lock()
         for bell, _ in self.bells:
@@ -206,8 +196,9 @@ class RingBuffer:
         for reader in range(self.num_readers):
             while self.words[at + 2 + reader] + self.num_chunks <= self.count:
                 if time.monotonic() > deadline:
-                    late = self.count - self.num_chunks + 1
-                    raise RingTimeout(reader, f"reader {reader} has not taken message {late} within {timeout:g} s")
+                    piece_number = self.count - self.num_chunks + 1
+                    what = f"reader {reader} has not taken message {piece_number} within {timeout:g} s"
+                    raise RingTimeout(reader, what)
                 look()
                 time.sleep(PAUSE)
         self.payloads[begin : begin + len(piece)] = piece
@@ -224,10 +215,6 @@ class RingBuffer:
     def beat(self) -> None:
         """Count a heartbeat. A thread of the writer's process does that, so that a long step does not stop them."""
         self.words[self.pulse] += 1
-
-    def sleep_count(self, reader: int) -> int:
-        """A number that changes every second or so while a reader waits for a message; 0: it does not wait."""
-        return self.words[self.asleep + reader]
 
     # --- a reader's end
 
@@ -282,8 +269,7 @@ class RingBuffer:
                 os.sched_yield()  # without this two readers on two cores keep the writer from running
                 continue
             asleep, bell = self.asleep + self.reader, self.bells[self.reader][1]
-            self.sleeps += 1
-            words[asleep] = self.sleeps
+            words[asleep] = 1
             self._order()  # the writer sees that we sleep, or we see its message
             rung = self.poll.poll(min(timeout - waited, BACKSTOP) * 1e3) if words[at] != wanted else []
             words[asleep] = 0

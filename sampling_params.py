@@ -51,16 +51,16 @@ def within(value: Any, low: float, high: float, kind: type[int] | type[float] = 
     return isinstance(value, (int, kind)) and not isinstance(value, bool) and low <= value <= high
 
 
-def listed(name: str, given: Any) -> tuple[Any, ...]:
-    """What a list has, which may be None; anything else is refused by a ValueError."""
-    if given is not None and (not isinstance(given, Iterable) or isinstance(given, str | bytes | dict)):
-        raise ValueError(f"{name} is {reprlib.repr(given)}; it must be a list")
-    return () if given is None else tuple(given)
+def listed(name: str, value: Any) -> tuple[Any, ...]:
+    """The items of a list, which may be None; a ValueError refuses anything else."""
+    if value is not None and (not isinstance(value, Iterable) or isinstance(value, str | bytes | dict)):
+        raise ValueError(f"{name} is {reprlib.repr(value)}; it must be a list")
+    return () if value is None else tuple(value)
 
 
-def different_ids(name: str, given: Any) -> tuple[int, ...]:
-    """The token ids of a list, each once; anything else is refused by a ValueError."""
-    for token in (tokens := listed(name, given)):
+def different_ids(name: str, value: Any) -> tuple[int, ...]:
+    """The token ids of a list, each once; a ValueError refuses anything else."""
+    for token in (tokens := listed(name, value)):
         if not within(token, 0, 2**31 - 1):
             raise ValueError(f"{name} has {token!r}; each must be a whole number from 0 to 2^31 - 1")
     return tuple(dict.fromkeys(tokens))
@@ -102,11 +102,11 @@ class StructuredOutputsParams:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "json_object", self.json_object or None)
-        given = {name: value for name in KINDS if (value := getattr(self, name)) is not None}
-        if len(given) != 1:
-            said = " and ".join(given) or "none"
-            raise ValueError(f"structured_outputs has {said}; it must have one of {', '.join(KINDS)}")
-        [(name, value)] = given.items()
+        values = {name: value for name in KINDS if (value := getattr(self, name)) is not None}
+        if len(values) != 1:
+            names = " and ".join(values) or "none"
+            raise ValueError(f"structured_outputs has {names}; it must have one of {', '.join(KINDS)}")
+        [(name, value)] = values.items()
         if name == "choice":
             if not isinstance(value, list | tuple) or not value or not all(isinstance(text, str) for text in value):
                 raise ValueError(f"choice is {reprlib.repr(value)}; it must be a list of at least one text")
@@ -246,34 +246,34 @@ class SamplingParams:
 
     def _check_tokens(self) -> None:
         """Check `logit_bias` and `allowed_token_ids`, and bring them into the form of their annotations."""
-        given, values = self.logit_bias, f"numbers from -{MAX_BIAS} to {MAX_BIAS}"
-        if not isinstance(given, dict | None):
-            raise ValueError(f"logit_bias is {given!r}; it must map token ids to {values}")
-        if given and len(given) > MAX_LOGIT_BIAS:
-            raise ValueError(f"logit_bias has {len(given)} tokens; at most {MAX_LOGIT_BIAS} are allowed")
-        bias, wrong = {}, []
-        for token, value in (given or {}).items():
+        values = f"numbers from -{MAX_BIAS} to {MAX_BIAS}"
+        if not isinstance(self.logit_bias, dict | None):
+            raise ValueError(f"logit_bias is {self.logit_bias!r}; it must map token ids to {values}")
+        if self.logit_bias and len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise ValueError(f"logit_bias has {len(self.logit_bias)} tokens; at most {MAX_LOGIT_BIAS} are allowed")
+        bias, refused = {}, []
+        for token, value in (self.logit_bias or {}).items():
             digits = isinstance(token, str) and token.isascii() and token.isdigit() and len(token) <= 10
             id = int(token) if digits else token  # keys of JSON are strings
             if within(id, 0, 2**31 - 1) and within(value, -MAX_BIAS, MAX_BIAS, float):
                 bias[id] = float(value)
             else:
-                wrong.append(f"{token!r}: {value!r}")
-        if wrong:
-            raise ValueError(f"logit_bias has {', '.join(wrong)}; it must map token ids from 0 to {values}")
+                refused.append(f"{token!r}: {value!r}")
+        if refused:
+            raise ValueError(f"logit_bias has {', '.join(refused)}; it must map token ids from 0 to {values}")
         object.__setattr__(self, "logit_bias", bias or None)
         if (allowed := self.allowed_token_ids) is not None:
             if not isinstance(allowed, list | tuple) or not allowed:
-                said = reprlib.repr(allowed)
-                raise ValueError(f"allowed_token_ids is {said}; it must be a list of at least one token id")
+                shown = reprlib.repr(allowed)
+                raise ValueError(f"allowed_token_ids is {shown}; it must be a list of at least one token id")
             object.__setattr__(self, "allowed_token_ids", different_ids("allowed_token_ids", allowed))
 
     def _check_bad_words(self) -> None:
         """Check `bad_words` and `bad_word_ids`, and bring them into the form of their annotations."""
         for name, most in (("bad_words", MAX_BAD_WORDS), ("bad_word_ids", 2 * MAX_BAD_WORDS)):
-            if len(given := listed(name, getattr(self, name))) > most:
-                raise ValueError(f"{name} has {len(given)} entries; at most {most} are allowed")
-            object.__setattr__(self, name, given)
+            if len(entries := listed(name, getattr(self, name))) > most:
+                raise ValueError(f"{name} has {len(entries)} entries; at most {most} are allowed")
+            object.__setattr__(self, name, entries)
         for word in self.bad_words:
             if not isinstance(word, str) or not word.strip():
                 raise ValueError(f"bad_words has {reprlib.repr(word)}; each must be a string that is not only spaces")
@@ -286,13 +286,12 @@ class SamplingParams:
 
     def _check_structure(self) -> None:
         """Check structured outputs and reasoning, and bring them into the form of the annotations."""
-        given = self.structured_outputs
-        if isinstance(given, dict):
-            given = StructuredOutputsParams(**given)
-            object.__setattr__(self, "structured_outputs", given)
-        if not isinstance(given, StructuredOutputsParams | None):
-            raise ValueError(f"structured_outputs is {given!r}; it must be StructuredOutputsParams, or a dict of these")
-        if self.masked_logprobs and given is None:
+        if isinstance(self.structured_outputs, dict):
+            object.__setattr__(self, "structured_outputs", StructuredOutputsParams(**self.structured_outputs))
+        if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
+            shown = repr(self.structured_outputs)
+            raise ValueError(f"structured_outputs is {shown}; it must be StructuredOutputsParams, or a dict of these")
+        if self.masked_logprobs and self.structured_outputs is None:
             raise ValueError("masked_logprobs is true; it is only for structured_outputs")
         for name in ("reasoning_start_ids", "reasoning_end_ids", "reasoning_last_ids"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
@@ -367,8 +366,8 @@ class SamplingParams:
         for name in NOT_FOR_BEAMS:
             off = getattr(SamplingParams, name)  # the default
             if (value := getattr(self, name)) != off and (name, value) != ("top_k", -1):
-                said = {None: "left out", (): "empty"}.get(off) or f"{off:g}"
-                raise ValueError(f"{name} is {value!r}; with use_beam_search it must be {said}")
+                allowed = {None: "left out", (): "empty"}.get(off) or f"{off:g}"
+                raise ValueError(f"{name} is {value!r}; with use_beam_search it must be {allowed}")
 
     @property
     def columns(self) -> tuple[float, ...]:
@@ -453,13 +452,13 @@ def default_sampling(config: EngineConfig) -> dict[str, Any]:
     if config.generation_config == "none":
         return {}
     raw = read_json(config.folder, "generation_config.json", {})
-    found = {name: raw[key] for key, name in GENERATION_FIELDS.items() if raw.get(key) is not None}
+    defaults = {name: raw[key] for key, name in GENERATION_FIELDS.items() if raw.get(key) is not None}
     try:
-        SamplingParams(**found)
+        SamplingParams(**defaults)
     except ValueError as error:
         path = os.path.join(config.folder, "generation_config.json")
         raise ValueError(f"{error}; {path} says so, and --generation-config none ignores it") from None
-    return found
+    return defaults
 
 
 @dataclass(frozen=True, slots=True)

@@ -324,12 +324,12 @@ class Scheduler:
 
         Returns whether the sequence still runs; without enough blocks it may have been preempted itself.
         """
-        known, computed, drafts = seq.num_known, seq.num_computed, 0
-        if known >= seq.limit:  # its last token is on its way
+        num_known, computed, drafts = seq.num_known, seq.num_computed, 0
+        if num_known >= seq.limit:  # its last token is on its way
             return True
         if self.space.windowed:
             self.space.pass_windows(seq)
-        count = known - computed
+        count = num_known - computed
         if count > 1:
             count = self.space.cut(seq, min(count, most))
         elif self.drafting.most and seq.batch is None:
@@ -392,12 +392,12 @@ class Scheduler:
             if not tokens:  # the row did not sample
                 continue
             self.stats.sampled(seq, len(tokens))
-            logprobs = [result.logprobs[i]] if i in result.logprobs else []
             if seq.slot in result.drafts:  # its grammar looks at as many of them as are wanted
                 seq.proposed = result.drafts[seq.slot]
                 del seq.proposed[self.drafting.wanted(seq) :]
             if seq is group.leader:
                 self.admission.samples.prompt_done(seq, self.admission.now)
+            logprobs = [result.logprobs[i]] if i in result.logprobs else []
             logprobs = result.verified[i].logprobs if drafts else logprobs
             news.outputs.append(self._output_of(seq, i in stopped, tokens, logprobs))
             if drafts:  # it may join the batch once a step has wanted no drafts for it
@@ -409,8 +409,8 @@ class Scheduler:
             lane.others = [seq for seq in lane.others if seq.status is Status.RUNNING and seq.batch is None]
         if any(output.finish_reason for output in news.outputs):
             self.running = [seq for seq in self.running if seq.status is Status.RUNNING]
-        while found := self.lanes.surplus(flight.lane):
-            seq, lane = found
+        while move := self.lanes.surplus(flight.lane):
+            seq, lane = move
             self.admission.leave_batch(seq)
             lane.put(seq)
         self.admission.isolation.landed(self.in_flight)
@@ -484,7 +484,10 @@ class Scheduler:
         self._recompute_running(now)
         self.admission.adapters.forget()
         if lost:
-            self.admission.lose_pools(now)
+            self.admission.drop_swapped(now)
+            self.admission.samples.drop()
+            self.admission.released = []  # new workers have no slots to give up
+            self.space.reset_prefix_cache()
             self.admission.start_turn()
         else:
             self.admission.forget_moves(plans, now)

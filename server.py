@@ -39,12 +39,11 @@ from api import batches
 from api.adapters import AdapterNames
 from api.checks import ApiError, Face
 from api.faces import FACES
-from api.generation import Caller, ClientGone, Events, Remote, log_request
+from api.generation import Caller, ClientGone, Events, log_request
 from api.gunicorn_loop import Gunicorn
 from api.http import (
     NO_ROUTE,
     Keys,
-    Refusals,
     allow_origin,
     api_error,
     body_of,
@@ -56,7 +55,7 @@ from api.http import (
     stream,
     under_root,
 )
-from api.options import ServerConfig, with_all_keys
+from api.options import with_all_keys
 from api.paths import paths_of
 from api.routes import Api
 from api.telemetry import Spans, check_telemetry
@@ -78,8 +77,7 @@ QUIET = ("health", "metrics", "live", "page", "scaling")
 def answer_face(api: Api, face: Face) -> Response:
     """The Flask view of a face (one API of `api/`): read the body, and reply with JSON or with events."""
     body = body_of(api)
-    reply_to = getattr(gevent.getcurrent(), "response", None)
-    remote = Remote(reply_to.sock, reply_to.probe) if reply_to else None
+    remote = getattr(gevent.getcurrent(), "response", None)  # gunicorn's: a `NamelessResponse`
     caller = g.caller = Caller(g.name, g.client, remote, g.body.close)
     answer = api.answer(face, body, caller)
     return stream(answer, api.config) if isinstance(answer, Events) else reply(answer)
@@ -105,7 +103,7 @@ def create_app(api: Api, spans: Spans | None = None, address: str | None = None)
     add_routes(app, api)
     batches.go_on(api)
     guard(app, api, address or config.host)
-    answer_errors(app, config)
+    answer_errors(app)
     log_requests(app, api, spans)
     app.extensions |= {"spans": spans, "client": api.client}
     if config.root_path:
@@ -122,8 +120,8 @@ def guard(app: Flask, api: Api, address: str) -> None:
     @app.before_request
     def begin_request() -> Response | None:
         g.name, g.begun = uuid.uuid4().hex, time.monotonic()
-        given = request.headers.get("X-Request-Id", "")
-        g.request_id = given if REQUEST_ID.fullmatch(given) else g.name
+        name = request.headers.get("X-Request-Id", "")
+        g.request_id = name if REQUEST_ID.fullmatch(name) else g.name
         g.client = board.tag("address", request.remote_addr or "")
         if local:
             check_host((*config.allowed_hosts, config.host.lower()))
@@ -137,9 +135,8 @@ def guard(app: Flask, api: Api, address: str) -> None:
             raise ApiError(503, "the server is shutting down")
 
 
-def answer_errors(app: Flask, config: ServerConfig) -> None:
+def answer_errors(app: Flask) -> None:
     """Turn errors into replies, and free the request's body."""
-    refusals = Refusals()
 
     @app.teardown_request
     def release_body(error: BaseException | None) -> None:
@@ -157,9 +154,6 @@ def answer_errors(app: Flask, config: ServerConfig) -> None:
                 error = NotFound()
         headers = {"Allow": ", ".join(sorted(error.valid_methods or ()))} if isinstance(error, MethodNotAllowed) else {}
         answer = api_error(error)
-        if len(set(config.api_key)) > 1 and answer.status < 500:
-            release_body(None)
-            gevent.sleep(refusals.wait(g.client, time.monotonic() - g.begun))  # for clients that send many bad requests
         g.error = str(answer)
         response = reply(error_body_of(request.path)(answer), answer.status)
         response.headers.update(headers | STATUS_HEADERS.get(answer.status, {}))

@@ -45,11 +45,11 @@ GAPS = {
 class Tokenizer:
     """The tokenizer and the chat template of one model folder."""
 
-    def __init__(self, folder: str, max_template_chars: int = 16 * 2**20, max_template_seconds: float = 10.0):
+    def __init__(self, folder: str, max_template_chars: int = 16 * 2**20):
         """Read `tokenizer.json`, `tokenizer_config.json` and `chat_template.jinja`; only the first must be there.
 
         A file that `text/vocabularies.py` reads can stand in for the first. A chat template may write
-        `max_template_chars` and run for `max_template_seconds`.
+        `max_template_chars`.
 
         Raises:
             ValueError: a file is missing or broken.
@@ -71,7 +71,7 @@ class Tokenizer:
         self.token_text = functools.cache(self._token_text)
         config = self.config = read_json(folder, "tokenizer_config.json", {})
         self.special_tokens = names | special_tokens(read_json(folder, "special_tokens_map.json", {}) | config)
-        environment = TemplateEnvironment(max_template_chars, max_template_seconds)
+        environment = TemplateEnvironment(max_template_chars)
         self._templates = _compile_templates(Path(folder), config, environment)
         self.turn_end = functools.lru_cache(CALLERS_TEMPLATES)(self._turn_end)
         self._compile = functools.lru_cache(CALLERS_TEMPLATES)(functools.partial(read_template, environment))
@@ -220,9 +220,9 @@ class Tokenizer:
     def _turn_end(self, chat_template: str | None = None) -> int | None:
         """The special token that a chat template writes after an answer; None if it writes none there."""
         talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": CONTINUE_TAG}]
-        for more in ([], talk[:1]):  # some write it only before the next turn
+        for next_turn in ([], talk[:1]):  # some write it only before the next turn
             with contextlib.suppress(ValueError):
-                text = self.render([*talk, *more], add_generation_prompt=False, chat_template=chat_template)
+                text = self.render([*talk, *next_turn], add_generation_prompt=False, chat_template=chat_template)
                 behind = text.rpartition(CONTINUE_TAG.strip())[2].strip()
                 if (ids := self.encode(behind, add_special_tokens=False)) and ids[0] in self.special_ids:
                     return ids[0]
@@ -375,8 +375,8 @@ class Detokenizer:
         before, text = len(self._held), self._held + text
         matches = []
         if self.num_tokens > self._params.min_tokens:  # then one counts that ends in the new text
-            found = ((text.find(stop, max(0, before - len(stop) + 1)), stop) for stop in self._params.stop)
-            matches = [(at + len(stop), -len(stop), stop) for at, stop in found if at >= 0]
+            places = ((text.find(stop, max(0, before - len(stop) + 1)), stop) for stop in self._params.stop)
+            matches = [(at + len(stop), -len(stop), stop) for at, stop in places if at >= 0]
         if matches:  # the one that is complete first, so that it does not matter how tokens cut the text
             end, _, stop = min(matches)
             self.stop_reason, self._held = stop, ""

@@ -317,7 +317,7 @@ class Worker(Profiled):
         kernels, `attention_prefill` gets all rows.
         """
         rows, tokens, longest = len(counts), int(counts.sum()), int(counts.max())
-        adapted = self.adapters is not None and (bool(self.state.adapted.any()) or self.device == "cuda")
+        adapted = self.adapters is not None and bool(self.state.adapted.any())
         if self.pooler:  # no decodes either: one kernel rounds all prompts alike
             return StepShape(rows, tokens, 0, 0, longest, False, adapted)
         adjusted = bool(self.state.adjusted.any())
@@ -386,7 +386,7 @@ class Worker(Profiled):
         """Make the hidden states of all tokens; their keys and values go into the pool."""
         self.mark("model")
         if self.pieces and run.shape.tokens <= self.pieces.sizes[-1]:
-            run.hidden = self.pieces.run(run.batch)
+            run.hidden = self.pieces.run(run.batch, run.shape.adapted)
         else:
             run.hidden = self.model.forward(run.batch, self.pool, self.states, run.incoming)
         self.exchanges = self.exchanges or [*self.group.exchanged]

@@ -43,7 +43,7 @@ class Module(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_module(given: str) -> Module:
-    """What a value of `--lora-modules` says: NAME=PATH, or an object with the fields of a `Module`, as in vLLM.
+    """Read a value of `--lora-modules`: NAME=PATH, or an object with the fields of a `Module`, as in vLLM.
 
     Raises:
         ValueError: it is neither.
@@ -60,11 +60,11 @@ def read_module(given: str) -> Module:
 
 
 class AdapterNames:
-    """What the names stand for, the same in all API processes.
+    """The adapters by name, the same in all API processes.
 
-    The parent makes it before the fork. It is a log of changes, a line of JSON each, in a file without a name, of which
-    each process reads what it has not read yet. A process that is replaced reads all of it. A line that a process has
-    left unfinished when it was killed is no line, and the next one is written over it.
+    The parent makes a file without a name before the fork. It is a log of changes, a line of JSON each. Each process
+    reads the lines that it has not read yet; a new one reads all of them. The next line is written over one that a
+    killed process has left unfinished.
 
     Args:
         config: the server's options.
@@ -84,8 +84,8 @@ class AdapterNames:
         self.listed: tuple[object, list[Module]] = None, []  # the adapters there, and when they were looked for
         if self.folder is not None and not os.path.isdir(self.folder):
             raise ValueError(f"lora_dir is {config.lora_dir!r:.200}, which is no folder")
-        for given in config.lora_modules:
-            module = read_module(given)
+        for value in config.lora_modules:
+            module = read_module(value)
             if module.name in names:
                 raise ValueError(f"lora_modules has {module.name!r:.200}, which is a name of the model itself")
             if not self.add(module):
@@ -97,12 +97,12 @@ class AdapterNames:
         return self.modules.get(name) or self._in_folder(name)
 
     def given(self) -> dict[str, Module]:
-        """Those that were given names, in this order."""
+        """Adapters that `--lora-modules` or a call has named, in this order."""
         self._catch_up()
         return dict(self.modules)
 
     def all(self) -> list[Module]:
-        """These, and then the others of `lora_dir`, which are looked for when it has changed, and now and then."""
+        """Named adapters, then the others of `lora_dir`, which is listed when it has changed, and now and then."""
         if self.folder is not None:
             try:
                 state = os.stat(self.folder).st_mtime_ns, time.monotonic() // LOOK_AGAIN
@@ -176,8 +176,8 @@ class AdapterNames:
         Raises:
             ValueError: the engine serves no adapters, or one of them cannot be served; the message names its file.
         """
-        for option, given in (("lora_modules", self.modules), ("lora_dir", self.folder)):
-            if given and not config.enable_lora:
+        for option, value in (("lora_modules", self.modules), ("lora_dir", self.folder)):
+            if value and not config.enable_lora:
                 raise ValueError(f"{option} is given; it needs --enable-lora")
         for module in self.modules.values():
             with named(module):
@@ -223,5 +223,5 @@ def _virtual_tokens(state: str) -> int:
 
 
 def request_of(module: Module) -> LoRARequest:
-    """What the engine is told; it knows adapters by their folders, so the number means nothing."""
+    """Name an adapter to the engine, which knows it by its folder, so the number means nothing."""
     return LoRARequest(module.name, 1, module.path)

@@ -111,9 +111,9 @@ class MessageReply(BlockReply):
         empty = content_block(dataclasses.replace(self._block(at), text=""))
         yield typed_event("content_block_start", {"index": at, "content_block": empty})
 
-    def _grow(self, piece: NewText) -> bytes:
-        kind, key = DELTAS[self._block(piece.at).kind]
-        return typed_event("content_block_delta", {"index": piece.at, "delta": {"type": kind, key: piece.text}})
+    def _grow(self, new: NewText) -> bytes:
+        kind, key = DELTAS[self._block(new.at).kind]
+        return typed_event("content_block_delta", {"index": new.at, "delta": {"type": kind, key: new.text}})
 
     def _end(self, at: int, last: bool = False) -> Iterator[bytes]:
         yield typed_event("content_block_stop", {"index": at})
@@ -204,10 +204,10 @@ def message_tools(value: list[dict[str, Any]], context: CheckContext) -> list[di
         if (plain := DATE.sub("", kind)) in SERVER_TOOLS:
             context.ignore(kind)
             continue
-        if (known := CLIENT_TOOLS.get(kind, CLIENT_TOOLS.get(plain))) is None:
+        if (made := CLIENT_TOOLS.get(kind, CLIENT_TOOLS.get(plain))) is None:
             words = f"tool {i} is of the type {reprlib.repr(kind)}; this server takes {', '.join(CLIENT_TOOLS)}"
             raise Refusal(words, "unsupported_parameter")
-        function = known | {ours: tool[key] for key, ours in TOOL_KEYS.items() if tool.get(key) is not None}
+        function = made | {ours: tool[key] for key, ours in TOOL_KEYS.items() if tool.get(key) is not None}
         checks.check_function(function, i)
         if "parameters" not in function:
             raise ValueError(f"tool {i} has no input_schema; it must have one, a JSON schema, which is an object")
@@ -230,9 +230,9 @@ def turns(value: Any, context: CheckContext) -> list[dict[str, Any]]:
 def name_ignored(blocks: Any, context: CheckContext) -> None:
     """Name the keys of blocks, and of blocks within them, that are not read."""
     for block in blocks if isinstance(blocks, list) else ():
-        if isinstance(block, dict) and (known := BLOCK_KEYS.get(block["type"])):
-            checks.known_keys(block, known, context, extended=True)
-            name_ignored(block.get("content") if "content" in known else None, context)
+        if isinstance(block, dict) and (keys := BLOCK_KEYS.get(block["type"])):
+            checks.known_keys(block, keys, context, extended=True)
+            name_ignored(block.get("content") if "content" in keys else None, context)
 
 
 def system_text(value: Any, context: CheckContext) -> str | None:
@@ -279,7 +279,7 @@ def output_config(value: dict[str, Any], context: CheckContext) -> dict[str, Any
 NEEDED_KEYS = {kind: ("type", *row.needed) for kind, row in BLOCKS.items()}
 BLOCK_KEYS = {kind: (*NEEDED_KEYS[kind], *row.others) for kind, row in BLOCKS.items()}
 CONTENT_SCHEMA = {"anyOf": [{"type": "string"}, shared.listed(BLOCK_KEYS, NEEDED_KEYS)]}
-ALTERNATING = shared.conversation({"enum": ["user", "assistant", "system"]}, CONTENT_SCHEMA, others=True)
+ALTERNATING = shared.conversation({"enum": ["user", "assistant", "system"]}, CONTENT_SCHEMA)
 SYSTEM = shared.shown(**shared.content_of(BLOCK_KEYS["text"], others=True))
 TURNS = (
     shared.MODEL,

@@ -27,7 +27,6 @@ import msgspec
 from gevent.event import AsyncResult, Event
 from gevent.fileobject import FileObjectPosix
 from gevent.lock import Semaphore
-from gevent.os import make_nonblocking, nb_write
 from gevent.pool import Group
 from tqdm import tqdm
 
@@ -118,7 +117,7 @@ def read_lines(file: BinaryIO, most: int) -> Iterator[Line]:
 
 
 def patient(file: BinaryIO) -> BinaryIO:
-    """The same file; but if it is a pipe, reading from it lets all other greenlets run."""
+    """A file that lets other greenlets run while it is read, even if it is a pipe."""
     if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         return file
     return FileObjectPosix(file.fileno(), "rb", closefd=False)
@@ -145,9 +144,8 @@ class Answered(msgspec.Struct):
 class Answers:
     """The output, which one batch at a time writes.
 
-    If it is a file, what an earlier run has left there is read, and a line that has no end is cut off. If it is a pipe,
-    nothing is read, and writing waits for the pipe's reader. A ValueError, if it is something else or cannot be
-    written, if another batch is doing so, or if it holds what no batch has written.
+    The lines of an earlier run are read, and one that has no end is cut off. A ValueError, if it is no file or cannot
+    be written, if another batch is doing so, or if it holds what no batch has written.
     """
 
     def __init__(self, path: str):
@@ -156,23 +154,15 @@ class Answers:
         self.refused: dict[bytes, str] = {}  # of each custom_id whose last answer refuses its line, that line's `id`
         self.reported: set[str] = set()  # the `id` of each line that the output calls no request
         self.counts: Counter[str] = Counter()  # lines, `completed` and `failed`
-        self.writing = Semaphore()  # so that no line gets into another one that a pipe has not taken yet
         try:
-            kind = stat.S_IFMT(os.stat(path).st_mode) if os.path.exists(path) else stat.S_IFREG
-            if kind not in (stat.S_IFREG, stat.S_IFIFO):  # a device may answer reads for ever
-                raise ValueError(f"{path} is neither a file nor a pipe; the output must be one of them")
-            self.is_pipe = kind == stat.S_IFIFO
-            # As a reader, too, this process would never learn that the other readers of its pipe have gone.
-            flags = os.O_WRONLY if self.is_pipe else os.O_RDWR | os.O_CREAT | os.O_APPEND
-            self.fd = os.open(path, flags, 0o666)
+            if os.path.exists(path) and not os.path.isfile(path):  # a device may answer reads for ever
+                raise ValueError(f"{path} is no file; the output must be one")
+            self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         except OSError as error:
             raise ValueError(f"{path} cannot be written: {error.strerror}") from None
         try:
             fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel lifts it when this process is gone
-            if self.is_pipe:
-                make_nonblocking(self.fd)
-            else:
-                self._read()
+            self._read()
         except OSError as error:
             os.close(self.fd)
             busy = isinstance(error, BlockingIOError)
@@ -213,19 +203,18 @@ class Answers:
         An `ApiError`, if this run has met another line of its name.
         """
         key = digest(custom_id.encode())
-        if known := self.ids.get(key):
+        if is_met := self.ids.get(key):
             message = f"custom_id is {custom_id!r:.200}, and so is that of a line before; each must have its own"
             raise ApiError(400, message, "custom_id", "duplicate_custom_id")
         self.ids[key] = True
-        return known is None or self.refused.get(key, id) != id
+        return is_met is None or self.refused.get(key, id) != id
 
     def write(self, answer: dict[str, Any]) -> None:
         """Append a line, which stays if this process is killed; an OSError if, say, the disk is full."""
         text = memoryview(msgspec.json.encode(answer) + b"\n")
         assert text[: len(FIRST_BYTES)] == FIRST_BYTES
-        with self.writing:
-            while text:
-                text = text[nb_write(self.fd, text) if self.is_pipe else os.write(self.fd, text) :]
+        while text:
+            text = text[os.write(self.fd, text) :]
         self.counts["failed" if answer["error"] else "completed"] += 1
 
     def close(self) -> None:
@@ -309,7 +298,7 @@ class BatchRun:
             except Exception as error:  # must not end the other lines
                 answer = as_api_error(error)
             self._write(line, name, answer, {})
-        finally:  # after the answer is written: a slow pipe must not make answers pile up
+        finally:
             self.flying, self.held = self.flying - 1, self.held - size
             self.room.set()
 

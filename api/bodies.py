@@ -116,7 +116,7 @@ def check_arguments(objects: list[dict[str, Any]], depth: int) -> None:
     An `ApiError`, if they have too many values or too much of them is no JSON; a RecursionError, if they are nested
     deeper than `depth`.
     """
-    texts = [each.get("input" if each.get("type") == "tool_use" else "arguments") for each in objects]
+    texts = [item.get("input" if item.get("type") == "tool_use" else "arguments") for item in objects]
     lists = commas = broken = 0
     for data in (text.encode() for text in texts if isinstance(text, str)):
         try:
@@ -124,9 +124,9 @@ def check_arguments(objects: list[dict[str, Any]], depth: int) -> None:
         except (ValueError, RecursionError):
             broken += len(data)
             continue
-        more, between = count_values(data)
-        lists, commas = lists + more, commas + between
-        if depth < more and lists <= MAX_LISTS and commas <= MAX_VALUES:
+        opened, between = count_values(data)
+        lists, commas = lists + opened, commas + between
+        if depth < opened and lists <= MAX_LISTS and commas <= MAX_VALUES:
             objects_in(msgspec.json.decode(data), depth)
     for count, most, what in (
         (lists, MAX_LISTS, "lists and objects"), (commas, MAX_VALUES, "values"),

@@ -41,7 +41,7 @@ class ChatReply(ChoiceReply):
         deltas = [{"content": new}] if new else []
         if self.reading:
             answer = self.answers[generation]
-            deltas = [delta_of(answer, piece) for piece in answer.read()]
+            deltas = [delta_of(answer, part) for part in answer.read()]
         if not deltas and not generation.finished:
             return
         of_tokens = self._of_tokens(i, generation)
@@ -88,15 +88,15 @@ def call_of(call: Block, arguments: str) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
 
 
-def delta_of(answer: Answer, piece: NewText) -> dict[str, Any]:
-    """The delta of a chat's stream for a new piece of an answer."""
-    block = answer.blocks[piece.at]
+def delta_of(answer: Answer, new: NewText) -> dict[str, Any]:
+    """The delta of a chat's stream for new text of an answer."""
+    block = answer.blocks[new.at]
     if block.kind == CONTENT:
-        return {"content": piece.text}
+        return {"content": new.text}
     if block.kind == REASONING:
-        return reasoning_of(piece.text)
-    new = call_of(block, "") if piece.begins else {"function": {"arguments": piece.text}}
-    return {"tool_calls": [{"index": answer.number(piece.at), **new}]}
+        return reasoning_of(new.text)
+    call = call_of(block, "") if new.begins else {"function": {"arguments": new.text}}
+    return {"tool_calls": [{"index": answer.number(new.at), **call}]}
 
 
 SYNONYMS = (  # names of one setting, here and elsewhere
@@ -107,6 +107,7 @@ SYNONYMS = (  # names of one setting, here and elsewhere
 
 
 def chat(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any] | Events:
+    checks.check_generation(fields)
     thinks, effort, budget = (setting_of(fields, names) for names in SYNONYMS)
     if thinks is not None:
         fields["chat_template_kwargs"] = fields["chat_template_kwargs"] | {"enable_thinking": thinks}
@@ -119,7 +120,7 @@ def chat(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any] | E
 
 
 def setting_of(fields: dict[str, Any], names: Sequence[str]) -> Any:
-    """What a request says of a setting by any of its names; None if it does not, an `ApiError` if two names differ."""
+    """A setting, by any of its names; None if the request has none of them, an `ApiError` if two names differ."""
     first = value = None
     for name in names:
         field, _, key = name.partition(".")
@@ -197,5 +198,5 @@ FIELDS = (
 )
 CHAT = Face(
     "chat", ("/v1/chat/completions",), FIELDS, chat, "chatcmpl-", needed=("messages",), tasks=("generate",),
-    not_yet=shared.NOT_YET, elsewhere=shared.ELSEWHERE, together=checks.check_generation,
+    not_yet=shared.NOT_YET, elsewhere=shared.ELSEWHERE,
 )  # fmt: skip

@@ -133,7 +133,6 @@ class Face:
     prefix: str = ""  # of a reply's id
     needed: tuple[str, ...] = ()  # fields that must be there
     tasks: tuple[str, ...] = ()  # the server must do one of these; () is any
-    together: Callable[[dict[str, Any]], None] = lambda fields: None  # checks fields against each other
     not_yet: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)  # see api/fields.py
     elsewhere: Mapping[str, str] = dataclasses.field(default_factory=dict)  # see it, too
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)  # other names of its fields, which are read
@@ -207,7 +206,6 @@ def read_fields(face: Face, body: dict[str, Any], context: CheckContext) -> dict
             values[name] = value if check is None else check(value, context)
         except ValueError as error:
             raise refusal(name, value, str(error), error.code if isinstance(error, Refusal) else None) from None
-    face.together(values)
     return values
 
 
@@ -217,7 +215,7 @@ def refusal(name: str, value: Any, words: str, code: str | None) -> ApiError:
 
 
 def in_words(schema: dict[str, Any]) -> str:
-    """What a JSON schema allows, for a person."""
+    """Describe to a person the values that a JSON schema allows."""
     kinds = {"boolean": "true or false", "string": "a string", "object": "an object", "null": "null"}
     if "anyOf" in schema:
         return " or ".join(map(in_words, schema["anyOf"]))

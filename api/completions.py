@@ -51,9 +51,10 @@ class CompletionReply(ChoiceReply):
 
 
 def complete(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any] | Events:
+    checks.check_generation(fields)
     special, left = fields["add_special_tokens"] is not False, api.prompts.least_output(fields, MAX_TOKENS)
-    given = around_gap(fields, api.tokenizer) if fields["suffix"] else fields["prompt"]
-    prompts = [api.prompts.encode(fields, prompt, special, caller.virtual + left) for prompt in given]
+    sources = around_gap(fields, api.tokenizer) if fields["suffix"] else fields["prompt"]
+    prompts = [api.prompts.encode(fields, source, special, caller.virtual + left) for source in sources]
     return generate(api, fields, caller, prompts, CompletionReply, MAX_TOKENS)
 
 
@@ -84,5 +85,5 @@ FIELDS = (
 )
 COMPLETIONS = Face(
     "completions", ("/v1/completions",), FIELDS, complete, "cmpl-", needed=("prompt",), tasks=("generate",),
-    not_yet=shared.NOT_YET, elsewhere=shared.ELSEWHERE, together=checks.check_generation,
+    not_yet=shared.NOT_YET, elsewhere=shared.ELSEWHERE,
 )  # fmt: skip

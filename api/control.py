@@ -1,4 +1,4 @@
-"""What operators do to a server that runs: its engines come and go, sleep, get other weights, and are profiled.
+"""The routes of operators: engines come and go, sleep, get other weights, and are profiled.
 
 Each function answers a route. It asks all engines, one after the other; `core.EngineCore` says what they do. What is
 wrong with a call is an `ApiError` with the value and what is allowed.
@@ -31,7 +31,7 @@ PROFILE = re.compile(r"[\w-]+\.(pt\.trace\.json\.gz|steps\.json)", re.ASCII)  # 
 
 
 def ask(api: Api, utility: str, *args: Any, patience: float = 0) -> list[Any]:
-    """What a utility returns on each engine, which may first wait for `patience` seconds."""
+    """Call a utility on each engine, which may first wait for `patience` seconds; returns their results."""
     try:
         return [*api.client.utility_on_all(utility, *args, timeout=api.config.request_timeout + patience).values()]
     except ValueError as error:

@@ -55,10 +55,10 @@ def listed(kinds: Mapping[str, Sequence[str]], needed: Mapping[str, Sequence[str
     return {"type": "array", "items": {"anyOf": variants}}
 
 
-def conversation(role: Any, content: Any, others: bool) -> Any:
-    """The type of a list of messages with a role and a content of these schemas, and maybe `others`."""
+def conversation(role: Any, content: Any) -> Any:
+    """The type of a list of messages with a role and a content of these schemas, and others."""
     keys = {"role": role, "content": content}
-    message = {"type": "object", "properties": keys, "required": list(keys), "additionalProperties": others}
+    message = {"type": "object", "properties": keys, "required": list(keys), "additionalProperties": True}
     return shown(type="array", minItems=1, items=message)
 
 
@@ -77,7 +77,7 @@ def sampling_type(name: str, hint: Any) -> Any:
 
 
 def attributes_of(record: type) -> dict[str, str]:
-    """What a docstring says of each attribute."""
+    """The text about each attribute in a docstring."""
     lines = re.findall(r"^        (\w+): (.+(?:\n {12}.+)*)", record.__doc__ or "", re.MULTILINE)
     return {name: " ".join(text.split()) for name, text in lines}
 
@@ -101,7 +101,7 @@ def sampling(*but: str) -> list[Field]:
     return [Field(name, sampling_type(name, HINTS[name]), None, CHECKS.get(name), ABOUT[name]) for name in names]
 
 
-CONVERSATION = conversation({"type": "string"}, content_of(checks.TEXT_PART), others=True)
+CONVERSATION = conversation({"type": "string"}, content_of(checks.TEXT_PART))
 TOOL_CHOICE = shown(anyOf=[{"enum": checks.MODES}, {"type": "object"}])
 MODEL = Field("model", Name, about="One of the names that /v1/models lists.")
 SPECIAL_TOKENS = Field("add_special_tokens", bool)

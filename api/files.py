@@ -1,4 +1,4 @@
-"""What clients have in the folder `files_dir`, which all API processes share: files and batches."""
+"""Files and batches of clients, in the folder `files_dir`, which all API processes share."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Files:
             board.secret = secret.read_bytes()  # the first that was here, so clients keep their folders
 
     def path(self, owner: str, name: str) -> Path:
-        """Where a file of a client lies; an `ApiError` if this server keeps none."""
+        """The path of a client's file; an `ApiError` if this server keeps none."""
         if self.closed:
             raise ApiError(404, self.closed)
         return self.root / owner / name

@@ -45,16 +45,18 @@ class Events(NamedTuple):
     close: Callable[[], None]
 
 
-class Remote(NamedTuple):
+class Remote(Protocol):
     """The HTTP client at the other end of a connection; for `probe` see `NamelessResponse.probe`."""
 
     sock: socket.socket
-    probe: Callable[[], bool]
+
+    def probe(self) -> bool:
+        """Write what takes nothing away."""
 
 
 @dataclass(slots=True)
 class Caller:
-    """Who asks, and how to tell whether somebody still waits for the answer."""
+    """The client of a request, and how to tell whether it still waits for the answer."""
 
     name: str  # of the request, unique; the reply's id ends in it
     client: str  # whose request it is, for fairness, cached prefixes and `explain`
@@ -89,7 +91,7 @@ def unquoted(error: str) -> str:
 
 
 class EngineCall(Generic[Asks]):
-    """What an API request of this caller asks of the engine: a request for each prompt."""
+    """The engine's requests for one API request of this caller, one for each prompt."""
 
     def __init__(self, caller: Caller, fields: dict[str, Any], requests: Sequence[Asks]):
         self.id, self.fields, self.requests = caller.id, fields, requests
@@ -154,10 +156,10 @@ class EngineCall(Generic[Asks]):
                 yield i, index, ""
 
     def facts(self, begun: float) -> dict[str, Any]:
-        """What a log says of it: counts, and seconds since `begun`, which is by `time.monotonic()`; but no text."""
+        """Counts, and seconds since `begun` (by `time.monotonic()`), for the log; but no text."""
         metrics = [request.metrics for request in self.requests]
-        firsts = [at for each in metrics if (at := each.first_token_time) is not None]
-        queued = [seconds for each in metrics if (seconds := each.time_in_queue) is not None]
+        firsts = [at for times in metrics if (at := times.first_token_time) is not None]
+        queued = [seconds for times in metrics if (seconds := times.time_in_queue) is not None]
         return {
             "id": self.id, "model": self.fields["model"], "stream": bool(self.fields.get("stream")),
             "n": self.requests[0].params.n, **self.counts(),
@@ -241,16 +243,6 @@ def log_request(
 # --- making texts -----------------------------------------------------------------------------------------------------
 
 
-class ReplyShape(Protocol):
-    """Makes the reply of the answers as they come."""
-
-    def whole(self) -> dict[str, Any]:
-        """The reply in one piece, once all answers have ended."""
-
-    def events(self, news: Iterator[tuple[int, int, str]]) -> Iterator[bytes]:
-        """The server-sent events of a stream. Once it has begun, an error can only be an event."""
-
-
 @contextlib.contextmanager
 def admitted(api: Api, answers: int, caller: Caller) -> Iterator[None]:
     """A context in which so many answers are in flight, if there may be as many; the body is no longer needed."""
@@ -266,10 +258,10 @@ def admitted(api: Api, answers: int, caller: Caller) -> Iterator[None]:
 
 
 def generate(
-    api: Api, fields: dict[str, Any], caller: Caller, prompts: Sequence[Prompt], shape: Callable[..., ReplyShape],
+    api: Api, fields: dict[str, Any], caller: Caller, prompts: Sequence[Prompt], shape: Callable[..., Any],
     default_max_tokens: int | None = None, reading: Reading | None = None, clamp: bool = False, waits: bool = True,
 ) -> dict[str, Any] | Events:  # fmt: skip
-    """Answer prompts, with a reply of this shape.
+    """Answer prompts. `shape` makes the reply, which is `whole` once all answers have ended, or `events` of their news.
 
     The fields have the names of a chat's or of a completion's. Where neither the request nor the model says how many
     tokens of output there may be, `default_max_tokens` does, or else the context; with `clamp` that bounds what the

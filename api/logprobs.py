@@ -30,7 +30,7 @@ class Token(NamedTuple):
     """A token of a reply."""
 
     id: int
-    found: Logprobs | None  # None for the first of a prompt
+    scores: Logprobs | None  # None for the first of a prompt
     offset: int  # characters of the choice's text before the token's own
 
 
@@ -69,15 +69,15 @@ class Tokens:
         offsets = [self._offset + min(start, shown) for start in self._starts[first : self._told]]
         ids = generation.token_ids[first : self._told]
         scored = generation.params.logprobs is not None
-        found = generation.logprobs[first : self._told] if scored else itertools.repeat(None, len(ids))
-        return list(map(Token._make, zip(ids, found, offsets, strict=True)))
+        scores = generation.logprobs[first : self._told] if scored else itertools.repeat(None, len(ids))
+        return list(map(Token._make, zip(ids, scores, offsets, strict=True)))
 
 
 class EchoedPrompt:
     """A prompt's text and tokens, where a reply gives them back."""
 
-    def __init__(self, asked: Choices, tokenizer: Tokenizer):
-        self._asked, self._tokenizer = asked, tokenizer
+    def __init__(self, request: Choices, tokenizer: Tokenizer):
+        self._request, self._tokenizer = request, tokenizer
 
     @property
     def text(self) -> str:
@@ -85,16 +85,16 @@ class EchoedPrompt:
 
         If the token ids end within a character, that belongs to the answer.
         """
-        return self._places[0] if self._asked.prompt is None else self._asked.prompt
+        return self._places[0] if self._request.prompt is None else self._request.prompt
 
     @functools.cached_property
     def _places(self) -> tuple[str, list[int]]:
         """The text of the token ids, and where in it each begins."""
-        prompt, tokenizer = self._asked.prompt, self._tokenizer
+        prompt, tokenizer = self._request.prompt, self._tokenizer
         # A special token is written out in the text, or has been put around it. Its spelling there tells which.
         detokenizer = Detokenizer(tokenizer, (), SamplingParams(skip_special_tokens=prompt is not None))
         length, starts, texts = 0, [], []
-        for id in served(self._asked.prompt_token_ids):
+        for id in served(self._request.prompt_token_ids):
             starts.append(length)
             text = added_text(detokenizer, id)
             if prompt is not None and id in tokenizer.special_ids:
@@ -106,10 +106,10 @@ class EchoedPrompt:
 
     def tokens(self) -> Iterator[Token]:
         """Each token. The engine must have scored all but the first."""
-        asked, end = self._asked, len(self.text)
-        scores = asked.prompt_logprobs
-        assert scores is not None and len(scores) == len(asked.prompt_token_ids) - 1, "a prompt is not all scored"
-        for i, (id, start) in enumerate(zip(asked.prompt_token_ids, self._places[1], strict=True)):
+        request, end = self._request, len(self.text)
+        scores = request.prompt_logprobs
+        assert scores is not None and len(scores) == len(request.prompt_token_ids) - 1, "a prompt is not all scored"
+        for i, (id, start) in enumerate(zip(request.prompt_token_ids, self._places[1], strict=True)):
             yield Token(id, scores[i - 1] if i else None, min(start, end))
 
 
@@ -121,7 +121,7 @@ def added_text(detokenizer: Detokenizer, id: int) -> str:
 
 
 def served(items: Iterable[T]) -> Iterator[T]:
-    """The same items; between some of them others are served."""
+    """Pass items on; between some of them others are served."""
     for part in in_parts(list(items), TOKENS_AT_ONCE):
         yield from part
 
@@ -173,11 +173,11 @@ def chat_logprobs(
     return {"content": content, "refusal": None}
 
 
-def prompt_table(asked: Choices, top: int, tokenizer: Tokenizer) -> list[msgspec.Raw | None]:
+def prompt_table(request: Choices, top: int, tokenizer: Tokenizer) -> list[msgspec.Raw | None]:
     """vLLM's `prompt_logprobs`: for each token but the first, the `top` likeliest at its place and itself, by id."""
-    assert asked.prompt_logprobs is not None
+    assert request.prompt_logprobs is not None
     tables: list[msgspec.Raw | None] = [None]
-    for id, scores in served(zip(asked.prompt_token_ids[1:], asked.prompt_logprobs, strict=True)):
+    for id, scores in served(zip(request.prompt_token_ids[1:], request.prompt_logprobs, strict=True)):
         scores = dataclasses.replace(scores, ids=scores.ids[:top], values=scores.values[:top])
         by_token = logprobs_by_token(id, scores, tokenizer.token_text).items()
         table = {str(other): {**vars(its), "logprob": finite(its.logprob)} for other, its in by_token}

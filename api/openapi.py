@@ -53,7 +53,7 @@ ERRORS = {  # by name, the body of a reply other than 200; Anthropic's routes ha
 
 
 def replies(error: str, *kinds: str) -> dict[str, Any]:
-    """What a route may answer: 200 with one of these content types, else with one of ERRORS."""
+    """The responses of a route: 200 with one of these content types, else one of ERRORS."""
     # Of an event OpenAPI 3.1 has no schema.
     schemas: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {}}
     content = {kind: schemas.get(kind, {"schema": STRING}) for kind in kinds}

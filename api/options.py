@@ -116,9 +116,9 @@ class ServerConfig:
             raise ValueError(f"files_dir is {self.files_dir!r:.200}, which is no folder that can be written")
         for name, pattern, form in FORMS:
             value, several = getattr(self, name), name in ("allowed_origins", "allowed_hosts")
-            for each in value if several else [value]:
-                if each is not None and not re.fullmatch(pattern, each):
-                    raise ValueError(f"{name} {'has' if several else 'is'} {each!r}; it must {form}")
+            for text in value if several else [value]:
+                if text is not None and not re.fullmatch(pattern, text):
+                    raise ValueError(f"{name} {'has' if several else 'is'} {text!r}; it must {form}")
         for key in (*self.api_key, *self.admin_key, *([] if self.metrics_key is None else [self.metrics_key])):
             if not re.fullmatch(r"[\x21-\x7e]+", key):  # the message does not show it, because it is a secret
                 names = "api_key, api_key_file, admin_key, metrics_key, MANTA_API_KEY or MANTA_ADMIN_KEY"
@@ -138,11 +138,11 @@ def with_all_keys(config: ServerConfig, environ: MutableMapping[str, str]) -> Se
             lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"api_key_file is {path!r}, which cannot be read: {error}") from None
-        found = [line for line in lines if line and not line.startswith("#")]
-        if not found:
+        keys_of_file = [line for line in lines if line and not line.startswith("#")]
+        if not keys_of_file:
             raise ValueError(f"api_key_file is {path!r}, which has no key; it must have at least one, each on a line")
-        keys += found
-    for variable, more in (("MANTA_API_KEY", keys), ("MANTA_ADMIN_KEY", admin_keys)):
+        keys += keys_of_file
+    for variable, target in (("MANTA_API_KEY", keys), ("MANTA_ADMIN_KEY", admin_keys)):
         if (listed := environ.pop(variable, None)) is not None:
-            more += [key.strip() for key in listed.split(",")]
+            target += [key.strip() for key in listed.split(",")]
     return dataclasses.replace(config, api_key=tuple(dict.fromkeys(keys)), admin_key=tuple(dict.fromkeys(admin_keys)))

@@ -67,6 +67,6 @@ INFO_PATHS = (
 
 
 def paths_of(api: Api) -> tuple[Path, ...]:
-    """Those that this server has."""
+    """The paths that this server has."""
     info = INFO_PATHS if api.config.enable_tokenizer_info_endpoint else ()
     return PATHS + info + (CONTROL_PATHS if api.config.enable_control_routes else ())

@@ -232,7 +232,7 @@ class Parsers:
         choice: ToolChoice,
         parallel: bool,
     ) -> StructuredOutputsParams | None:
-        """What the text of an answer with calls must be; None where nothing is asked of it."""
+        """The structure of an answer with calls; None where it may be anything."""
         required, several = choice.mode == "required", parallel and not choice.single
         strict = any(tool["function"].get("strict") for tool in tools)
         if not (required or strict or structure) and several:
@@ -265,7 +265,7 @@ class Parsers:
         start = () if thinking.opened_by(prompt) else self.ids_of(thinking.starts[0])
         best, *others = map(self.ids_of, ends)
         spaced = (self.ids_of(ends[0] + space) for space in (" ", "\n", "\n\n"))  # may be one token with its last one
-        return start, (best, *others, *(each for each in spaced if len(each) == len(best)))
+        return start, (best, *others, *(ids for ids in spaced if len(ids) == len(best)))
 
 
 def called_tools(tools: Sequence[dict[str, Any]], choice: ToolChoice) -> Sequence[dict[str, Any]]:
@@ -284,7 +284,7 @@ def called_tools(tools: Sequence[dict[str, Any]], choice: ToolChoice) -> Sequenc
 
 
 def structure_of(fields: Mapping[str, Any]) -> StructuredOutputsParams | None:
-    """What the answer to a request must be, whichever of its fields says so; an `ApiError` if two of them do."""
+    """The structure that a request asks for, in any of its fields; an `ApiError` if two of them do."""
     names = [name for name in FORMS if fields[name] is not None]
     if len(names) > 1:
         words = f"{names[0]} and {names[1]} are both given; only one may say what the answer must be"

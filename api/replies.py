@@ -1,4 +1,4 @@
-"""What goes out: answers as they are read, the shapes of replies, and their JSON.
+"""Replies: answers as they are read, the shapes of replies, and their JSON.
 
     Answer       one answer, as blocks of content, hidden reasoning and calls
     ChoiceReply  a choice for each answer: completions and chats
@@ -63,7 +63,7 @@ class Answer:
         self._is_half = False  # whether what seemed to be the last one is content
 
     def read(self) -> list[NewText]:
-        """What is new since the last time; once the answer is complete, all that is left."""
+        """Read the new text since the last time; once the answer is complete, all that is left."""
         is_whole = self._read == 0 and self.generation.finished
         text, reader = self.generation.text[self._read :], self._reader
         self._read += len(text)
@@ -76,9 +76,9 @@ class Answer:
             parts = reader.feed(text) + (reader.end() if self.generation.finished else [])
         if self.generation.finished:
             self._reader = None
-        return list(itertools.chain.from_iterable(map(self._pieces, parts)))
+        return list(itertools.chain.from_iterable(map(self._add_part, parts)))
 
-    def _pieces(self, part: AnswerPart) -> Iterator[NewText]:
+    def _add_part(self, part: AnswerPart) -> Iterator[NewText]:
         assert self.reading is not None
         if part.content:
             yield self._add(CONTENT, part.content)
@@ -131,7 +131,7 @@ class Answer:
         if not ends or not (begins or self._has_reasoned):
             return 0
         places = range(self._searched, len(ids))
-        end = next((at for at in places if any(tuple(ids[at : at + len(each)]) == each for each in ends)), len(ids))
+        end = next((at for at in places if any(tuple(ids[at : at + len(mark)]) == mark for mark in ends)), len(ids))
         self._searched = min(end, max(self._searched, len(ids) - max(map(len, ends))))
         return end - len(start) if begins else end
 
@@ -282,13 +282,13 @@ class BlockReply:
     def _blocks(self, news: Iterator[tuple[int, int, str]]) -> Iterator[bytes]:
         """The events of all blocks; there is at least one."""
         for _ in news:
-            for piece in self.answer.read():
-                if piece.begins:
-                    if piece.at:
-                        yield from self._end(piece.at - 1)
-                    yield from self._begin(piece.at)
-                if piece.text:
-                    yield self._grow(piece)
+            for new in self.answer.read():
+                if new.begins:
+                    if new.at:
+                        yield from self._end(new.at - 1)
+                    yield from self._begin(new.at)
+                if new.text:
+                    yield self._grow(new)
         if not self.answer.blocks:
             yield from self._begin(0)
         yield from self._end(max(0, len(self.answer.blocks) - 1), last=True)
@@ -297,7 +297,7 @@ class BlockReply:
         """The events with which the block at this place begins."""
         raise NotImplementedError
 
-    def _grow(self, piece: NewText) -> bytes:
+    def _grow(self, new: NewText) -> bytes:
         """The event of more text."""
         raise NotImplementedError
 

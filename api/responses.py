@@ -95,8 +95,8 @@ def as_chat_fields(api: Api, fields: dict[str, Any], caller: Caller) -> tuple[li
     owner, previous, items = caller.client, fields["previous_response_id"], fields.pop("input")
     if not items and previous is None:
         raise ApiError(400, "input is []; without a previous response it must have at least one item", "input")
-    known = api.store.items(owner, {item["id"] for item in items if item["type"] == "item_reference"})
-    items = [known[item["id"]] if item["type"] == "item_reference" else item for item in items]
+    stored = api.store.items(owner, {item["id"] for item in items if item["type"] == "item_reference"})
+    items = [stored[item["id"]] if item["type"] == "item_reference" else item for item in items]
     for i, item in enumerate(items):
         item["id"] = item["id"] or f"msg_{caller.name}_{i}"
     if previous is not None:
@@ -198,9 +198,9 @@ class ResponseReply(BlockReply):
         if not is_call:
             yield self._numbered("response.content_part.added", **self._where(at), part=part_of(kind, "", []))
 
-    def _grow(self, piece: NewText, whole: bool = False) -> bytes:
+    def _grow(self, new: NewText, whole: bool = False) -> bytes:
         """The event of more text; empty if the JSON has grown, but not the custom tool's text in it."""
-        (at, text, _), (_, _, name, key) = piece, self._row(piece.at)
+        (at, text, _), (_, _, name, key) = new, self._row(new.at)
         if key == "input":
             text, self.sent[at] = custom_input(self._block(at).text, self.sent.get(at, 0), whole)
         scores = {"logprobs": self._logprobs(at, new=True)} if self._block(at).kind == CONTENT else {}
@@ -266,7 +266,7 @@ class ResponseReply(BlockReply):
         return msgspec.Raw(json_of(chat_logprobs(self.taken[first:last], self.top or 0, name, bytes_of)["content"]))
 
     def _place(self, at: int) -> int:
-        """Where in the answer's text, which has marks as well, the text of a block begins."""
+        """The place in the answer's text, which has marks as well, where the text of a block begins."""
         text, block = self.generation.text, self._block(at).text
         if at not in self.places:
             place = text.find(block, self.located) if at < len(self.answer.blocks) - 1 else text.rfind(block)
@@ -323,7 +323,7 @@ def included(value: list[str], context: CheckContext) -> list[str]:
 
 
 def response_text(value: dict[str, Any], context: CheckContext) -> dict[str, Any]:
-    """What OpenAI's Responses API has as `text`, and as its `structure` what that comes to."""
+    """Read `text` of OpenAI's Responses API; its `structure` is what its format comes to."""
     settings: dict[str, Any] = checks.settings("verbosity", format=dict, verbosity=str)(value, context)
     return settings | {"structure": settings["format"] and flat_format(settings["format"], context)}
 

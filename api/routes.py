@@ -28,7 +28,7 @@ MOST_LISTED = 16  # names of models in an error
 
 
 class Api:
-    """What the routes share.
+    """State that all routes share.
 
     The engine reports the `facts`: `max_model_len`, `vocab_size` and more. Replies say the first of the model's
     `names`. All API processes have the same `board` and `adapters`.
@@ -78,7 +78,7 @@ class Api:
         return {"object": "list", "data": [*named, *(self._card(each.name, each) for each in self.adapters.all())]}
 
     def model(self, name: str) -> dict[str, Any]:
-        """What is told of a model; an `ApiError` if there is none of that name."""
+        """The card of a model; an `ApiError` if there is none of that name."""
         return self._card(name, self._adapter(name))
 
     def _card(self, name: str, adapter: Module | None) -> dict[str, Any]:
@@ -103,12 +103,12 @@ class Api:
         return Events(self.viewers.events(viewer), partial(self.viewers.leave, viewer))
 
     def explain(self, id: str, client: str) -> dict[str, Any]:
-        """Where the time of a request went, prompt by prompt."""
+        """Tell where the time of a request went, prompt by prompt."""
         stories = self.client.utility("explain_prompts", id, self.config.max_prompts, client).values()
         prompts = sorted(itertools.chain(*stories), key=lambda story: int(story["request_id"].rpartition("-")[2]))
         if not prompts:
-            known = "the engine knows those that run and the latest that have finished"
-            raise ApiError(404, f"there is no request {repr(id)[:100]}; {known}", "id")
+            words = "the engine knows those that run and the latest that have finished"
+            raise ApiError(404, f"there is no request {repr(id)[:100]}; {words}", "id")
         return {"id": id, "prompts": prompts}
 
     def _adapter(self, name: str) -> Module | None:
@@ -118,6 +118,6 @@ class Api:
         if module := self.adapters.find(name):
             return module
         names = [*self.names, *self.adapters.given()]  # not the ones in `lora_dir`, which would have to be looked for
-        more = f" and {len(names) - MOST_LISTED} more" if len(names) > MOST_LISTED else ""
-        message = f"there is no model {reprlib.repr(name)} here; there is {', '.join(names[:MOST_LISTED])}{more}"
+        rest = f" and {len(names) - MOST_LISTED} more" if len(names) > MOST_LISTED else ""
+        message = f"there is no model {reprlib.repr(name)} here; there is {', '.join(names[:MOST_LISTED])}{rest}"
         raise ApiError(404, message, "model", "model_not_found")

@@ -21,7 +21,7 @@ SCHEMA_KEYS = ("name", "description", "schema", "strict")  # of a json_schema
 def of_schema(
     structure: StructuredOutputsParams, context: CheckContext, strict: bool = False
 ) -> StructuredOutputsParams:
-    """The same without keywords to which no grammar can hold an answer. They are named, or if it is strict refused."""
+    """Leave out the keywords that no grammar can enforce, and name them; if it is strict, refuse them."""
     if structure.size > LARGE:
         return structure
     if strict:

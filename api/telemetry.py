@@ -15,11 +15,10 @@ from typing import Any
 from werkzeug.datastructures import Headers
 
 from api.generation import LEFT, EngineCall
-from observe.logs import logger
+from observe.logs import Repeated
 
 PACKAGES = "opentelemetry-sdk opentelemetry-exporter-otlp-proto-http"
 PROTOCOL = "http/protobuf"
-COMPLAIN = 60.0  # seconds between two complaints that spans cannot be sent
 
 
 def check_telemetry(environ: Mapping[str, str]) -> None:
@@ -43,12 +42,10 @@ class Complaints(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self.latest = float("-inf")
+        self.repeated = Repeated()
 
     def emit(self, record: logging.LogRecord) -> None:
-        if (now := time.monotonic()) >= self.latest + COMPLAIN:
-            self.latest = now
-            logger.warning(f"OpenTelemetry: {record.getMessage()[:500]}")
+        self.repeated.warn(f"OpenTelemetry: {record.getMessage()[:500]}")
 
 
 class Spans:
@@ -121,11 +118,11 @@ def phases(call: EngineCall[Any], now: float) -> dict[str, tuple[float, float]]:
     The first of several prompts begins each phase but the second, which begins when all have been let in.
     """
     metrics = [request.metrics for request in call.requests]
-    queued = [seconds for each in metrics if (seconds := each.time_in_queue) is not None]
+    queued = [times.time_in_queue for times in metrics if times.time_in_queue is not None]
     if not queued:
         return {}
-    sent, ends = min(each.arrival_time for each in metrics), [each.finished_time or now for each in metrics]
+    sent, ends = min(times.arrival_time for times in metrics), [times.finished_time or now for times in metrics]
     let_in = sent + max(queued)
-    first = min((at for each in metrics if (at := each.first_token_time) is not None), default=max(ends))
+    first = min((at for times in metrics if (at := times.first_token_time) is not None), default=max(ends))
     spans = {"queue": (sent, let_in), "prefill": (let_in, max(first, let_in))}
     return spans | ({"decode": (first, max(ends))} if call.endings else {})

@@ -29,7 +29,7 @@ def embeddings(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, An
 
 
 def pooling(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:
-    """What the model makes of each prompt: a vector, or what its classification head says."""
+    """Each prompt's vector, or the output of the classification head."""
     task = api.facts["task"]
     if fields["task"] not in (None, task, "classify" if task == "score" else task):
         raise ApiError(400, f"task is {fields['task']}; this server's is {task}", "task")
@@ -80,7 +80,7 @@ def compare(
     """
     if api.facts["task"] == "score":
         before = named(api, fields)
-        pairs = zip([before + each for each in first] * (len(second) // len(first)), second, strict=True)
+        pairs = zip([before + text for text in first] * (len(second) // len(first)), second, strict=True)
         prompts: list[Any] = [api.prompts.encode(fields, pair, True) for pair in pairs]
         return [numbers(pooled)[0] for pooled in pool(api, fields, caller, prompts)], prompts
     prompts = encoded(api, fields, first + second, True)

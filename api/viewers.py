@@ -1,4 +1,4 @@
-"""Who watches the engine: what `GET /live` sends, a few times a second.
+"""The viewers of the engine, to whom `GET /live` sends an event a few times a second.
 
 Each API process asks the engine once for all viewers, and only while there are any. The engine answers with what it
 has at hand (`observe/live.py`); the block map and the JSON are made here, off its loop.
@@ -135,7 +135,7 @@ def holdings(blocks: bytes, counts: list[tuple[int, int]]) -> Iterator[tuple[int
 
 
 def named(engine: dict[str, Any], client: str) -> dict[str, Any]:
-    """What a viewer is told of an engine: only this client's requests have ids."""
+    """An engine's part of an event for a viewer: only this client's requests have ids."""
 
     def name(row: dict[str, Any]) -> dict[str, Any]:
         whose, facts = row["client"], {field: value for field, value in row.items() if field != "client"}

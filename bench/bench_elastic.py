@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import bench_serve
-from model_config import ModelConfig
 
 Figures = list[dict[str, Any]]
 
@@ -30,9 +28,9 @@ async def scale_at(port: int, begun: float, at: float, size: int) -> tuple[float
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     head = f"POST /scale HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
     writer.write(head.encode() + body.encode())
-    told = await reader.read()
+    reply = await reader.read()
     writer.close()
-    assert b" 200 " in told, told
+    assert b" 200 " in reply, reply
     settled = {"data_parallel_size": size, "ready": size, "starting": 0, "draining": 0}
     while await asyncio.to_thread(scaling, port) != settled:
         await asyncio.sleep(0.2)
@@ -60,23 +58,12 @@ def elastic_figures(
         ValueError: the trace is not usable.
         RuntimeError: the server does not start.
     """
-    arrivals = bench_serve.read_trace(trace, requests) if trace else bench_serve.poisson(requests, rate)
-    rng, vocab = random.Random(0), ModelConfig.from_folder(model).vocab_size
     with bench_serve.serving(model, ["--data-parallel-size-max", str(size), *options]) as server:
-        limit = bench_serve.get(server.port, "/v1/models")[1]["data"][0]["max_model_len"]
-        work, _ = bench_serve.fit(bench_serve.rescale(arrivals, rate), scale, limit)
-        contents = []
-        for arrival in work:
-            prompt = [rng.randrange(vocab) for _ in range(arrival.prompt)]
-            fields = {"prompt": prompt, "max_tokens": arrival.output, "temperature": 0, "ignore_eos": True}
-            contents.append(json.dumps(fields | bench_serve.STREAM).encode())
-        replies, ((up, more), (down, fewer)) = asyncio.run(drive(server.port, work, contents, size))
-    for reply, arrival in zip(replies, work, strict=True):
-        if not reply.error and reply.tokens != arrival.output:
-            reply.error = f"{reply.tokens} tokens came; {arrival.output} were asked for"
+        work, contents, _ = bench_serve.workload(server.port, model, trace, rate, requests, scale)
+        replies, ((up, grown), (down, shrunk)) = asyncio.run(drive(server.port, work, contents, size))
     phases = [
-        ("one engine", 0.0, up), (f"{size - 1} more load", up, more), (f"{size} engines", more, down),
-        (f"{size - 1} drain", down, fewer), ("one engine", fewer, float("inf")),
+        ("one engine", 0.0, up), (f"{size - 1} more load", up, grown), (f"{size} engines", grown, down),
+        (f"{size - 1} drain", down, shrunk), ("one engine", shrunk, float("inf")),
     ]  # fmt: skip
     figures = []
     for name, begin, end in phases:

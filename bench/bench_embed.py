@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import statistics
+import tempfile
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from bench_engine import Peer
+from bench_engine import Peer, Peers, answer_turn, running
 from config import VERSION
+from made_models import SHAPES, make_model
+from turns import in_turns, median_ratio
 
 LENGTHS = (10, 40)  # tokens of the shortest text and of the longest
 MODULES = ("Transformer", "Pooling", "Normalize")  # of sentence-transformers
@@ -52,6 +55,16 @@ def make_embedder(folder: Path, dimensions: int) -> None:
         (folder / name).write_text(json.dumps(content, indent=2) + "\n")
 
 
+def compare_embeddings(shape: str, texts: int, repeats: int, peers: Peers, **options: Any) -> list[dict[str, Any]]:
+    """The figures of `bench.py embed`: of a model with random weights, which is made for it and removed."""
+    fields = SHAPES[shape] | {"dtype": options["dtype"]}
+    with tempfile.TemporaryDirectory() as folder:
+        make_model(Path(folder), fields)
+        make_embedder(Path(folder), fields["hidden_size"])
+        with running(peers, folder, options) as others:
+            return embed_figures(folder, short_texts(texts, fields["vocab_size"]), repeats, options, others)
+
+
 def embed_figures(
     model: str, texts: list[str], repeats: int, options: dict[str, Any], peers: Sequence[Peer] = ()
 ) -> list[dict[str, Any]]:
@@ -79,29 +92,24 @@ def embed_figures(
 
     engines: dict[str, Callable[..., dict[str, Any]]] = {f"Manta {VERSION}": manta}
     engines |= {peer.name: peer for peer in peers}
-    answers: dict[str, list[dict[str, Any]]] = {name: [] for name in engines}
-    for run in engines.values():
-        run(texts, 0)
-    turns = deque(engines.items())
-    for _ in range(repeats):
-        for name, run in turns:
-            answers[name].append(run(texts, 0))
-        turns.rotate()  # in a virtual machine, the first engine of a round may get other cores
+    runs = {name: functools.partial(answer_turn, run, [texts] * (repeats + 1), 0) for name, run in engines.items()}
+    answers = in_turns(runs, repeats)
     reference, *_ = answers.values()
     vectors, figures = np.array(reference[0]["tokens"]), []
-    for name, found in answers.items():
-        others, times = np.array(found[0]["tokens"]), [answer["seconds"] for answer in found]
+    for name, results in answers.items():
+        others, times = np.array(results[0]["tokens"]), times_of(results, "seconds")
         figures.append({
             "engine": name, "texts": len(texts), "texts/s": round(len(texts) / statistics.median(times), 1),
             "min": round(len(texts) / max(times), 1), "max": round(len(texts) / min(times), 1),
-            "CPU ms/text": round(1e3 * statistics.median(answer["cpu"] for answer in found) / len(texts), 2),
-            "of Manta": of(reference, found, "seconds"), "of Manta by CPU": of(reference, found, "cpu"),
+            "CPU ms/text": round(1e3 * statistics.median(times_of(results, "cpu")) / len(texts), 2),
+            "of Manta": median_ratio(times_of(reference, "seconds"), times),
+            "of Manta by CPU": median_ratio(times_of(reference, "cpu"), times_of(results, "cpu")),
             "least cosine": round(float((vectors * others).sum(1).min()), 6),
             "largest difference": float(f"{np.abs(vectors - others).max():.2g}"),
         })  # fmt: skip
     return figures
 
 
-def of(reference: list[dict[str, Any]], found: list[dict[str, Any]], key: str) -> float:
-    """An engine's speed as a share of the reference's, the median of the rounds."""
-    return round(statistics.median(a[key] / b[key] for a, b in zip(reference, found, strict=True)), 3)
+def times_of(results: list[dict[str, Any]], key: str) -> list[float]:
+    """Seconds of each turn, of one kind."""
+    return [result[key] for result in results]

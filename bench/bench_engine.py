@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import json
@@ -11,7 +10,7 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -19,10 +18,13 @@ from typing import Any
 
 from config import VERSION, EngineConfig
 from model_config import ModelConfig
+from plan import EngineCoreRequest
 from sampling_params import SamplingParams
+from turns import in_turns, median_ratio, seconds_of
 
 Row = dict[str, Any]
 Figures = list[Row]
+Peers = Sequence[tuple[str, str]]  # other engines: the name and the Python of each
 Generate = Callable[[list[list[int]], Any], dict[str, Any]]  # the jobs of peers.py, and their answers
 
 PEERS = Path(__file__).parent / "peers.py"
@@ -32,36 +34,35 @@ MODEL = ("decode", "prepare_inputs", "model", "greedy_head", "logits", "sample",
 MOVES = "move_blocks"  # another phase of the device
 
 
-def engine_figures(args: argparse.Namespace) -> Figures:
-    """The figures of `throughput` or `latency`, whichever the command line asks for."""
-    names = ("load_format", "dtype", "quantization", "device", "threads", "compile")
-    options = {name: getattr(args, name) for name in names}
-    pythons = peer_pythons(args)
-    if args.command == "latency" and args.breakdown:
-        return [*breakdown_figures(args.model, [args.breakdown], args.new_tokens, options)]
-    arguments = [str(Path(args.model).resolve()), "--threads", str(args.threads), "--device", args.device]
-    if args.command == "throughput":
-        work = throughput_work(args.requests, args.scale, ModelConfig.from_folder(args.model).vocab_size)
-        share = EngineConfig.gpu_memory_utilization / (1 + len(args.peer))  # Manta comes last and takes what is left
-        arguments += ["--max-model-len", str(longest(work)), "--memory-share", f"{share:.3f}"]
-    else:
-        shapes = [(int(batch), int(length)) for batch, _, length in (shape.partition("x") for shape in args.shapes)]
-        arguments += ["--cache", str(Path(args.peer_cache).resolve()), "--weights", args.peer_weights]
+@contextlib.contextmanager
+def running(peers: Peers, model: str, options: dict[str, Any], *arguments: str) -> Iterator[list[Peer]]:
+    """Run other engines on the same model and device as Manta's `options`."""
+    words = [str(Path(model).resolve()), "--threads", str(options["threads"]), "--device", options["device"]]
+    words += arguments
     with contextlib.ExitStack() as stack:
-        peers = []
-        for engine, python in zip(args.peer, pythons, strict=True):
-            peers.append(Peer(engine, python, arguments))
-            stack.callback(peers[-1].close)
-        if args.command == "throughput":
-            return throughput_figures(args.model, work, options, args.repeats, peers)
-        return latency_figures(args.model, shapes, args.new_tokens, args.repeats, peers, options)
+        yield [stack.enter_context(contextlib.closing(Peer(*peer, words))) for peer in peers]
 
 
-def peer_pythons(args: argparse.Namespace) -> list[str]:
-    """The Python of each `--peer`. Exits with a message where a peer has none."""
-    if len(args.peer) != len(args.peer_python):
-        raise SystemExit(f"--peer is given {len(args.peer)} times; --peer-python {len(args.peer_python)} times")
-    return args.peer_python
+def compare_throughput(model: str, requests: int, scale: float, repeats: int, peers: Peers, **options: Any) -> Figures:
+    """The figures of `bench.py throughput`, whose further options are fields of `EngineConfig`."""
+    work = throughput_work(requests, scale, ModelConfig.from_folder(model).vocab_size)
+    share = EngineConfig.gpu_memory_utilization / (1 + len(peers))  # Manta comes last and takes what is left
+    limits = "--max-model-len", str(longest(work)), "--memory-share", f"{share:.3f}"
+    with running(peers, model, options, *limits) as others:
+        return throughput_figures(model, work, options, repeats, others)
+
+
+def compare_latency(
+    model: str, shapes: list[str], new_tokens: int, breakdown: int, repeats: int, peers: Peers, peer_cache: str,
+    peer_weights: str, **options: Any,
+) -> Figures:  # fmt: skip
+    """The figures of `bench.py latency`, whose further options are fields of `EngineConfig`."""
+    if breakdown:
+        return [*breakdown_figures(model, [breakdown], new_tokens, options)]
+    sizes = [(int(batch), int(length)) for batch, _, length in (shape.partition("x") for shape in shapes)]
+    files = "--cache", str(Path(peer_cache).resolve()), "--weights", peer_weights
+    with running(peers, model, options, *files) as others:
+        return latency_figures(model, sizes, new_tokens, repeats, others, options)
 
 
 def throughput_work(requests: int, scale: float, vocab_size: int) -> list[tuple[list[int], int]]:
@@ -106,16 +107,17 @@ def throughput_figures(
         return {"seconds": time.perf_counter() - begun, "tokens": [out.outputs[0].token_ids for out in outs]}
 
     engines: dict[str, Generate] = {f"Manta {VERSION}": manta, **{peer.name: peer for peer in peers}}
-    seconds: dict[str, list[float]] = {name: [] for name in engines}
     for run in engines.values():
         run([[0]], [min(4, longest(work) - 1)])
-    for turn in range(repeats):
+
+    def measure(name: str, turn: int) -> float:
         prompts = [[(token + turn) % vocab_size for token in prompt] for prompt, _ in work]  # no prefix is cached
-        for name, run in engines.items():
-            answer = run(prompts, outputs)
-            if [len(ids) for ids in answer["tokens"]] != outputs:
-                raise RuntimeError(f"{name} wrote {[len(ids) for ids in answer['tokens']]} tokens, not {outputs}")
-            seconds[name].append(answer["seconds"])
+        answer = engines[name](prompts, outputs)
+        if [len(ids) for ids in answer["tokens"]] != outputs:
+            raise RuntimeError(f"{name} wrote {[len(ids) for ids in answer['tokens']]} tokens, not {outputs}")
+        return answer["seconds"]
+
+    seconds = in_turns({name: functools.partial(measure, name) for name in engines}, repeats, warm_up=False)
     reference, *_ = seconds.values()
     read, written, figures = sum(len(prompt) for prompt, _ in work), sum(outputs), []
     for name, taken in seconds.items():
@@ -127,8 +129,7 @@ def throughput_figures(
             "total tok/s": round((read + written) / median, 1),
         })  # fmt: skip
         if peers:
-            ratios = [a / b for a, b in zip(reference, taken, strict=True)]
-            figures[-1]["of Manta"] = round(statistics.median(ratios), 3)
+            figures[-1]["of Manta"] = median_ratio(reference, taken)
     return figures
 
 
@@ -224,17 +225,14 @@ def latency_figures(
     for batch, length in shapes:
         generate, core = manta(model, batch, length, new_tokens, options)
         engines: dict[str, Generate] = {f"Manta {VERSION}": generate} | {peer.name: peer for peer in peers}
-        results: dict[str, Figures] = {name: [] for name in engines}
-        warm, reads = prompts_of(batch, length), []
-        for run in engines.values():  # for a whole turn, because new memory of a virtual machine is slow for seconds
-            run(warm, new_tokens)
-        turns = deque(engines.items())
-        for _ in range(repeats):
-            prompts = prompts_of(batch, length)
-            for name, run in turns:
-                results[name].append(run(prompts, new_tokens))
-            turns.rotate()  # in a virtual machine, the first engine of a round may get other cores
-            reads.append(read_bandwidth(core.facts["device"]))
+        # A whole turn warms up, because new memory of a virtual machine is slow for seconds.
+        prompts = [prompts_of(batch, length) for _ in range(repeats + 1)]
+        runs: dict[str, Callable[[int], Any]] = {
+            name: functools.partial(answer_turn, run, prompts, new_tokens) for name, run in engines.items()
+        }
+        runs["memory"] = functools.partial(read_bandwidth, core.facts["device"])
+        results = in_turns(runs, repeats)
+        reads = results.pop("memory")
         core.close()
         reference, *_ = results.values()
         # The context is counted as it is half-way through the answer.
@@ -255,6 +253,11 @@ def latency_figures(
                 f"first {COMPARED} as Manta": round(agreement(answers, reference), 3),
             })  # fmt: skip
     return figures
+
+
+def answer_turn(run: Generate, prompts: Sequence[Any], new_tokens: int, turn: int) -> Row:
+    """What an engine makes of the prompts of a turn."""
+    return run(prompts[turn], new_tokens)
 
 
 def unmet(config: ModelConfig, batch: int) -> float:
@@ -349,12 +352,59 @@ def gibibyte(device: str) -> Any:
     return torch.ones(2**28, device="cpu" if device == "cpu" else "cuda")
 
 
-def read_bandwidth(device: str) -> float:
+def read_bandwidth(device: str, turn: int = 0) -> float:
     """Bytes a second at which torch sums 1 GiB, which is more than any cache holds. The best of five tries."""
     values = gibibyte(device)
-    seconds = []
-    for _ in range(6):  # the first one warms up
-        begun = time.perf_counter()
-        values.sum().item()
-        seconds.append(time.perf_counter() - begun)
+    seconds = [seconds_of(lambda: values.sum().item()) for _ in range(6)]  # the first one warms up
     return values.nbytes / min(seconds[1:])
+
+
+def overload_figures(model: str, repeats: int) -> Figures:
+    """Time four times the work that the KV pool holds, offered all at once, and offered as much as fits at a time.
+
+    Each row is the median of `repeats` runs, and "of the paced" compares it with the second way.
+    """
+    from engine import EngineCore
+
+    size, blocks = 16, 256
+    rng = random.Random(0)
+    work: list[tuple[list[int], int]] = []
+    while sum(len(prompt) + output for prompt, output in work) < 4 * size * blocks:
+        work.append(([rng.randrange(5, 1000) for _ in range(rng.randint(50, 250))], rng.randint(50, 250)))
+    capacity = size * blocks // max(len(prompt) + output for prompt, output in work)
+    figures = []
+    for mode, reserve in (("recompute", 1.0), ("recompute", 0.0), ("swap", 1.0), ("swap", 0.0), ("auto", 1.0)):
+        options: dict[str, Any] = {
+            "model": model, "dtype": "float32", "device": "cpu", "block_size": size, "num_gpu_blocks_override": blocks,
+            "max_model_len": 512, "max_num_batched_tokens": 512, "preemption_mode": mode,
+            "schedule_conservativeness": reserve, "swap_space": 4.0,
+        }  # fmt: skip
+        core = EngineCore(EngineConfig(**options))
+
+        def offer(at_once: int, turn: int, core: EngineCore = core) -> dict[str, float]:
+            core.reset_prefix_cache()
+            begun, before, steps = time.perf_counter(), dict(core.scheduler.counters), 0
+            waiting = [(f"{turn}-{at_once}-{i}", *request) for i, request in enumerate(work)][::-1]
+            while waiting or core.has_work():
+                while waiting and len(core.scheduler.requests) < at_once:
+                    name, prompt, output = waiting.pop()
+                    params = SamplingParams(max_tokens=output, ignore_eos=True)
+                    core.add(EngineCoreRequest(name, prompt, params))
+                core.step()
+                steps += 1
+            counts = {name: value - before[name] for name, value in core.scheduler.counters.items()}
+            return counts | {"seconds": time.perf_counter() - begun, "steps": steps}
+
+        sizes = capacity, len(work)
+        runs = in_turns({at_once: functools.partial(offer, at_once) for at_once in sizes}, repeats, warm_up=False)
+        paced = statistics.median(run["seconds"] for run in runs[capacity])
+        for at_once, results in runs.items():
+            result = sorted(results, key=lambda run: run["seconds"])[len(results) // 2]
+            again = result["num_recomputed_tokens_total"] + result["num_swapped_tokens_total"]
+            figures.append({
+                "mode": mode, "conservativeness": reserve, "offered at once": at_once, "steps": result["steps"],
+                "output tok/s": round(sum(output for _, output in work) / result["seconds"]),
+                "of the paced": round(paced / result["seconds"], 3), "preemptions": result["num_preemptions_total"],
+                "recomputed + swapped": round(again / result["num_computed_tokens_total"], 4),
+            })  # fmt: skip
+    return figures

@@ -363,8 +363,8 @@ def penalties(rows: int, vocab: int, device: str) -> tuple[torch.Tensor, ...]:
     counts = (torch.rand(rows, vocab, device=device) < 1e-3).to(torch.int32) * 3
     bias_ids = torch.full((rows, 1024), 2**31 - 1, dtype=torch.int32, device=device)
     words = torch.zeros(rows, 1, -(-vocab // 32), dtype=torch.int32, device=device)
-    each = torch.tensor([1.1, 0.2, 0.1], device=device).repeat(rows, 1)
-    return ints([1] * rows, device), each, counts, bias_ids, torch.zeros(rows, 1024, device=device), words
+    strengths = torch.tensor([1.1, 0.2, 0.1], device=device).repeat(rows, 1)
+    return ints([1] * rows, device), strengths, counts, bias_ids, torch.zeros(rows, 1024, device=device), words
 
 
 def sort_and_draw(logits: torch.Tensor, heat: float, top_k: int, top_p: float) -> torch.Tensor:
@@ -399,11 +399,11 @@ def state_cases(s: Shape, rows: int = 256, max_model_len: int = 4096) -> Iterato
 
     def update(device: str) -> Inputs:
         ids = torch.ones(rows, max_model_len + 1, dtype=torch.int32, device=device)
-        known, computed = ints([500] * rows, device), ints([499] * rows, device)
+        num_known, computed = ints([500] * rows, device), ints([499] * rows, device)
         slots, starts = ints(range(rows), device), ints(range(rows + 1), device)
         bits = torch.zeros(rows, -(-s.vocab // 32), dtype=torch.int32, device=device)
-        update = ids, known, computed, slots, starts, starts, torch.arange(rows, device=device), bits
-        return Inputs(lambda ops: ops.post_update(*update), (ids, known, computed))
+        update = ids, num_known, computed, slots, starts, starts, torch.arange(rows, device=device), bits
+        return Inputs(lambda ops: ops.post_update(*update), (ids, num_known, computed))
 
     yield Case("apply_writes", f"{rows} rows", 2 * 4 * (3 * rows + 1 + rows // 16), 0, apply, True)
     yield Case("prepare_inputs", f"{rows} rows", rows * (4 * 5 + 8 * 2 + 4 * 2), 0, prepare, True)
@@ -485,11 +485,11 @@ def check(case: Case, kernels: ModuleType, reference: ModuleType, device: str) -
     Raises:
         AssertionError: the error is more than rounding explains, or is not a number.
     """
-    found = []
+    both = []
     for ops in (kernels, reference):
         torch.manual_seed(0)
-        found.append(results(case.make(device), ops))
-    return max(relative_error(case, got, want) for got, want in zip(*found, strict=True))
+        both.append(results(case.make(device), ops))
+    return max(relative_error(case, got, want) for got, want in zip(*both, strict=True))
 
 
 def relative_error(case: Case, got: torch.Tensor, want: torch.Tensor) -> float:
@@ -645,3 +645,8 @@ def print_figures(figures: Iterator[dict[str, Any]]) -> Figures:
         print("  ".join(cells) + (f"  failed: {figure['failure']}" if "failure" in figure else ""), flush=True)
         kept.append(figure)
     return kept
+
+
+def print_kernel_figures(ops: list[str], shapes: list[str]) -> Figures:
+    """The figures of `bench.py kernels`, printed as they come."""
+    return print_figures(kernel_figures(ops, shapes))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from engine import LLM, LoRARequest, SamplingParams
 from lora.adapter import CONFIG, WEIGHTS
 from model_config import ModelConfig
+from turns import in_turns, median_ratio, seconds_of, spread
 
 Figures = list[dict[str, Any]]
 
@@ -74,22 +75,18 @@ def lora_figures(
             f"{together} adapters": lambda: [adapters[i % together] for i in range(sequences)],
             f"{registered} by Zipf": lambda: list(rng.choices(adapters, weights, k=sequences)),
         }
-        seconds: dict[str, list[float]] = {name: [] for name in draws}
-        for repeat in range(repeats + 1):  # the first turn warms up
-            for name, draw in draws.items():
-                wanted, begun = draw(), time.perf_counter()
-                if name == "base":
-                    base.generate(prompts, params, use_tqdm=False)
-                else:
-                    llm.generate(prompts, params, use_tqdm=False, lora_request=wanted)
-                if repeat:
-                    seconds[name].append(time.perf_counter() - begun)
+
+        def measure(name: str, turn: int) -> float:
+            if name == "base":
+                return seconds_of(base.generate, prompts, params, use_tqdm=False)
+            return seconds_of(llm.generate, prompts, params, use_tqdm=False, lora_request=draws[name]())
+
+        seconds = in_turns({name: functools.partial(measure, name) for name in draws}, repeats)
     figures = []
-    for name, taken in seconds.items():
-        ratios = [own / alone for own, alone in zip(taken, seconds["base"], strict=True)]
-        rates = [sequences * new_tokens / spent for spent in taken]
+    for name, times in seconds.items():
+        rates = [sequences * new_tokens / taken for taken in times]
         figures.append({
             "adapters": name, "sequences": sequences, "rank": rank, "tok/s": round(statistics.median(rates), 1),
-            "min": round(min(rates), 1), "max": round(max(rates), 1), "of base": round(statistics.median(ratios), 3),
+            **spread(rates, 1), "of base": median_ratio(times, seconds["base"]),
         })  # fmt: skip
     return figures

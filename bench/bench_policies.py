@@ -232,6 +232,27 @@ def bounds_of(requests: Iterable[TracedRequest], bounds: Sequence[int]) -> list[
     return [("all", 0, sys.maxsize), *zip(names, edges[:-1], edges[1:], strict=True)]
 
 
+def compare_policies(
+    trace: Path, policy: Sequence[str] | None, rate: Sequence[float], requests: int, poisson: bool, plot: Path | None,
+    device: str, fit: Path | None, kv_blocks: int, buckets: Sequence[int], options: dict[str, Any],
+) -> Figures:  # fmt: skip
+    """The figures of `bench.py policies`; raises what `policy_figures` does."""
+    if plot and not plot.parent.is_dir():
+        raise ValueError(f"plot is {str(plot)!r}; there is no folder {plot.parent}")
+    if device and fit:
+        raise ValueError(f"device is {device!r}, and fit is {str(fit)!r}; one of them is enough")
+    simulated = given_device(device)
+    if fit:
+        simulated, error = fit_device(steps := measured_steps(fit))
+        terms = ",".join(f"{name}={value:.3g}" for name, value in simulated._asdict().items())
+        print(f"fitted to {len(steps):,} steps: {terms}; half of them are within {error:.0%}", file=sys.stderr)
+    names = policy or ["fcfs"]
+    figures = policy_figures(trace, names, rate, requests, poisson, simulated, kv_blocks, buckets, options)
+    if plot:
+        draw(figures, plot)
+    return figures
+
+
 def policy_figures(
     trace: Path, policies: Sequence[str], rates: Sequence[float], most: int, poisson: bool, device: Device,
     num_blocks: int, bounds: Sequence[int], options: dict[str, Any],
@@ -251,8 +272,8 @@ def policy_figures(
         ValueError: the trace cannot be read, there is no such policy, or a number is out of range.
     """
     for name, values in (("rate", rates), ("requests", [most]), ("kv-blocks", [num_blocks]), ("buckets", bounds)):
-        if wrong := [value for value in values if not 0 < value < math.inf]:
-            raise ValueError(f"{name} is {wrong[0]:g}; it must be above 0")
+        if refused := [value for value in values if not 0 < value < math.inf]:
+            raise ValueError(f"{name} is {refused[0]:g}; it must be above 0")
     requests = read_requests(trace, most)
     try:
         fields = {"max_num_batched_tokens": 8192} | options
@@ -334,7 +355,7 @@ def panel(
     return parts
 
 
-def plot(figures: Figures, path: Path) -> None:
+def draw(figures: Figures, path: Path) -> None:
     """Draw an SVG: both times against the rate, and the first token's by prompt length at the highest rate.
 
     Raises:

@@ -7,19 +7,18 @@ import os
 import random
 import signal
 import statistics
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import psutil
 
-from bench_process import ROOT, Figures, Stream, count_equal, count_restarts, read_streams, wait_for_log
+import bench_serve
+from bench_process import Figures, Stream, count_equal, count_restarts, read_streams
 from executors.links import TOKEN, RankLink, admit, listen, reach
+from turns import in_turns, seconds_of
 
 NODE = {"num_cpus": 2, "object_store_memory": 80 * 2**20}
 QUICK = {"health_check_period_ms": 500, "health_check_failure_threshold": 3}  # Ray's defaults take 15 s and more
@@ -113,24 +112,25 @@ def ray_figures(trips: int = 2000, size: int = 2048) -> Figures:
         "compiled graph": lambda: ray.get(graph.execute(sent)),
         "connection": there_and_back,
     }
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(11):
-        for name, trip in ways.items():
-            for _ in range(trips // 10):
-                begun = time.perf_counter()
-                assert trip() == sent
-                seconds[name].append(time.perf_counter() - begun)
+
+    def trip_times(trip: Callable[[], bytes | None], turn: int) -> list[float]:
+        def checked() -> None:
+            assert trip() == sent
+
+        return [seconds_of(checked) for _ in range(trips // 10)]
+
+    turns = in_turns({name: partial(trip_times, trip) for name, trip in ways.items()}, 10)
     link.write(b"", 60)
     ray.get(end)
     graph.teardown()
     ray.shutdown()
     cluster.shutdown()
     figures = []
-    for name, found in seconds.items():
-        found = sorted(found[trips // 10 :])  # the first turn warms up
+    for name, results in turns.items():
+        times = sorted(itertools.chain(*results))
         figures.append({
-            "way": name, "bytes": size, "trips": len(found), "p50 us": round(found[len(found) // 2] * 1e6, 1),
-            "p99 us": round(found[len(found) * 99 // 100] * 1e6, 1),
+            "way": name, "bytes": size, "trips": len(times), "p50 us": round(times[len(times) // 2] * 1e6, 1),
+            "p99 us": round(times[len(times) * 99 // 100] * 1e6, 1),
         })  # fmt: skip
     return figures
 
@@ -154,41 +154,34 @@ def kill(cluster: Any, what: str) -> None:
 def pauses(streams: list[Stream], moments: list[float]) -> list[float]:
     """After each of these moments, and before the next, the longest time in which no stream got a token, in seconds."""
     times = sorted(t for stream in streams for t in stream.times)
-    found = []
+    longest = []
     for begin, end in zip(moments, [*moments[1:], times[-1]], strict=True):
         between = [begin, *(t for t in times if begin < t < end), end]
-        found.append(max(after - before for before, after in itertools.pairwise(between)))
-    return found
+        longest.append(max(after - before for before, after in itertools.pairwise(between)))
+    return longest
 
 
 def killed_figures(
     cluster: Any, what: str, model: str, count: int, kills: int, new_tokens: int, options: list[str]
 ) -> dict[str, Any]:
     """What becomes of `count` streams while one of KILLED is killed `kills` times, each a while after the last."""
-    command = [sys.executable, "server.py", "--model", str(Path(model).resolve()), "--port", "0", "--dtype", "float32"]
-    command += ["--distributed-executor-backend", "ray", "--pipeline-parallel-size", "2", "--threads", "1", *options]
-    environment, rng = os.environ | {"RAY_ADDRESS": cluster.address}, random.Random(0)
-    moments: list[float] = []
-    with tempfile.TemporaryFile("w+") as log:
-        server = subprocess.Popen(command, cwd=ROOT, stderr=log, env=environment)
-        try:
-            port = int(wait_for_log(server, log, "http://127.0.0.1:").split()[0])
-            wanted, got = read_streams(port, count, new_tokens), [Stream() for _ in range(count)]
-            reading = threading.Thread(target=read_streams, args=(port, count, new_tokens, got))
-            reading.start()
-            while len(moments) < kills and reading.is_alive():
-                time.sleep(rng.uniform(0.5, 2.0))
-                restarts = count_restarts(port)
-                moments.append(time.monotonic())
-                kill(cluster, what)
-                while count_restarts(port) == restarts or len(actors()) < 2:
-                    time.sleep(0.05)
-                while reading.is_alive() and max(t for s in got for t in s.times) < time.monotonic() - 0.2:
-                    time.sleep(0.05)
-            reading.join()
-        finally:
-            server.terminate()
-            server.wait()
+    words = ["--dtype", "float32", "--distributed-executor-backend", "ray", "--pipeline-parallel-size", "2"]
+    words += ["--threads", "1", *options]
+    moments, rng = list[float](), random.Random(0)
+    with bench_serve.serving(model, words, {"RAY_ADDRESS": cluster.address}) as server:
+        wanted, got = read_streams(server.port, count, new_tokens), [Stream() for _ in range(count)]
+        reading = threading.Thread(target=read_streams, args=(server.port, count, new_tokens, got))
+        reading.start()
+        while len(moments) < kills and reading.is_alive():
+            time.sleep(rng.uniform(0.5, 2.0))
+            restarts = count_restarts(server.port)
+            moments.append(time.monotonic())
+            kill(cluster, what)
+            while count_restarts(server.port) == restarts or len(actors()) < 2:
+                time.sleep(0.05)
+            while reading.is_alive() and max(t for s in got for t in s.times) < time.monotonic() - 0.2:
+                time.sleep(0.05)
+        reading.join()
     ends, took = [stream.end for stream in got], pauses(got, moments)
     return {
         "killed": what, "times": len(moments), "streams": count, "whole": ends.count("whole"),

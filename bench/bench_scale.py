@@ -12,7 +12,6 @@ that the figures themselves show how good the model is.
 
 from __future__ import annotations
 
-import csv
 import itertools
 import multiprocessing
 import random
@@ -28,6 +27,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from bench_serve import read_trace
 from config import EngineConfig
 from plan import StepResult
 from processes.connection import ACCEPTED, connect, read_frames, to_frame
@@ -86,8 +86,7 @@ def read_lengths(trace: Path | None) -> np.ndarray:
         rng = np.random.default_rng(1)
         drawn = np.exp(rng.normal((6.93, 4.86), (0.5, 1.0), (20_000, 2)))
         return np.clip(drawn, 1, (14_000, 1000)).astype(int)
-    with trace.open() as file:
-        return np.array([(int(row["ContextTokens"]), int(row["GeneratedTokens"])) for row in csv.DictReader(file)])
+    return np.array([arrival[1:] for arrival in read_trace(trace)])
 
 
 def draw_jobs(lengths: np.ndarray, count: int, rate: float, seed: int) -> list[Job]:
@@ -123,14 +122,14 @@ def findable(jobs: Sequence[Job], block_size: int) -> int:
     """Tokens of the prompts, but for those of the warm-up, that one cache of any size would have for all of them."""
     seen: dict[int, int] = {}
     apps: set[int] = set()
-    found = 0
+    tokens = 0
     for i, job in enumerate(jobs):
-        known = max(seen.get(job.chat, 0), job.shared if job.app in apps else 0)
+        computed = max(seen.get(job.chat, 0), job.shared if job.app in apps else 0)
         if i >= WARM_UP * len(jobs):
-            found += min(known, job.prompt - 1) // block_size * block_size
+            tokens += min(computed, job.prompt - 1) // block_size * block_size
         seen[job.chat] = job.prompt + job.output - 1
         apps.add(job.app)
-    return found
+    return tokens
 
 
 # --- engines ----------------------------------------------------------------------------------------------------------
@@ -145,7 +144,7 @@ class ModelEngine:
     """
 
     def __init__(self, config: EngineConfig, device: Device):
-        self.config, self.device, self.said, self.reports, self.computed = config, device, (0, 0), 0, 0
+        self.config, self.device, self.load, self.reports, self.computed = config, device, (0, 0), 0, 0
         self.waiting: deque[Job] = deque()
         self.decoding = self.context = self.steps = self.running = 0
         self.ends: defaultdict[int, list[Job]] = defaultdict(list)  # by step, whose last token comes with it
@@ -170,9 +169,9 @@ class ModelEngine:
         """See `ScheduledEngine.turn`."""
         if self.busy:
             self._land(now)
-        said = (len(self.waiting), self.running)
-        self.reports += said != self.said
-        self.said = said
+        load = (len(self.waiting), self.running)
+        self.reports += load != self.load
+        self.load = load
         left, context = self.config.token_budget - self.decoding, self.context
         prompt = 0
         while left and (job := self.entering or self._next(now)):
@@ -214,24 +213,24 @@ class ModelEngine:
         if not self.waiting or self.running == self.config.max_num_seqs:
             return None
         job = self.waiting[0]
-        kept, known, head = self.kept.pop(job.chat, 0), self.kept.pop(-2 - job.app, 0), job.shared // size
-        self.free += kept + known  # they are used again
+        rest, first, head = self.kept.pop(job.chat, 0), self.kept.pop(-2 - job.app, 0), job.shared // size
+        self.free += rest + first  # they are used again
         while self.free < (blocks := self._blocks(job) + head) and self.kept:
             oldest, others = self.kept.popitem(last=False)
-            given = min(others, blocks - self.free)
-            self.free += given
-            if others > given:
-                self.kept[oldest] = others - given
+            count = min(others, blocks - self.free)
+            self.free += count
+            if others > count:
+                self.kept[oldest] = others - count
                 self.kept.move_to_end(oldest, last=False)
         if self.free < blocks:
-            self._keep(job, known, kept)
+            self._keep(job, first, rest)
             return None
         self.waiting.popleft()
         self.running += 1
         self.free -= blocks - head
         self._keep(job, head, 0)
-        found = known + (kept if known == head else 0)
-        job.begun, job.cached = now, min(found, (job.prompt - 1) // size) * size
+        cached = first + (rest if first == head else 0)
+        job.begun, job.cached = now, min(cached, (job.prompt - 1) // size) * size
         self.reached = job.cached
         return job
 
@@ -286,7 +285,7 @@ def simulate(jobs: Sequence[Job], engines: Sequence[Any], policy: str, routers: 
         while published + INTERVAL <= job.at:
             published += INTERVAL
             advance(published)
-            loads = [engine.said for engine in engines]
+            loads = [engine.load for engine in engines]
             for front in fronts:
                 front.update(loads)
                 for digest, rank in routed:
@@ -361,8 +360,8 @@ def cell_figures(cell: Cell, lengths: np.ndarray) -> Figures:
         for name, times in (
             ("queue", [job.begun - job.at for job in counted]), ("TTFT", [job.first - job.at for job in counted])
         ):  # fmt: skip
-            middle, late = np.quantile(times, (0.5, 0.99)) * 1e3
-            row |= {f"{name} p50 ms": round(middle, 1), f"{name} p99 ms": round(late, 1)}
+            p50, p99 = np.quantile(times, (0.5, 0.99)) * 1e3
+            row |= {f"{name} p50 ms": round(p50, 1), f"{name} p99 ms": round(p99, 1)}
         row |= {
             "hit rate": round(cached / sum(job.prompt for job in counted), 4),
             "of one cache": round(cached / findable(jobs, cell.config.block_size), 4),

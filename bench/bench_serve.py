@@ -11,6 +11,7 @@ import contextlib
 import csv
 import json
 import math
+import os
 import random
 import re
 import resource
@@ -20,21 +21,26 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 from http.client import HTTPConnection, HTTPException
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from config import VERSION
 from model_config import ModelConfig
 from sampling_params import SamplingParams
+from turns import in_turns, median_ratio, seconds_of, spread
 
 Figures = list[dict[str, Any]]
+Peers = Sequence[tuple[str, str]]  # other servers: the name and the Python of each
 
 ROOT = Path(__file__).parent.parent  # has server.py
+NOTHING: Mapping[str, str] = MappingProxyType({})
 POLL = 0.01  # seconds between looks at a server that starts
 PROMPTS, OUTPUTS = (1020, 0.99), (129, 0.86)  # median and log-sigma of lengths in Azure's trace of 2023
 STREAM = {"stream": True, "stream_options": {"include_usage": True}}  # an event may hold several tokens
@@ -42,14 +48,15 @@ TEXT = re.compile(rb'"text": ?"[^"]')  # in an event that shows something; vLLM 
 
 
 class Server(NamedTuple):
-    """A server that listens: its port, and the file that its log goes to."""
+    """A server that listens: its port, the file that its log goes to, and its process."""
 
     port: int
     log: Path
+    pid: int
 
 
 @contextlib.contextmanager
-def serving(model: str, options: Sequence[str] = ()) -> Iterator[Server]:
+def serving(model: str, options: Sequence[str] = (), environ: Mapping[str, str] = NOTHING) -> Iterator[Server]:
     """Run `server.py` on `model` in a process of its own. The context begins when it listens, and ends it.
 
     Raises:
@@ -58,10 +65,10 @@ def serving(model: str, options: Sequence[str] = ()) -> Iterator[Server]:
     command = [sys.executable, "server.py", "--model", str(Path(model).resolve()), "--port", "0", *options]
 
     def find_port(log: str) -> int | None:
-        found = re.search(r"http://127\.0\.0\.1:(\d+)\n", log)
-        return int(found[1]) if found else None
+        address = re.search(r"http://127\.0\.0\.1:(\d+)\n", log)
+        return int(address[1]) if address else None
 
-    with running("server.py", command, find_port, ROOT) as server:
+    with running("server.py", command, find_port, ROOT, environ) as server:
         yield server
 
 
@@ -89,16 +96,20 @@ def serving_vllm(model: str, python: str, max_model_len: int, options: Sequence[
 
 
 @contextlib.contextmanager
-def running(name: str, command: list[str], find_port: Callable[[str], int | None], folder: Path) -> Iterator[Server]:
+def running(
+    name: str, command: list[str], find_port: Callable[[str], int | None], folder: Path,
+    environ: Mapping[str, str] = NOTHING,
+) -> Iterator[Server]:  # fmt: skip
     """Run a server in a process of its own. The context begins when `find_port`, given the log, finds the port."""
     with tempfile.NamedTemporaryFile() as log:
-        server, path = subprocess.Popen(command, cwd=folder, stderr=log), Path(log.name)
+        server = subprocess.Popen(command, cwd=folder, stderr=log, env={**os.environ, **environ})
+        path = Path(log.name)
         try:
             while (port := find_port(path.read_text())) is None:
                 if server.poll() is not None:
                     raise RuntimeError(f"{name} ended with status {server.returncode}: {path.read_text()}")
                 time.sleep(POLL)
-            yield Server(port, path)
+            yield Server(port, path, server.pid)
         finally:
             server.terminate()
             server.wait()
@@ -129,7 +140,7 @@ def streams_figures(
     new_tokens: int,
     repeats: int,
     options: Sequence[str] = (),
-    peers: Sequence[str] = (),
+    peers: Peers = (),
     peer_options: Sequence[str] = (),
 ) -> Figures:
     """Output tokens a second of concurrent HTTP streams, and of `LLM.generate` on the same prompts, taking turns.
@@ -142,7 +153,7 @@ def streams_figures(
         new_tokens: tokens of each.
         repeats: turns.
         options: further words of the command line of Manta's server.
-        peers: Pythons that have vLLM; the server of each then gets the same requests in each turn.
+        peers: names (vllm), and Pythons that have it; the server of each then gets the same requests in each turn.
         peer_options: further words of the command line of vLLM's server.
     """
     from engine import LLM
@@ -151,32 +162,32 @@ def streams_figures(
     params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
     with contextlib.ExitStack() as stack:
         port = stack.enter_context(serving(model, options)).port
-        servers, limit = {f"Manta {VERSION}": port}, get(port, "/v1/models")[1]["data"][0]["max_model_len"]
-        for python in peers:
+        servers, limit = {f"Manta {VERSION}": port}, context_of(port)
+        for _, python in peers:
             port = stack.enter_context(serving_vllm(model, python, limit, peer_options)).port
             servers[f"vllm {get(port, '/version')[1]['version']}"] = port
         for count in streams:
-            seconds: dict[str, list[float]] = {engine: [] for engine in (generate, *servers)}
-            gaps: dict[str, list[float]] = {engine: [] for engine in (generate, *servers)}
-            for repeat in range(repeats + 1):  # the first turn warms up
-                prompts = [f"What is {repeat * count + i} + {i}?" for i in range(count)]
+
+            def measure(port: int | None, turn: int, count: int = count) -> tuple[float, list[Reply]]:
+                prompts = [f"What is {turn * count + i} + {i}?" for i in range(count)]
+                if port is None:
+                    return seconds_of(llm.generate, prompts, params, use_tqdm=False), []
                 begun = time.perf_counter()
-                llm.generate(prompts, params, use_tqdm=False)
-                seconds[generate].append(time.perf_counter() - begun)
-                for server, port in servers.items():
-                    begun = time.perf_counter()
-                    replies = asyncio.run(read_streams(port, prompts, new_tokens))
-                    seconds[server].append(time.perf_counter() - begun)
-                    if repeat > 0:
-                        gaps[server] += [1e3 * (b - a) for reply in replies for a, b in pairwise(reply.times)]
-            for engine, taken in seconds.items():
-                rates = [count * new_tokens / spent for spent in taken[1:]]
-                ratios = [ours / spent for ours, spent in zip(seconds[generate], taken, strict=True)][1:]
+                replies = asyncio.run(read_streams(port, prompts, new_tokens))
+                return time.perf_counter() - begun, replies
+
+            runs = {engine: partial(measure, port) for engine, port in ({generate: None} | servers).items()}
+            turns = in_turns(runs, repeats)
+            reference = [taken for taken, _ in turns[generate]]
+            for engine, results in turns.items():
+                rates = [count * new_tokens / taken for taken, _ in results]
+                times = [reply.times for _, replies in results for reply in replies]
+                gaps = [1e3 * (b - a) for events in times for a, b in pairwise(events)]
                 figures.append({
                     "engine": engine, "concurrent": count, "new tokens": new_tokens,
-                    "tok/s": round(statistics.median(rates)), "min": round(min(rates)), "max": round(max(rates)),
-                    "of generate": round(statistics.median(ratios), 3),
-                    "gap p50 ms": percentile(gaps[engine], 0.5), "p99": percentile(gaps[engine], 0.99),
+                    "tok/s": round(statistics.median(rates)), **spread(rates),
+                    "of generate": median_ratio(reference, [taken for taken, _ in results]),
+                    "gap p50 ms": percentile(gaps, 0.5), "p99": percentile(gaps, 0.99),
                 })  # fmt: skip
     return figures
 
@@ -199,22 +210,23 @@ async def read_streams(port: int, prompts: list[str], new_tokens: int) -> list[R
 
 def viewers_figures(model: str, streams: int, viewers: int, new_tokens: int, repeats: int) -> Figures:
     """Output tokens a second of concurrent HTTP streams while so many watch `/live`, and while nobody does."""
-    rates: dict[int, list[float]] = {0: [], viewers: []}
     fewest = math.inf  # events that a viewer had while the streams ran
     with serving(model) as server:
-        for repeat in range(repeats + 1):
-            for watching in rates:  # they take turns
-                prompts = [f"What is {repeat * streams + i} + {i}?" for i in range(streams)]
-                seconds, events = asyncio.run(read_watched(server.port, watching, prompts, new_tokens))
-                fewest = min(fewest, *events) if events else fewest
-                if repeat > 0:  # the first warms up
-                    rates[watching].append(streams * new_tokens / seconds)
-    alone, watched = (statistics.median(values) for values in rates.values())
+
+        def rate(watching: int, turn: int) -> float:
+            nonlocal fewest
+            prompts = [f"What is {turn * streams + i} + {i}?" for i in range(streams)]
+            seconds, events = asyncio.run(read_watched(server.port, watching, prompts, new_tokens))
+            fewest = min(fewest, *events) if events else fewest
+            return streams * new_tokens / seconds
+
+        rates = in_turns({watching: partial(rate, watching) for watching in (0, viewers)}, repeats)
+    alone, watched = (statistics.median(rates[watching]) for watching in (0, viewers))
     return [{
         "concurrent": streams, "new tokens": new_tokens, "viewers": viewers, "fewest events": fewest,
-        "tok/s": round(alone), "min": round(min(rates[0])), "max": round(max(rates[0])),
-        "tok/s watched": round(watched), "min watched": round(min(rates[viewers])),
-        "max watched": round(max(rates[viewers])), "lost": round(1 - watched / alone, 3),
+        "tok/s": round(alone), **spread(rates[0]), "tok/s watched": round(watched),
+        **{f"{name} watched": value for name, value in spread(rates[viewers]).items()},
+        "lost": round(1 - watched / alone, 3),
     }]  # fmt: skip
 
 
@@ -254,28 +266,29 @@ class Arrival(NamedTuple):
     output: int
 
 
-def read_trace(path: Path, requests: int) -> list[Arrival]:
-    """The first `requests` of a trace in Azure's format, with columns TIMESTAMP, ContextTokens and GeneratedTokens.
+def read_trace(path: Path, requests: int | None = None) -> list[Arrival]:
+    """The first `requests`, or all, of a trace with Azure's columns TIMESTAMP, ContextTokens and GeneratedTokens.
 
     Raises:
         ValueError: the trace is shorter, or has other columns.
     """
-    found: list[tuple[datetime, int, int]] = []
+    arrivals: list[tuple[datetime, int, int]] = []
     with path.open(newline="") as lines:
         for number, row in enumerate(csv.DictReader(lines), 2):
-            if len(found) == requests:
+            if len(arrivals) == requests:
                 break
             try:
                 lengths = int(row["ContextTokens"]), int(row["GeneratedTokens"])
-                found.append((datetime.fromisoformat(row["TIMESTAMP"]), *lengths))
+                arrivals.append((datetime.fromisoformat(row["TIMESTAMP"]), *lengths))
             except (KeyError, TypeError, ValueError) as error:
                 raise ValueError(
                     f"{path}, line {number}: {error!r}; a line is TIMESTAMP,ContextTokens,GeneratedTokens"
                 ) from None
-    if len(found) < requests:
-        raise ValueError(f"requests is {requests}; {path} has {len(found)}")
-    found.sort()
-    return [Arrival((at - found[0][0]).total_seconds(), prompt, output) for at, prompt, output in found]
+    if len(arrivals) < (requests or 1):
+        raise ValueError(f"requests is {requests}; {path} has {len(arrivals)}")
+    arrivals.sort()
+    begin = arrivals[0][0]
+    return [Arrival((at - begin).total_seconds(), prompt, output) for at, prompt, output in arrivals]
 
 
 def poisson(requests: int, rate: float) -> list[Arrival]:
@@ -365,12 +378,16 @@ async def read_events(port: int, content: bytes, arrival: float) -> Reply:
 
 
 async def replay(port: int, work: list[Arrival], contents: list[bytes]) -> list[Reply]:
-    """Send each request when it is due, however many are still unanswered."""
+    """Send each request when it is due, however many are still unanswered; a short reply is an error."""
     begun, tasks = time.perf_counter(), []
     for arrival, content in zip(work, contents, strict=True):
         await asyncio.sleep(begun + arrival.at - time.perf_counter())
         tasks.append(asyncio.create_task(read_events(port, content, begun + arrival.at)))
-    return await asyncio.gather(*tasks)
+    replies = await asyncio.gather(*tasks)
+    for reply, arrival in zip(replies, work, strict=True):
+        if not reply.error and reply.tokens != arrival.output:
+            reply.error = f"{reply.tokens} tokens came; {arrival.output} were asked for"
+    return replies
 
 
 def percentile(values: Sequence[float], share: float) -> float | str:
@@ -393,7 +410,7 @@ def latencies(replies: list[Reply], seconds: float, slo_ttft: float, slo_tpot: f
     return {
         "done": len(done), "failed": len(replies) - len(done), "done /s": round(len(done) / seconds, 2),
         "output tok/s": round(sum(reply.tokens for reply in done) / seconds, 1),
-        **{f"{kind} p{p} ms": percentile(found, p / 100) for kind, found in kinds.items() for p in (50, 99)},
+        **{f"{kind} p{p} ms": percentile(times, p / 100) for kind, times in kinds.items() for p in (50, 99)},
         "SLO": f"TTFT {slo_ttft:g} ms, TPOT {slo_tpot:g} ms", "goodput /s": round(good / seconds, 2),
         "share that meets it": round(good / len(replies), 3),
     }  # fmt: skip
@@ -408,7 +425,7 @@ def serve_figures(
     slo_tpot: float,
     scale: float,
     options: Sequence[str] = (),
-    peers: Sequence[str] = (),
+    peers: Peers = (),
 ) -> Figures:
     """Latencies of a server whose requests come as in `trace`, or else at random, whether or not it keeps up.
 
@@ -421,7 +438,7 @@ def serve_figures(
         slo_tpot: the longest good time per output token, in ms.
         scale: factor on prompt and output lengths.
         options: further words of Manta's command line.
-        peers: Pythons that have vLLM; the server of each then gets the same requests.
+        peers: names (vllm), and Pythons that have it; the server of each then gets the same requests.
 
     Raises:
         ValueError: the trace is not usable, or a number is not positive.
@@ -430,44 +447,53 @@ def serve_figures(
     for name, value in (("rate", rate), ("requests", requests), ("scale", scale)):
         if not value > 0:
             raise ValueError(f"{name} is {value}; it must be above 0")
-    arrivals = rescale(read_trace(trace, requests) if trace else poisson(requests, rate), rate)
-    rng, vocab = random.Random(0), ModelConfig.from_folder(model).vocab_size
     slo = slo_ttft, slo_tpot
     with serving(model, options) as server:
-        limit = get(server.port, "/v1/models")[1]["data"][0]["max_model_len"]
-        work, cut = fit(arrivals, scale, limit)
-        prompts = [[rng.randrange(vocab) for _ in range(arrival.prompt)] for arrival in work]
+        work, contents, cut = workload(server.port, model, trace, rate, requests, scale)
+        limit = context_of(server.port)
         offered = {
             "requests": requests, f"cut to the context of {limit}": cut, "offered /s": rate,
-            "prompt tokens": sum(map(len, prompts)), "output tokens": sum(arrival.output for arrival in work),
+            "prompt tokens": sum(arrival.prompt for arrival in work),
+            "output tokens": sum(arrival.output for arrival in work),
         }  # fmt: skip
-        figures = [{"engine": f"Manta {VERSION}"} | offered | replay_figures(server.port, work, prompts, *slo)]
-    for python in peers:
+        figures = [{"engine": f"Manta {VERSION}"} | offered | replay_figures(server.port, work, contents, *slo)]
+    for _, python in peers:
         with serving_vllm(model, python, limit) as server:
             name = f"vllm {get(server.port, '/version')[1]['version']}"
-            figures.append({"engine": name} | offered | replay_figures(server.port, work, prompts, *slo))
+            figures.append({"engine": name} | offered | replay_figures(server.port, work, contents, *slo))
     return figures
 
 
+def context_of(port: int) -> int:
+    """Tokens of the context of a server's model."""
+    return get(port, "/v1/models")[1]["data"][0]["max_model_len"]
+
+
+def workload(
+    port: int, model: str, trace: Path | None, rate: float, requests: int, scale: float
+) -> tuple[list[Arrival], list[bytes], int]:
+    """Requests as `serve_figures` sends them to the server at `port`, their bodies, and how many were cut."""
+    arrivals = rescale(read_trace(trace, requests) if trace else poisson(requests, rate), rate)
+    rng, vocab, contents = random.Random(0), ModelConfig.from_folder(model).vocab_size, []
+    work, cut = fit(arrivals, scale, context_of(port))
+    for arrival in work:
+        prompt = [rng.randrange(vocab) for _ in range(arrival.prompt)]
+        fields = {"prompt": prompt, "max_tokens": arrival.output, "temperature": 0, "ignore_eos": True}
+        contents.append(json.dumps(fields | STREAM).encode())
+    return work, contents, cut
+
+
 def replay_figures(
-    port: int, work: list[Arrival], prompts: list[list[int]], slo_ttft: float, slo_tpot: float
+    port: int, work: list[Arrival], contents: list[bytes], slo_ttft: float, slo_tpot: float
 ) -> dict[str, Any]:
-    """Replay `work` with these prompts on the server at `port`, and sum up its latencies."""
-    fields = {"temperature": 0, "ignore_eos": True} | STREAM
-    contents = [
-        json.dumps({"prompt": prompt, "max_tokens": arrival.output} | fields).encode()
-        for prompt, arrival in zip(prompts, work, strict=True)
-    ]
+    """Replay `work` with these bodies on the server at `port`, and sum up its latencies."""
     used, begun = cpu_seconds(), time.perf_counter()
     replies = asyncio.run(replay(port, work, contents))
     seconds, used = time.perf_counter() - begun, cpu_seconds() - used
-    for reply, arrival in zip(replies, work, strict=True):
-        if not reply.error and reply.tokens != arrival.output:
-            reply.error = f"{reply.tokens} tokens came; {arrival.output} were asked for"
     if errors := [reply.error for reply in replies if reply.error]:
         print(f"{len(errors)} requests failed, the first one so: {errors[0][:500]}", file=sys.stderr)
-    found = latencies(replies, seconds, slo_ttft, slo_tpot)
-    return {"seconds": round(seconds, 1), **found, "client's share of a core": round(used / seconds, 3)}
+    figures = latencies(replies, seconds, slo_ttft, slo_tpot)
+    return {"seconds": round(seconds, 1), **figures, "client's share of a core": round(used / seconds, 3)}
 
 
 def cpu_seconds() -> float:

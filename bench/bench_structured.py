@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import random
 import statistics
+import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from engine import LLM, SamplingParams, StructuredOutputsParams
+from made_models import SHAPES
 from text.grammar import Grammars
+from turns import in_turns, median_ratio, spread
 
 Figures = list[dict[str, Any]]
 SCHEMA = {
@@ -51,89 +55,82 @@ def write_vocabulary(folder: Path, size: int) -> None:
     made_up.save(str(folder / "tokenizer.json"))
 
 
-def mask_figures(folder: Path, shape: dict[str, Any], rows: int, new_tokens: int, repeats: int) -> Figures:
+def mask_figures(shape: str, rows: int, new_tokens: int, repeats: int) -> Figures:
     """Milliseconds of a decode step of `rows` sequences, of free ones and of ones that write JSON, in turns.
 
     The model has made-up weights and draws at temperature 1. It is one engine, with one more kind of answers in it:
     free ones of which each may draw a listed half of the vocabulary, which a mask of their own says once.
 
     Args:
-        folder: to write the model's config.json and tokenizer.json to.
-        shape: its config.
+        shape: of the model, a name in SHAPES.
         rows: sequences that run at once.
         new_tokens: of each.
         repeats: turns.
     """
-    vocab_size = shape["vocab_size"]
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(shape | {"eos_token_id": vocab_size - 1}))
-    write_vocabulary(folder, vocab_size)
+    config = SHAPES[shape]
+    vocab_size = config["vocab_size"]
     half = tuple(range(0, vocab_size, 2))
     kinds: dict[str, dict[str, Any]] = {
         "free": {"ignore_eos": True}, "half of the tokens": {"ignore_eos": True, "allowed_token_ids": half},
         "JSON": {"structured_outputs": StructuredOutputsParams(json=SCHEMA)},
     }  # fmt: skip
-    steps: dict[str, list[float]] = {kind: [] for kind in kinds}
-    fields: dict[str, Any] = {
-        "max_num_seqs": rows,
-        "max_model_len": 256,
-        "load_format": "dummy",
-        "enable_prefix_caching": False,
-    }
-    with LLM(str(folder), **fields) as llm:
-        for turn in range(repeats + 1):  # the first warms up
-            for kind, more in kinds.items():
-                params = [SamplingParams(max_tokens=new_tokens, seed=i, **more) for i in range(rows)]
-                done = llm.generate([[i + 1] * 16 for i in range(rows)], params, use_tqdm=False)
-                times = [out.metrics for out in done]
-                begun = max(each.first_token_time or 0.0 for each in times)
-                if turn:
-                    ended = max(each.finished_time or 0.0 for each in times)
-                    steps[kind].append(1e3 * (ended - begun) / (new_tokens - 1))
-                assert all(len(out.outputs[0].token_ids) == new_tokens for out in done)
-    free = steps["free"]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": vocab_size - 1}))
+        write_vocabulary(folder, vocab_size)
+        options: dict[str, Any] = {"load_format": "dummy", "enable_prefix_caching": False}
+        with LLM(name, max_num_seqs=rows, max_model_len=256, **options) as llm:
+
+            def step_time(fields: dict[str, Any], turn: int) -> float:
+                params = [SamplingParams(max_tokens=new_tokens, seed=i, **fields) for i in range(rows)]
+                outs = llm.generate([[i + 1] * 16 for i in range(rows)], params, use_tqdm=False)
+                assert all(len(out.outputs[0].token_ids) == new_tokens for out in outs)
+                begun = max(out.metrics.first_token_time or 0.0 for out in outs)
+                ended = max(out.metrics.finished_time or 0.0 for out in outs)
+                return 1e3 * (ended - begun) / (new_tokens - 1)
+
+            steps = in_turns({kind: partial(step_time, fields) for kind, fields in kinds.items()}, repeats)
     return [
         {
-            "answers": kind, "ms a step": round(statistics.median(found), 2), "min": round(min(found), 2),
-            "max": round(max(found), 2),
-            "of free": round(statistics.median(a / b for a, b in zip(found, free, strict=True)), 3),
+            "answers": kind, "ms a step": round(statistics.median(times), 2), **spread(times, 2),
+            "of free": median_ratio(times, steps["free"]),
         }
-        for kind, found in steps.items()
+        for kind, times in steps.items()
     ]  # fmt: skip
 
 
-def schema_figures(model: str, path: Path) -> Figures:
+def schema_figures(model: str, file: Path) -> Figures:
     """Compile the schemas of a file, and read with each the instances that are valid by it and those that are not.
 
     Args:
         model: folder, for its vocabulary.
-        path: JSON lines with `name`, `schema` and `tests`, each of which has `data` and `valid`, as MaskBench has them.
+        file: JSON lines with `name`, `schema` and `tests`, each of which has `data` and `valid`, as MaskBench has them.
     """
     from model_config import ModelConfig
 
     config = ModelConfig.from_folder(model)
     grammars = Grammars(model, config.vocab_size, config.eos_token_ids)
     grammars.compile(StructuredOutputsParams(choice=("warm",))).result()
-    lines, seconds, refused, wrong, count = path.read_text().splitlines(), [], 0, 0, 0
+    lines, seconds, refused, misread, count = file.read_text().splitlines(), [], 0, 0, 0
     for line in map(json.loads, lines):
-        asked, begun = StructuredOutputsParams(json=json.dumps(line["schema"])), time.perf_counter()
-        error = (found := grammars.compile(asked)).exception()
+        schema, begun = StructuredOutputsParams(json=json.dumps(line["schema"])), time.perf_counter()
+        error = (grammar := grammars.compile(schema)).exception()
         seconds.append(time.perf_counter() - begun)
         if error:
             refused += 1
             print(f"{line['name']}: {error}")
             continue
         for test in line["tests"]:
-            text, matcher = json.dumps(test["data"], ensure_ascii=False), found.result().matcher.deep_copy()
+            text, matcher = json.dumps(test["data"], ensure_ascii=False), grammar.result().matcher.deep_copy()
             accepted = matcher.consume_tokens(grammars.tokenizer.tokenize_str(text)) and matcher.is_accepting()
             count += 1
             if accepted != test["valid"]:
-                wrong += 1
+                misread += 1
                 print(f"{line['name']}: {'valid' if test['valid'] else 'invalid'}, says MaskBench, is {text[:80]}")
     grammars.close()
     seconds.sort()
     p50, p99 = (round(1e3 * seconds[int(len(seconds) * share)], 1) for share in (0.5, 0.99))
     return [{
-        "schemas": len(lines), "refused": refused, "instances": count, "wrong": wrong, "compile ms p50": p50,
+        "schemas": len(lines), "refused": refused, "instances": count, "wrong": misread, "compile ms p50": p50,
         "p99": p99,
     }]  # fmt: skip

@@ -53,7 +53,7 @@ def versions() -> Iterator[Row]:
     import torch
     import triton
 
-    compiler = next((found for name in ("gcc", "clang") if (found := shutil.which(name))), None)
+    compiler = next((path for name in ("gcc", "clang") if (path := shutil.which(name))), None)
     yield {
         "python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__,
         "numpy": numpy.__version__, "C compiler": compiler, "cores": os.cpu_count(),
@@ -91,7 +91,7 @@ def answers(tokens: int, count: int, **fields: Any) -> tuple[list[list[int]], Ro
     )
     drawn = [getattr(tasks, ("sum", "difference", "spell", "repeat")[i % 4])() for i in range(count)]
     with LLM(DEMO, **{"dtype": "float32"} | fields) as llm:
-        outputs = llm.chat([[{"role": "user", "content": asked}] for asked, _ in drawn], params, use_tqdm=False)
+        outputs = llm.chat([[{"role": "user", "content": question}] for question, _ in drawn], params, use_tqdm=False)
         return [output.outputs[0].token_ids for output in outputs], memory_row(llm.client.facts)
 
 
@@ -99,20 +99,20 @@ def demo(*runs: Row) -> Iterator[Row]:
     """The demo's tokens are those of its CPU: eager, with graphs, and by a worker process."""
     tokens, count = (48, 40) if has_gpu() else (3, 2)
     expected, _ = answers(tokens, count, device="cpu", backend="cpu")
-    wrong = 0
+    failures = 0
     apart: list[Row] = [{"distributed_executor_backend": "mp"}] if find_spec("msgspec") else []
     for fields in runs or ({"enforce_eager": True}, {}, *apart):
         try:
-            told, facts = answers(tokens, count, **fields)
+            tokens_here, facts = answers(tokens, count, **fields)
         except Exception as error:
             traceback.print_exc()
             yield {"options": fields, "failure": f"{type(error).__name__}: {error}"[:300]}
-            wrong += 1
+            failures += 1
             continue
-        same = sum(a == b for a, b in zip(told, expected, strict=True))
+        same = sum(a == b for a, b in zip(tokens_here, expected, strict=True))
         yield {"options": fields, "same answers": f"{same} of {count}", **facts}
-        wrong += same < count
-    assert not wrong, f"{wrong} of the runs failed or answered otherwise than the CPU"
+        failures += same < count
+    assert not failures, f"{failures} of the runs failed or answered otherwise than the CPU"
 
 
 def blame() -> Iterator[Row]:
@@ -133,13 +133,13 @@ def compare_ops() -> list[Row]:
     import kernels
     import reference
 
-    found: list[Row] = []
+    rows: list[Row] = []
     gpu = has_gpu()
 
     def compared(name: str, own: Callable[..., Any], twin: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **more: Any) -> Any:
             tensors = [x for x in tree_leaves((args, more)) if isinstance(x, torch.Tensor)]
-            if len(found) == 5 or any(x.is_meta for x in tensors) or (gpu and torch.cuda.is_current_stream_capturing()):
+            if len(rows) == 5 or any(x.is_meta for x in tensors) or (gpu and torch.cuda.is_current_stream_capturing()):
                 return own(*args, **more)
             copies = tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, (args, more))
             got = own(*args, **more)
@@ -155,7 +155,7 @@ def compare_ops() -> list[Row]:
                 off = float((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-30))
                 if not off < 1e-3:
                     shapes = [list(x.shape) for x in tensors]
-                    found.append({"op": name, "tensor": i, "error": f"{off:.1e}", "shapes": shapes})
+                    rows.append({"op": name, "tensor": i, "error": f"{off:.1e}", "shapes": shapes})
             return got
 
         return run
@@ -163,7 +163,7 @@ def compare_ops() -> list[Row]:
     for name, twin in vars(reference).items():
         if callable(twin) and not isinstance(twin, type) and name in vars(kernels) and not name.startswith("plan_"):
             setattr(kernels, name, compared(name, getattr(kernels, name), twin))
-    return found
+    return rows
 
 
 def server() -> Iterator[Row]:

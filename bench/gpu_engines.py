@@ -234,9 +234,9 @@ def mixed_traffic(core: Any, adapters: list[Any]) -> Iterator[Row]:
     rng, most = random.Random(3), core.config.max_num_seqs
     longest, vocab_size = core.facts["max_model_len"] - 40, core.facts["vocab_size"]
     guard = core.executor.worker.start.guard
-    late: set[str] = set()
+    unseen: set[str] = set()
     name = "_launch" if guard.runtime.interpret else "_compile"
-    setattr(guard, name, functools.partial(allow_late, getattr(guard, name), late))
+    setattr(guard, name, functools.partial(allow_late, getattr(guard, name), unseen))
     begun, count, steps, errors = time.perf_counter(), 0, 0, list[str]()
     while time.perf_counter() - begun < TRAFFIC_SECONDS if has_gpu() else count < 3:
         if len(core.scheduler.requests) < most * 3 // 4 + 1 and rng.random() < 0.7:
@@ -252,21 +252,21 @@ def mixed_traffic(core: Any, adapters: list[Any]) -> Iterator[Row]:
         steps += 1
     yield {
         "mixed traffic s": round(time.perf_counter() - begun, 1), "requests": count, "steps": steps,
-        "errors": len(errors), "kernels seen late": len(late),
+        "errors": len(errors), "kernels seen late": len(unseen),
     }  # fmt: skip
-    yield from ({"late": kernel[:400]} for kernel in sorted(late)[:10])
+    yield from ({"late": kernel[:400]} for kernel in sorted(unseen)[:10])
     yield from ({"error": error[:300]} for error in errors[:3])
     stop(core)
 
 
-def allow_late(check: Callable[..., Any], late: set[str], *args: Any, **more: Any) -> Any:
+def allow_late(check: Callable[..., Any], unseen: set[str], *args: Any, **more: Any) -> Any:
     """Stands in for the guard's own `check` of a launch: what it refuses is noted, and goes on."""
     from worker import LateCompile
 
     try:
         return check(*args, **more)
     except LateCompile as error:
-        late.add(str(error))
+        unseen.add(str(error))
         return False
 
 
@@ -314,12 +314,12 @@ def drafts() -> Iterator[Row]:
                     outputs = [output for group in groups for output in llm.generate(group, params, use_tqdm=False)]
                     seconds = time.perf_counter() - begun
                 drafted, taken = (llm.core.scheduler.counters[name] - before.get(name, 0) for name in (DRAFTED, TAKEN))
-                told = [output.outputs[0].token_ids for output in outputs]
-                same = sum(a == b for a, b in zip(told, expected.setdefault(batch, told), strict=True))
+                answers = [output.outputs[0].token_ids for output in outputs]
+                same = sum(a == b for a, b in zip(answers, expected.setdefault(batch, answers), strict=True))
                 yield {
-                    "drafts": count, "sequences": batch, "tok/s": round(sum(map(len, told)) / seconds),
+                    "drafts": count, "sequences": batch, "tok/s": round(sum(map(len, answers)) / seconds),
                     "drafted": int(drafted), "accepted": round(taken / max(1, drafted), 3),
-                    "same answers": f"{same} of {len(told)}",
+                    "same answers": f"{same} of {len(answers)}",
                 }  # fmt: skip
 
 

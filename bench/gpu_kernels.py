@@ -114,16 +114,16 @@ def counters() -> Iterator[Row]:
     one = [sys.executable, str(Path(__file__).with_name("gpu_check.py")), "--part", "one_decode"]
     done = subprocess.run([*command, *one], capture_output=True, text=True, timeout=60)
     print(done.stdout[-5000:], done.stderr[-2000:])
-    found: dict[tuple[str, str], Row] = {}
+    launches: dict[tuple[str, str], Row] = {}
     for line in done.stdout.splitlines():
         cells = re.findall(r'"([^"]*)"', line)
         for metric, name in wanted.items():
             if metric in cells:
                 at = cells.index(metric)
-                row = found.setdefault((cells[0], cells[4]), {"kernel": cells[4][:60]})
+                row = launches.setdefault((cells[0], cells[4]), {"kernel": cells[4][:60]})
                 row[name] = f"{cells[at + 2]} {cells[at + 1]}"
-    yield from found.values()
-    assert found, done.stderr[-300:] or done.stdout[-300:]
+    yield from launches.values()
+    assert launches, done.stderr[-300:] or done.stdout[-300:]
 
 
 def one_decode() -> Iterator[Row]:

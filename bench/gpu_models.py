@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from bench import SHAPES
+from made_models import SHAPES
 
 ROOT = Path(__file__).parent.parent
 

@@ -88,9 +88,9 @@ def guess_cases(rows: int, known: int, most: int = 4) -> Iterator[Case]:
         held, drafts = state(device), torch.ones(rows, most, dtype=torch.int32, device=device)
         return Inputs(lambda ops: ops.put_drafts(*held, drafts), (held[0], held[2]))
 
-    size, each = f"{rows} rows, {most} drafts", 4 * (3 + 2 * most)
-    yield Case("look_up", f"{size}, {known} known", rows * (4 * known + each), 0, find, True)
-    yield Case("put_drafts", size, rows * each, 0, put, True)
+    size, moved = f"{rows} rows, {most} drafts", 4 * (3 + 2 * most)
+    yield Case("look_up", f"{size}, {known} known", rows * (4 * known + moved), 0, find, True)
+    yield Case("put_drafts", size, rows * moved, 0, put, True)
 
 
 class Experts(NamedTuple):
@@ -278,8 +278,8 @@ def expert_cases(s: Experts, tokens: tuple[int, ...] = (1, 32, 256, 4096)) -> It
         yield Case("route", name, 2 * t * s.experts + 8 * pairs, 0, choices)
         read, flops = t * s.hidden + pairs * s.size, pairs * matrix
         both, last = weight_bytes(2 * s.size, s.hidden), weight_bytes(s.hidden, s.size)
-        each = 2 if s.rounding else 0  # bytes of a rounded input, written and read
-        both_rounded, last_rounded = each * t * s.hidden, each * pairs * s.size
+        width = 2 if s.rounding else 0  # bytes of a rounded input, written and read
+        both_rounded, last_rounded = width * t * s.hidden, width * pairs * s.size
         yield Case("expert_gate_up", name, int(2 * read + both_rounded + hit * both), 2 * flops, gate_up)
         yield Case("expert_down", name, int(2 * read + last_rounded + hit * last), flops, down)
 
@@ -290,7 +290,7 @@ def latent_cases(
 ) -> Iterator[Case]:  # fmt: skip
     """The ops of a layer with latent attention: latents that are stored, queries that become latents, attention."""
     width, scale, size = s.rank + s.rope, (s.inner + s.rope) ** -0.5, s.cache.itemsize
-    page, each = (1, 1, BLOCK, width), 2 * s.heads * (width + s.rank)  # bytes of a token's query and result
+    page, row_bytes = (1, 1, BLOCK, width), 2 * s.heads * (width + s.rank)  # bytes of a token's query and result
     for t in tokens:
 
         def store(device: str, t: int = t) -> Inputs:
@@ -319,7 +319,7 @@ def latent_cases(
 
         pairs = sum(lengths)
         flops = 2 * pairs * s.heads * (width + s.rank)
-        yield Case("latent_decode", name, size * pairs * width + len(lengths) * each, flops, decode)
+        yield Case("latent_decode", name, size * pairs * width + len(lengths) * row_bytes, flops, decode)
 
     def prefill(device: str) -> Inputs:
         kv, tables = paged(page, [before + new], device, s.cache)
@@ -330,7 +330,7 @@ def latent_cases(
         return Inputs(lambda ops: ops.latent_prefill(q, kv, (tables, *rows, new), scale, s.rank))
 
     pairs = new * before + new * (new + 1) // 2
-    moved = size * (before + new) * width + new * each
+    moved = size * (before + new) * width + new * row_bytes
     yield Case("latent_prefill", f"{new} after {before}", moved, 2 * pairs * s.heads * (width + s.rank), prefill)
 
 

@@ -235,10 +235,10 @@ def load_openvino(folder: Path, threads: int, cache: Path) -> tuple[str, Generat
     def generate(prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
         config = genai.GenerationConfig(max_new_tokens=new_tokens, ignore_eos=True, do_sample=False)
         watch, tokens = Stopwatch(), [list[int]() for _ in prompts]
-        asked = [pipeline.add_request(next(numbers), ov.Tensor([prompt]), config) for prompt in prompts]
+        handles = [pipeline.add_request(next(numbers), ov.Tensor([prompt]), config) for prompt in prompts]
         while pipeline.has_non_finished_requests():
             pipeline.step()
-            for i, handle in enumerate(asked):
+            for i, handle in enumerate(handles):
                 while handle.can_read():
                     for output in handle.read().values():
                         tokens[i] += output.generated_ids
@@ -304,13 +304,13 @@ def load_vllm(folder: Path, max_model_len: int, share: float) -> tuple[str, Gene
     )
 
     def generate(prompts: list[list[int]], new_tokens: list[int]) -> dict[str, Any]:
-        asked = [vllm.TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
+        texts = [vllm.TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
         params = [
             vllm.SamplingParams(temperature=TEMPERATURE, ignore_eos=True, max_tokens=count, detokenize=False)
             for count in new_tokens
         ]
         begun = time.perf_counter()
-        outs = llm.generate(asked, params, use_tqdm=False)
+        outs = llm.generate(texts, params, use_tqdm=False)
         return {"seconds": time.perf_counter() - begun, "tokens": [list(out.outputs[0].token_ids) for out in outs]}
 
     return f"vLLM {vllm.__version__}", generate

@@ -30,9 +30,8 @@ class Device(NamedTuple):
     fixed: float = 16.06e9 / (0.7 * 3.35e12) + 1e-3
     prompt_token: float = 2 * 8.03e9 / (0.6 * 989e12)
     row: float = 10e-6  # that decodes: sampling, and what its products add to reading the weights
-    kv_token: float = 2**17 / (
-        0.7 * 3.35e12
-    )  # of context that a row reads: keys and values of 32 layers, 8 heads of 128
+    # Of context that a row reads: keys and values of 32 layers, 8 heads of 128
+    kv_token: float = 2**17 / (0.7 * 3.35e12)
 
     def seconds(self, prompt: int, rows: int, context: int) -> float:
         """Of a step with so many tokens of prompts and rows that decode, which read `context` tokens of the cache."""
@@ -58,13 +57,13 @@ class ScheduledEngine:
     """An engine with the real scheduler, whose steps take what `device` says. It plans no step ahead.
 
     Attributes:
-        said: (waiting, running), as it has told the coordinator last.
+        load: (waiting, running), as the coordinator knows it.
         reports: how often it has told it.
         computed: tokens.
     """
 
     def __init__(self, config: EngineConfig, device: Device, num_blocks: int = POOL, max_model_len: int = CONTEXT):
-        self.now, self.config, self.device, self.said, self.reports = 0.0, config, device, (0, 0), 0
+        self.now, self.config, self.device, self.load, self.reports = 0.0, config, device, (0, 0), 0
         self.scheduler = Scheduler(config, num_blocks, max_model_len, VOCAB, [], clock=lambda: self.now)
         self.plan: StepPlan | None = None
         self.jobs: dict[str, tuple[SimulatedRequest, SequenceGroup]] = {}
@@ -103,9 +102,9 @@ class ScheduledEngine:
                     assert request.time_in_queue is not None and request.first_token_at is not None
                     job.begun, job.first, job.done = job.at + request.time_in_queue, request.first_token_at, now
                     job.cached = request.num_cached
-        said = (len(scheduler.waiting), len(scheduler.running))
-        self.reports += said != self.said
-        self.plan, self.said = None, said
+        load = (len(scheduler.waiting), len(scheduler.running))
+        self.reports += load != self.load
+        self.plan, self.load = None, load
         if not scheduler.has_work():
             return 0.0
         self.plan = scheduler.schedule()

@@ -47,12 +47,8 @@ RECIPES = {
 
 
 def config_of(recipe: Recipe, group: int, ignore: Collection[str]) -> dict[str, Any]:
-    """The `quantization_config` of config.json.
-
-    Args:
-        group: neighbouring inputs that share a scale; -1: all of an output.
-        ignore: names of the modules that stay plain.
-    """
+    """The `quantization_config` of config.json. `group` inputs share a scale; -1: all of an output. The modules to
+    `ignore` stay plain."""
     common: dict[str, Any] = {"num_bits": recipe.bits, "type": recipe.type, "symmetric": True}
     weights = {"strategy": "channel"} if group == -1 else {"strategy": "group", "group_size": group}
     activations = common | {"strategy": "token", "dynamic": True} if recipe.activations else None
@@ -71,12 +67,7 @@ def config_of(recipe: Recipe, group: int, ignore: Collection[str]) -> dict[str, 
 
 
 def tensors_of(name: str, codes: torch.Tensor, scales: torch.Tensor, recipe: Recipe) -> dict[str, torch.Tensor]:
-    """The tensors that stand for the matrix of a name.
-
-    Args:
-        codes: [n, inputs] int8, or e4m3 where the recipe has floats.
-        scales: [n, groups].
-    """
+    """The tensors that stand for the matrix of a name: codes [n, inputs] int8 or e4m3, and scales [n, groups]."""
     beside = {f"{name}_scale": scales.contiguous()}
     if recipe.format != "pack-quantized":
         return {name: codes.contiguous()} | beside
@@ -86,11 +77,11 @@ def tensors_of(name: str, codes: torch.Tensor, scales: torch.Tensor, recipe: Rec
 
 def words_of(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Signed codes [n, inputs] int8 as unsigned ones in words [n, ceil(inputs * bits / 32)], the first lowest."""
-    each = 32 // bits
+    per_word = 32 // bits
     unsigned = codes.to(torch.int32) + (1 << (bits - 1))
-    unsigned = torch.nn.functional.pad(unsigned, (0, -codes.shape[1] % each)).unflatten(1, (-1, each))
+    unsigned = torch.nn.functional.pad(unsigned, (0, -codes.shape[1] % per_word)).unflatten(1, (-1, per_word))
     words = torch.zeros_like(unsigned[:, :, 0])
-    for i in range(each):
+    for i in range(per_word):
         words |= unsigned[:, :, i] << bits * i
     return words
 
@@ -150,11 +141,8 @@ def copy_beside(source: Path, target: Path) -> None:
 
 
 def check_target(target: Path, source: Path | None, overwrite: bool) -> None:
-    """Check that a folder may be made at `target`, for a model that is in `source`, if it is here already.
-
-    Raises:
-        ValueError: something is there, and may not be overwritten, or is no model, or has the source in it.
-    """
+    """Check that a folder may be made at `target`, for a model that is in `source`, if it is here already; a ValueError
+    says why not."""
     if source and target.resolve() in (source.resolve(), *source.resolve().parents):
         raise ValueError(f"OUT is {target}; it must be another folder than MODEL, and none that MODEL is in")
     if not target.parent.is_dir() or not os.access(target.parent, os.W_OK):

@@ -88,21 +88,20 @@ class Packed:
     @property
     def mT(self) -> Packed:
         """The tensor with its last two dimensions exchanged."""
-        return self.each(lambda view: view.mT)
+        return self.changed(lambda view: view.mT)
 
     def view(self, shape: tuple[int, ...]) -> Packed:
         """The tensor in another shape."""
-        return self.each(lambda view: view.view(shape))
+        return self.changed(lambda view: view.view(shape))
 
     def __getitem__(self, index: Any) -> Packed:
-        return self.each(lambda view: view[index])
+        return self.changed(lambda view: view[index])
 
     def split(self, rows: int) -> list[Packed]:
         """Parts of at most so many rows."""
-        parts = zip(*(view.split(rows) for view in self.views), strict=True)
-        return [Packed(views, self.values, self.coded_as, self.read_codes) for views in parts]
+        return [self[begin : begin + rows] for begin in range(0, max(1, self.shape[0]), rows)]
 
-    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Packed:
+    def changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Packed:
         """The tensor after a change of its views."""
         return Packed(tuple(map(change, self.views)), self.values, self.coded_as, self.read_codes)
 
@@ -125,10 +124,8 @@ Places = tuple[torch.Tensor, ...]
 
 
 def lookup(shape: Sequence[int], values: Callable[..., torch.Tensor], *in_codes: Any) -> Packed:
-    """A tensor of this shape whose elements are a function of their coordinates, each `distinct`.
-
-    in_codes: `coded_as` and `read_codes` of a `Packed`.
-    """
+    """A tensor of this shape whose elements are a function of their coordinates, each `distinct`. `in_codes` are
+    `coded_as` and `read_codes` of a `Packed`."""
     return Packed(coordinates(tuple(shape)), lambda *places: values(*map(distinct, places)), *in_codes)
 
 
@@ -149,39 +146,38 @@ def take(
         A tensor that can be broadcast over the places: it has a size of 1 where all elements share an entry.
     """
     wanted, axes, sizes = [], list[int](), list[int]()
-    for dim, (place, each) in enumerate(zip(places, shared, strict=True)):
+    for dim, (place, group) in enumerate(zip(places, shared, strict=True)):
         place = distinct(place)
         at = place.flatten()
-        first, last = (int(end) // each for end in at.aminmax()) if len(at) else (0, -1)
+        first, last = (int(end) // group for end in at.aminmax()) if len(at) else (0, -1)
         table = table[(slice(None),) * dim + (slice(first, last + 1),)]
         varying = [axis for axis, size in enumerate(place.shape) if size != 1]
-        alike = first == last and (each == 1 or not split)
-        wanted.append((at - first * each, each, alike))
+        alike = first == last and (group == 1 or not split)
+        wanted.append((at - first * group, group, alike))
         axes += varying
         sizes += [1 if alike else place.shape[axis] for axis in varying]
     rows = read(table).contiguous()
-    for dim, (at, each, alike) in reversed([*enumerate(wanted)]):
+    for dim, (at, group, alike) in reversed([*enumerate(wanted)]):
         if len(at) and not alike:
-            rows = spread(rows, dim, at, each, split)
+            rows = spread(rows, dim, at, group, split)
     rows = rows.reshape(sizes).permute(sorted(range(len(axes)), key=axes.__getitem__))
     shape = dict(zip(axes, sizes, strict=True))
     return rows.reshape([shape.get(axis, 1) for axis in range(places[0].ndim if places else 0)])
 
 
 def spread(
-    entries: torch.Tensor, dim: int, at: torch.Tensor, each: int,
+    entries: torch.Tensor, dim: int, at: torch.Tensor, group: int,
     split: Callable[[torch.Tensor, int], torch.Tensor] | None,
 ) -> torch.Tensor:  # fmt: skip
-    """Give elements at some places along a dimension the entries that `each` neighbours share, see `take`.
+    """Give elements at some places along a dimension the entries that `group` neighbours share, see `take`.
 
     Places without gaps have all of the entries, which is far faster.
     """
-    gaps = bool((at.diff() != 1).any())
-    if each > 1 and split:
-        entries, each = split(entries, dim), 1
-    if gaps:
-        return entries.index_select(dim, at // each)
-    entries = entries.repeat_interleave(each, dim) if each > 1 else entries
+    if group > 1 and split:
+        entries, group = split(entries, dim), 1
+    if bool((at.diff() != 1).any()):
+        return entries.index_select(dim, at // group)
+    entries = entries.repeat_interleave(group, dim) if group > 1 else entries
     return entries.narrow(dim, int(at[0]), len(at))
 
 
@@ -349,7 +345,7 @@ def axes(packed: Packed) -> tuple[tuple[torch.Tensor, ...], torch.Tensor] | None
 
 
 def common_group(group: int, columns: torch.Tensor) -> int:
-    """The largest groups that, cut from the first of these columns on, each lie in one group of so many."""
+    """The largest group that divides groups of so many columns from the first of these columns on."""
     begin, last = int(columns[0]), int(columns[-1])
     return len(columns) if begin // group == last // group else math.gcd(group, begin)
 
@@ -367,8 +363,6 @@ def e2m1(codes: torch.Tensor) -> torch.Tensor:
 
 
 def power_of_two(codes: torch.Tensor) -> torch.Tensor:
-    """The powers that bytes stand for (e8m0): a float32's exponents. The first has no leading one, the last is none.
-
-    See "OCP Microscaling Formats (MX) Specification", version 1.0, 2023.
-    """
+    """The powers that bytes stand for (e8m0, OCP Microscaling Formats, 2023): a float32's exponents. The first has no
+    leading one, the last is no number."""
     return (codes.int() << 23).clamp_(min=1 << 22).view(torch.float32)

@@ -78,7 +78,6 @@ PARTS = {  # llama.cpp's names of tensors, and ours of parts; see `models.family
     "ffn_gate": "gate", "ffn_up": "up", "ffn_down": "down", "ffn_gate_inp": "router",
     "ffn_gate_inp_shexp": "shared_gate",
 }  # fmt: skip
-MOST_MATRICES = 2**18  # of a file's experts
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+?)(_exps|_shexp)?\.(weight|bias)")
 
@@ -93,11 +92,7 @@ class SavedTensor(NamedTuple):
 
 
 def architecture_of(first: Header) -> Architecture:
-    """The architecture of the model whose first file has this header.
-
-    Raises:
-        ValueError: Manta does not have it.
-    """
+    """The architecture of the model whose first file has this header; a ValueError if Manta does not have it."""
     name = first.architecture
     if name not in ARCHITECTURES:
         problem = f"of the architecture {name!r:.80}" if name else "without an architecture"
@@ -106,11 +101,8 @@ def architecture_of(first: Header) -> Architecture:
 
 
 def saved_names(first: Header, header: Header) -> dict[str, SavedTensor]:
-    """Hugging Face's names of a file's tensors, without a prefix, and where they are in it.
-
-    Raises:
-        ValueError: the family has no such tensor.
-    """
+    """Hugging Face's names of a file's tensors, without a prefix, and where they are in it; a ValueError names a tensor
+    that the family has not."""
     architecture = architecture_of(first)
     row = FAMILIES[architecture.family]
     query_heads = alike(first, "attention.head_count")
@@ -135,9 +127,8 @@ def saved_names(first: Header, header: Header) -> dict[str, SavedTensor]:
             raise ValueError(f"{header.path}: tensor {name!r:.80} has the norms of all heads; Manta does not read that")
         if kind == "_exps":
             experts, count = header.tensors[name].shape[0], first.get("expert_count")
-            if experts != count or len(tensors) + experts > MOST_MATRICES:
-                at_most = f"{count!r:.80} in expert_count; Manta reads up to {MOST_MATRICES} matrices"
-                raise ValueError(f"{header.path}: tensor {name!r:.80} has {experts} experts, of {at_most}")
+            if experts != count:
+                raise ValueError(f"{header.path}: tensor {name!r:.80} has {experts} experts, of {count!r:.80}")
             for i in range(experts):
                 tensors[f"{prefix}{i}.{saved_as}.{end}"] = SavedTensor(name, i, part=part)
         else:
@@ -146,11 +137,8 @@ def saved_names(first: Header, header: Header) -> dict[str, SavedTensor]:
 
 
 def config_of(headers: Sequence[Header], ends: Sequence[int]) -> dict[str, Any]:
-    """The config.json of a model whose files have these headers, and whose answers end with the tokens `ends`.
-
-    Raises:
-        ValueError: Manta does not have the architecture, or a value or a tensor of it; it is named.
-    """
+    """The config.json of a model whose files have these headers, and whose answers end with the tokens `ends`; a
+    ValueError names what Manta does not have of it."""
     first, architecture = headers[0], architecture_of(headers[0])
     row = FAMILIES[architecture.family]
     names = {name: tensor for header in headers for name, tensor in header.tensors.items()}

@@ -1,8 +1,6 @@
 """A GGUF file as a folder in Hugging Face's layout: small files that say what its metadata says, and links to it.
 
-So the rest of Manta, which reads folders, has to know nothing of GGUF but how to open such a file.
-
-Standard library only.
+So the rest of Manta, which reads folders, knows nothing of GGUF but how to open such a file. Standard library only.
 """
 
 from __future__ import annotations
@@ -24,11 +22,8 @@ LINK = "weights-{:05}-of-{:05}.gguf"  # the links' names, which no other model h
 
 
 def made_folder(path: str) -> str:
-    """Make the folder of the model in the GGUF file at `path`, and return it. It is made anew at every start.
-
-    Raises:
-        ValueError: the file is damaged, or its model is none that Manta can run; or the folder cannot be written.
-    """
+    """Make the folder of the model in the GGUF file at `path`, anew at every start, and return it; a ValueError says
+    why that cannot be done."""
     path = os.path.abspath(path)
     headers = read_headers(path)
     try:
@@ -40,7 +35,7 @@ def made_folder(path: str) -> str:
         files = {name: json.dumps(content).encode() for name, content in contents.items()} | vocabulary.files()
     except (TypeError, AttributeError, LookupError, ArithmeticError) as error:  # of values that are no such thing
         raise ValueError(f"{path} is damaged: its metadata has a value of another kind ({error!r:.200})") from None
-    packed = {each.kind for header in headers for each in header.tensors.values()} - set(OURS)
+    packed = {tensor.kind for header in headers for tensor in header.tensors.values()} - set(OURS)
     if packed and importlib.util.find_spec("gguf") is None:
         raise ValueError(f"{path} has tensors of type {min(packed)}, which takes a package: pip install gguf")
     home = Path(os.path.abspath(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")))
@@ -69,13 +64,9 @@ def is_gguf(path: str) -> bool:
 
 
 def choose(model: str, files: Collection[str], quantization: str = "") -> str:
-    """The GGUF file among the `files` of a model, or the first of its parts.
+    """The GGUF file among the `files` of a model, or the first of its parts; a ValueError if that is not a single one.
 
-    Args:
-        quantization: its name, or what that ends with, like Q4_K_M, where there are several.
-
-    Raises:
-        ValueError: there is none, or there are several.
+    `quantization` is its name, or the end of that, like Q4_K_M, where there are several.
     """
     wanted = re.escape(quantization.removesuffix(".gguf"))
     ending = rf"(.*[-._/])?{wanted}(-00001-of-\d{{5}})?\.gguf" if quantization else r".*"

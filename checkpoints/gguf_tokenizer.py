@@ -51,11 +51,7 @@ ENDS = {
 
 
 class Vocabulary:
-    """The vocabulary in a file's metadata.
-
-    Raises:
-        ValueError: there is no tokenizer, or one that Manta cannot make.
-    """
+    """The vocabulary in a file's metadata; a ValueError if Manta cannot make its tokenizer."""
 
     def __init__(self, header: Header):
         self.header = header
@@ -67,13 +63,12 @@ class Vocabulary:
         if self.kind not in ("gpt2", "llama", "no_vocab"):
             raise ValueError(f"{header.path} has a tokenizer of type {self.kind!r:.80}; Manta has gpt2 and llama")
         if self.kind == "gpt2" and self.pre not in PRE:
-            known = ", ".join(PRE)
-            raise ValueError(f"{header.path} splits texts in the way {self.pre!r:.80}; Manta has {known}")
+            raise ValueError(f"{header.path} splits texts in the way {self.pre!r:.80}; Manta has {', '.join(PRE)}")
         if not count == len(self.types) == len(self.scores):
             raise ValueError(f"{header.path} has {count} tokens, {len(self.types)} types, {len(self.scores)} scores")
         while self.types and self.types[-1] == UNUSED:  # the table of embeddings is longer than the vocabulary
-            for each in (self.tokens, self.types, self.scores):
-                each.pop()
+            for values in (self.tokens, self.types, self.scores):
+                values.pop()
 
     def get(self, name: str, default: Any = None) -> Any:
         """A value that is about the tokenizer."""

@@ -6,10 +6,8 @@ unpacked.
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import warnings
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,21 +22,17 @@ from models.families import FAMILIES
 
 
 class GGUFFile:
-    """A mapped file.
+    """The mapped file at `path`, one of the files of a model. Errors are those of `read_header`."""
 
-    Args:
-        path: one of the files of a model.
-        data: its bytes.
-    """
-
-    def __init__(self, path: str, data: mmap.mmap):
+    def __init__(self, path: str):
         self.header = read_header(path)
         path_of_first = parts_of(path)[0]
         first = self.header if path_of_first == path else read_header(path_of_first)
         self.row = FAMILIES[architecture_of(first).family]
         self.names = saved_names(first, self.header)
-        with warnings.catch_warnings(action="ignore"):  # of memory that cannot be written to
-            self.bytes = torch.from_numpy(np.frombuffer(data, dtype=np.uint8))
+        with open(path, "rb") as file, warnings.catch_warnings(action="ignore"):  # of memory that cannot be written to
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)  # a private copy would count as memory
+            self.bytes = torch.from_numpy(np.frombuffer(data, dtype=np.uint8))  # it holds the mapping
 
     def keys(self) -> list[str]:
         """Hugging Face's names of the tensors."""
@@ -134,18 +128,3 @@ def at_rows(table: torch.Tensor, places: list[torch.Tensor]) -> torch.Tensor:
     if bool((rows.diff() == 1).all()) and all(bool((place == place[0]).all()) for place in outer):
         return table[tuple(int(place[0]) for place in outer)].narrow(0, int(rows[0]), len(rows))
     return table[tuple(places)]
-
-
-@contextlib.contextmanager
-def opened_gguf(path: str) -> Iterator[GGUFFile]:
-    """Open a GGUF file and read its header.
-
-    Raises:
-        ValueError: see `checkpoints.gguf_file.read_header`.
-    """
-    try:
-        with open(path, "rb") as file:
-            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)  # a private copy would count as memory
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
-    yield GGUFFile(path, data)  # the tensors hold the mapping

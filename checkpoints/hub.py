@@ -44,23 +44,15 @@ FOREIGN = {  # weights that Manta does not read
     ".safetensors": f"Manta reads model.safetensors, or the files that {INDEX} names, and not those of other layouts",
 }  # fmt: skip
 SHARD = re.compile(r"model-\d{5}-of-(\d{5})\.safetensors")
-ADDRESS = re.compile(  # of a model's page, or of a file
-    r"(?:https?://[^/]+|(?:www\.)?(?:hf|huggingface)\.co)/([\w.-]+/[\w.-]+?(?::[\w.-]+)?)(?:\.git)?"
-    r"(?:/(?:tree|blob|resolve)/([^/?#]+))?(?:[:/?#].*)?"
-)
 PATIENCE = 10.0  # seconds for the hub to say what it has; a firewall may swallow the question
 GB = 1e9
 
 
 def find_model(config: EngineConfig, weights: bool = True) -> EngineConfig:
-    """Fill in the folders of the model and of its draft model. A model that is no folder here is downloaded, unless it
-    has been before.
+    """Fill in the folders of the model and of its draft model. A model that is no folder here is downloaded once.
 
-    Without `weights`, or with `load_format` dummy, only the small files are needed.
-
-    Raises:
-        ValueError: there is no such model, it cannot be downloaded, or it is none that Manta can run.
-        KeyboardInterrupt: it came during the download, which has been given up.
+    Without `weights`, or with `load_format` dummy, only the small files are needed. A ValueError says why there is no
+    model that Manta can run. A KeyboardInterrupt gives up a download.
     """
     if (options := config.speculation) and options.model:
         draft_config = EngineConfig(options.model, download_dir=config.download_dir, load_format=config.load_format)
@@ -91,13 +83,10 @@ def find_model(config: EngineConfig, weights: bool = True) -> EngineConfig:
 
 def weight_names(folder: str, files: Collection[str] = ()) -> list[str]:
     """Names of the safetensors files that make up the checkpoint in `folder`, among the `files` that the model has, or
-    those that are there. They need not be there yet.
+    those that are there; a ValueError if their index is malformed.
 
     As in transformers, one whole file counts more than an index, which was left behind with its shards; and shards need
     no index.
-
-    Raises:
-        ValueError: the index of these files is malformed.
     """
     files, whole = set(files or os.listdir(folder)), "model.safetensors"
     index = read_json(folder, INDEX, {})
@@ -135,11 +124,8 @@ def has_safetensors(files: Collection[str]) -> bool:
 
 
 def check_files(name: str, folder: str, files: Collection[str], weights: bool) -> None:
-    """Check that the `files` that a model has, the small ones of them in `folder`, are all that is needed.
-
-    Raises:
-        ValueError: they are not; it says what to do instead.
-    """
+    """Check that the `files` that a model has, the small ones of them in `folder`, are all that is needed; else a
+    ValueError says what to do instead."""
     has_weights = has_safetensors(files)
     if "config.json" in files and (has_weights or not weights):
         return
@@ -154,37 +140,13 @@ def check_files(name: str, folder: str, files: Collection[str], weights: bool) -
         for suffix, advice in FOREIGN.items():
             if example := min((file for file in files if file.endswith(suffix)), default=None):
                 raise ValueError(f"{lacks}, but {example:.200}; {advice}")
-    if "snapshots" in files and (id := cached_id(folder)):
-        raise ValueError(f"{name} is the cache of {id}: give that id, or one of the folders in {name}/snapshots")
-    if example := next((id for file in sorted(files) if (id := cached_id(file))), None):
-        raise ValueError(f"{name} is a cache of models: give the id of one, like {example}, and --download-dir {name}")
-    if below := [file for file in files if os.path.isfile(os.path.join(folder, file, "config.json"))]:
-        raise ValueError(f"{lacks}, but folders that have: give one of them, like {os.path.join(name, min(below))}")
     raise ValueError(f"{lacks}; {MODEL_TAKES}")
 
 
-def cached_id(path: str) -> str:
-    """The id of the model that a folder of the hub's cache is about, or nothing if it is no such folder."""
-    kind, *parts = os.path.basename(os.path.abspath(path)).split("--")
-    return "/".join(parts) if kind == "models" else ""
-
-
 def check_id(name: str) -> None:
-    """Check that what is no folder may be the id of a model.
-
-    Raises:
-        ValueError: it may not; it says what to give instead.
-    """
+    """Check that a name which is no folder may be the id of a model; else a ValueError says what to give instead."""
     if os.path.exists(name):
-        suffix = os.path.splitext(name)[1]
-        advice = FOREIGN.get(suffix, MODEL_TAKES)
-        if suffix in (".json", ".safetensors"):
-            advice = f"give its folder, {os.path.dirname(name) or '.'}"
-        raise ValueError(f"{name} is a file; {advice}")
-    if address := ADDRESS.fullmatch(name):
-        id, revision = address.groups()
-        flag = f" --revision {revision}" if revision not in (None, "main") else ""
-        raise ValueError(f"{name} is an address; give the id in it: --model {id}{flag}")
+        raise ValueError(f"{name} is a file; {MODEL_TAKES}")
     if re.match(r"[./~]|.*(\\|/.*/)", name):
         raise ValueError(f"there is no folder {name}; {MODEL_TAKES}")
 
@@ -193,11 +155,7 @@ def check_id(name: str) -> None:
 
 
 def download_beside(config: EngineConfig, weights: bool) -> str:
-    """Run `download` in a process of its own, which ends when this one does; see there for the result.
-
-    Raises:
-        ValueError, KeyboardInterrupt: see `find_model`.
-    """
+    """Run `download` in a process of its own, which ends when this one does. Errors are those of `find_model`."""
     if lack := lacking(("huggingface_hub", "tokenizers", "jinja2")):
         raise ValueError(f"there is no folder {config.model}, and for the hub {lack}")
     message = json.dumps({"config": dataclasses.asdict(config), "weights": weights}).encode()
@@ -251,10 +209,8 @@ def leave_with_parent() -> None:
 def download(config: EngineConfig, cache: str, weights: bool) -> str:
     """The folder in the cache with the files of a model of the hub; or the path of a GGUF file, if asked for one.
 
-    Where the hub cannot be reached, or does not give the model any more, a whole copy in the cache will do.
-
-    Raises:
-        ValueError: see `find_model`.
+    Where the hub cannot be reached, or does not give the model any more, a whole copy in the cache will do. Errors are
+    those of `find_model`.
     """
     from httpx2 import HTTPError
     from huggingface_hub import HfApi
@@ -308,12 +264,9 @@ def download(config: EngineConfig, cache: str, weights: bool) -> str:
 
 
 def fetch(config: EngineConfig, cache: str, files: Sequence[str], cached: bool = False, bars: bool = False) -> str:
-    """Download the files that the model has; returns their folder in the cache.
+    """Download the files that the model has; returns their folder in the cache. An OSError or HTTPError if that fails.
 
     With `cached` they must be there, because the hub cannot be asked. With `bars` a terminal shows the progress.
-
-    Raises:
-        OSError, HTTPError: a file is missing, and cannot be downloaded.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import disable_progress_bars
@@ -326,11 +279,7 @@ def fetch(config: EngineConfig, cache: str, files: Sequence[str], cached: bool =
 
 
 def announce(name: str, cache: str, files: list[str], size: int) -> None:
-    """Say that `files` of a model, of `size` bytes in all, are downloaded.
-
-    Raises:
-        ValueError: there is no room for them.
-    """
+    """Say that `files` of a model, of `size` bytes in all, are downloaded; a ValueError if there is no room."""
     from huggingface_hub.constants import ENDPOINT
 
     if size > (free := shutil.disk_usage(cache).free):
@@ -375,10 +324,8 @@ def source_of(folder: str | None, tensors: Mapping[str, Any] | None) -> Iterator
     """The arguments of `EngineCore.update_weights` for a folder, or else for tensors.
 
     Tensors go through a safetensors file in memory, which this user's processes can open by its path, and which no kill
-    leaves behind. Where the system has no such files, it is a temporary one.
-
-    Raises:
-        ValueError: both or neither are given; or the tensors are none, or of a kind that safetensors has not.
+    leaves behind. Where the system has no such files, it is a temporary one. A ValueError if both or neither are given,
+    or if safetensors cannot write the tensors.
     """
     if (folder is None) == (tensors is None):
         raise ValueError("update_weights takes either a folder or tensors")

@@ -98,7 +98,7 @@ def alike(formats: list[Format]) -> list[Format]:
 
 
 def check_fields(where: str, raw: dict[str, Any], known: tuple[str, ...]) -> None:
-    """Refuse fields that are not known; a null says nothing."""
+    """Refuse fields that Manta does not know; a null says nothing."""
     unknown = {name: value for name, value in raw.items() if name not in known and value is not None}
     if listed := ", ".join(f"{name!r:.80}, {value!r:.80}" for name, value in unknown.items()):
         raise ValueError(
@@ -260,7 +260,7 @@ def read_torchao(raw: dict[str, Any]) -> list[Format]:
     scheme, kind, fields = TORCHAO[name]
     check_fields(f"{WHERE}.quant_type: {name}", data, ("set_inductor_config", *fields.split()))
     # {"_type": the class, "_data": what it has} stands for objects; of the members of an enumeration that is a name.
-    named = {key: each.get("_data") if isinstance(each, dict) else each for key, each in data.items()}
+    named = {key: value.get("_data") if isinstance(value, dict) else value for key, value in data.items()}
     for field, only in (
         ("int4_packing_format", "plain"), ("packing_format", "plain"),
         ("weight_dtype", "float8_e4m3fn"), ("activation_dtype", "float8_e4m3fn"),

@@ -87,7 +87,8 @@ def unpack_fp8(codes: torch.Tensor, form: Format, scales: torch.Tensor) -> Packe
         shared = (*[1] * (codes.ndim - 1), max(1, math.prod(shape[-1:])))
     else:
         shared = (*[1] * (codes.ndim - 2), *form.block)
-    check("scales", scales, [-(-n // each) for n, each in zip(shape, shared, strict=True)] if codes.ndim > 1 else [1])
+    counts = [-(-size // rows) for size, rows in zip(shape, shared, strict=True)]
+    check("scales", scales, counts if codes.ndim > 1 else [1])
     return scaled(codes.view(torch.uint8), scales, shared, coded_as=CodedAs("fp8"), number=e4m3)
 
 
@@ -164,7 +165,7 @@ def unpack_awq(codes: torch.Tensor, form: Format, zeros: torch.Tensor, scales: t
     group, count = grouping(form, k)
     check(f"codes [{k}, {words}] in groups of {group}, and scales", scales, [count, n])
     check("zero points", zeros, [count, words])
-    numbers, table = (fields(each.mT, 0, 4, n, order=AWQ_ORDER) for each in (codes, zeros))
+    numbers, table = (fields(words.mT, 0, 4, n, order=AWQ_ORDER) for words in (codes, zeros))
     return unsigned(numbers, scales.mT, group, table)
 
 
@@ -256,12 +257,12 @@ def read_state(state: torch.Tensor) -> dict[str, Any]:
     return quant_state
 
 
-def flat(table: Stored, n: int, k: int, each: int) -> Packed:
-    """A matrix [N, K] whose `each` neighbours, row after row, share an entry of a table [1, N * K / each], or [N, K /
-    each] where no row shares any with the next."""
+def flat(table: Stored, n: int, k: int, group: int) -> Packed:
+    """A matrix [N, K] whose `group` neighbours, row after row, share an entry of a table [1, N * K / group], or
+    [N, K / group] where no row shares any with the next."""
     if table.shape[0] == n:
-        return lookup((n, k), lambda row, column: take(table, (row, column), (1, each)))
-    return lookup((n, k), lambda row, column: take(table[0], (row * k + column,), (each,)))
+        return lookup((n, k), lambda row, column: take(table, (row, column), (1, group)))
+    return lookup((n, k), lambda row, column: take(table[0], (row * k + column,), (group,)))
 
 
 def entries(table: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
@@ -270,7 +271,7 @@ def entries(table: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
 
 
 def unnest(codes: torch.Tensor, nested: torch.Tensor, table: torch.Tensor, quant_state: dict[str, Any]) -> Packed:
-    """The scales that are packed themselves [rows, columns], see `unpack_bnb_4bit`."""
+    """Scales [rows, columns] that are codes themselves; the formula is in `unpack_bnb_4bit`."""
 
     def values(row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
         scales = entries(table, take(codes, (row, column), (1, 1), torch.Tensor.int))

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from checkpoints.dequantize import Packed, Stored
-from checkpoints.gguf_weights import opened_gguf
+from checkpoints.gguf_weights import GGUFFile
 from checkpoints.quantization import Format
 from checkpoints.schemes import FLOATS, SCHEMES, Scheme
 
@@ -28,14 +28,10 @@ KV_SCALE = re.compile(r"((?<=\.self_attn)\.attn|\.(qkv|[kv])_proj)?\.(kv|k|v)_sc
 
 @contextlib.contextmanager
 def opened(path: str) -> Iterator[Any]:
-    """Open a safetensors file and read its header; or a GGUF file, which has the same methods.
-
-    Raises:
-        ValueError: the file is damaged, or cannot be read.
-    """
+    """Open a safetensors file and read its header; or a GGUF file, which has the same methods. A ValueError says why it
+    cannot be read."""
     if path.endswith(".gguf"):
-        with opened_gguf(path) as file:
-            yield file
+        yield GGUFFile(path)
         return
     try:
         with safe_open(path, framework="pt") as file:
@@ -61,11 +57,8 @@ def read_ahead(path: str) -> None:
 
 
 class Storage:
-    """Finds the tensors of a checkpoint that are packed, and those beside them. Only headers are read.
-
-    Raises:
-        ValueError: a file is damaged.
-    """
+    """Finds the tensors of a checkpoint that are packed, and those beside them. Only headers are read. A ValueError
+    names a damaged file."""
 
     def __init__(self, paths: list[str], formats: tuple[Format, ...]):
         self.formats, self.schemes = formats, {form.scheme: SCHEMES[form.scheme] for form in formats}
@@ -102,24 +95,14 @@ class Storage:
             return None
         return self.packed.get(saved, saved)
 
-    def missing_codes(self, saved: str) -> str:
-        """The names of the codes that should be there with a tensor, if none of them is; "" for any other tensor."""
-        beside = [(scheme, of.ending) for scheme in self.schemes.values() for of in scheme.beside.values()]
-        stems = ((saved.removesuffix(ending), scheme) for scheme, ending in beside if saved.endswith(ending))
-        codes = dict.fromkeys(stem + (scheme.codes or scheme.plain) for stem, scheme in stems)
-        return "" if any(name in self.dtypes for name in codes) else " or ".join(codes)
-
     def is_zero_bias(self, file: Any, saved: str) -> bool:
         """Whether a tensor is a bias of zeros beside a packed weight. Tools write it even if the model has no bias."""
         stem = saved.removesuffix("bias")
         return stem != saved and stem + "weight" in self.names and not file.get_tensor(saved).any()
 
     def open(self, file: Any, saved: str) -> Stored:
-        """A tensor of an open file. It is a view of the mapped file, or will be read from there.
-
-        Raises:
-            ValueError: it, or what is beside it, is of a dtype or a shape that Manta does not read, or is not there.
-        """
+        """A tensor of an open file: a view of the mapped file, or a `Packed`. A ValueError says what Manta does not
+        read of it, or what is missing beside it."""
         dtype, codes = file.get_slice(saved).get_dtype(), file.get_tensor(saved)
         named = {name: scheme for name, scheme in self.schemes.items() if saved.endswith(scheme.codes)}
         fitting = {name: scheme for name, scheme in named.items() if dtype == scheme.dtype}
@@ -143,11 +126,8 @@ class Storage:
         raise ValueError(f"tensor {saved} {'; or it '.join(errors)}")
 
     def with_inputs(self, packed: Packed, saved: str, form: Format) -> Packed:
-        """A tensor in codes that says how its products round their inputs.
-
-        Raises:
-            ValueError: the scale of these is missing, or is not a positive number.
-        """
+        """A tensor in codes that says how its products round their inputs; a ValueError if the scale of these is no
+        positive number."""
         names = [f"{saved.removesuffix('weight')}{ending}" for ending in INPUT_SCALES]
         scales = [self.tensors[name].float() for name in names if form.static and name in self.tensors]
         if form.static and not (scales and all(scale.numel() == 1 and 0 < float(scale) < math.inf for scale in scales)):
@@ -159,11 +139,8 @@ class Storage:
         return packed
 
     def parts(self, saved: str, dtype: str, scheme: Scheme) -> dict[str, torch.Tensor]:
-        """The tensors beside the codes of a tensor, by what they are to the scheme.
-
-        Raises:
-            ValueError: one of them is missing, or of another dtype.
-        """
+        """The tensors beside the codes of a tensor, by what they are to the scheme; a ValueError if one is missing, or
+        of another dtype."""
         tensors = {}
         for key, (ending, dtypes, needed) in scheme.beside.items():
             name = saved.removesuffix(scheme.codes) + ending

@@ -20,11 +20,7 @@ Tables = dict[str, tuple[str, Stored]]
 
 
 def settle_head(source: str, config: ModelConfig) -> ModelConfig:
-    """The shape that the files of `source`, a folder or a file, give to the model: tied, or with a head of its own.
-
-    Raises:
-        ValueError: a file is missing or damaged.
-    """
+    """The shape that the files of `source`, a folder or a file, give to the model: tied, or with a head of its own."""
     if not config.tie_word_embeddings or config.head != "logits":
         return config
     paths = checkpoint_files(source)

@@ -21,7 +21,6 @@ from config import PROG, VERSION, nearest
 
 T = TypeVar("T")
 OF_REQUESTS = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "ignore_eos")  # what `chat` and `complete` take
-HABITS = {"run": "chat", "run-batch": "batch", "start": "serve", "generate": "complete"}  # others' names of commands
 FACTORS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}  # letters after a number, as in vLLM
 
 
@@ -58,9 +57,9 @@ def whole(text: str) -> int:
 class OptionParser(argparse.ArgumentParser):
     """A command line with a flag for each option of some dataclasses, and `--config` for a file that sets them, too.
 
-    What it parses has only the options that were given, so that their defaults stand in one place. A mistake is one
-    line on stderr and exit code 2. Where two classes have an option of one name, they share the flag, which the first
-    describes. `commands` are what may stand instead of a model, and what each does.
+    The result has only the options that were given, so that their defaults stand in one place. A mistake is one line on
+    stderr and exit code 2. Two classes with an option of one name share the flag, which the first describes. `commands`
+    may stand instead of a model, and tell what each does.
     """
 
     def __init__(
@@ -115,9 +114,6 @@ class OptionParser(argparse.ArgumentParser):
         """The options that are given on the command line, or else in the file of `--config`; see `from_flags`."""
         if "_ARGCOMPLETE" in os.environ:
             complete(self)
-        if argv and argv[0] in HABITS and self.commands and not os.path.exists(argv[0]):
-            here = HABITS[argv[0]]
-            self.error(f"there is no command {argv[0]}; it is called {here}, as in {self.prog} {here} MODEL")
         # As in vLLM, a flag may be spelled with underscores.
         words = [re.sub("^--[^=]*", lambda flag: flag[0].replace("_", "-"), word) for word in argv]
         flags, surplus = self.parse_known_args(words)
@@ -140,11 +136,11 @@ class OptionParser(argparse.ArgumentParser):
         flags.in_file = ()
         if flags.config is not None:
             try:
-                found = read_options(flags.config, self.known)
+                options = read_options(flags.config, self.known)
             except ValueError as error:
                 self.error(str(error))
-            flags.in_file = found.keys() - vars(flags).keys()
-            vars(flags).update({name: found[name] for name in flags.in_file})
+            flags.in_file = options.keys() - vars(flags).keys()
+            vars(flags).update({name: options[name] for name in flags.in_file})
         for name, value in vars(flags).items():
             if isinstance(value, list) and name not in flags.in_file:  # words each time that the flag is there
                 if "model" not in flags and any(len(words) > 1 and "=" not in words[-1] for words in value):
@@ -186,15 +182,15 @@ def read_options(path: str, known: Iterable[str]) -> dict[str, Any]:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise ValueError(f"{path} is no TOML: {error}") from None
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for key, value in content.items():
         name = key.replace("-", "_")
         if name not in known:
             raise ValueError(f"{path}: there is no option {key!r}{nearest(name, known)}")
-        if name in found:
+        if name in options:
             raise ValueError(f"{path}: {name} is there twice, with dashes and with underscores")
-        found[name] = value
-    return found
+        options[name] = value
+    return options
 
 
 def from_flags(cls: type[T], flags: argparse.Namespace) -> T:
@@ -240,5 +236,5 @@ def refuse_given(flags: argparse.Namespace, names: Iterable[str], why: str) -> N
     """Refuse options that mean nothing here: a ValueError names the first that is given, and says why it must not."""
     for name in names:
         if name in flags:
-            told = f"{flags.config}: {name}" if name in flags.in_file else "--" + name.replace("_", "-")
-            raise ValueError(f"{told} is given; {why}")
+            option = f"{flags.config}: {name}" if name in flags.in_file else "--" + name.replace("_", "-")
+            raise ValueError(f"{option} is given; {why}")

@@ -141,9 +141,7 @@ class ShownAnswer:
 @contextlib.contextmanager
 def own_server(flags: list[str]) -> Iterator[tuple[str, str]]:
     """Start a server with these flags, which ends with the `with` block; gives its URL and the key that it takes.
-
-    Ctrl-C does not reach it, but only stops an answer. If it does not start, it says why, and this is a SystemExit.
-    """
+    Ctrl-C does not reach it. If it does not start, it says why, and this is a SystemExit."""
     key = secrets.token_hex(16)
     process = subprocess.Popen(
         [sys.executable, str(SERVER), *flags, "--port=0"], text=True, errors="replace", start_new_session=True,
@@ -153,13 +151,13 @@ def own_server(flags: list[str]) -> Iterator[tuple[str, str]]:
     assert process.stderr
     try:
         for line in process.stderr:
-            if found := ADDRESS.fullmatch(line.rstrip()):
+            if address := ADDRESS.fullmatch(line.rstrip()):
                 break
             say(line.rstrip())
         else:
             raise SystemExit(2)
         threading.Thread(target=show_trouble, args=[process.stderr], daemon=True).start()
-        yield found[1], key
+        yield address[1], key
     finally:
         process.terminate()
         process.wait()
@@ -179,10 +177,8 @@ def error_of(content: Any) -> tuple[str, Any]:
 
 
 class Model:
-    """A model of a server with OpenAI's API, or the first one of its list; `fields` go into each request.
-
-    A ValueError, if the server does not answer or has no such model.
-    """
+    """A model of a server with OpenAI's API, or the first one of its list; `fields` go into each request. A ValueError
+    if the server does not answer or has no such model."""
 
     def __init__(self, url: str, api_key: str, model: str | None, fields: dict[str, Any]):
         if not re.fullmatch(r"https?://\S+", url):
@@ -217,11 +213,8 @@ class Model:
             raise ValueError(f"{self.url} does not answer: {getattr(error, 'reason', error)}") from None
 
     def answer(self, prompt: str | list[dict[str, Any]], answer: ShownAnswer) -> None:
-        """Answer a text or a conversation, and show the answer as it comes. KeyboardInterrupt stops it at once.
-
-        A ValueError, if the prompt is refused; a `TooLongError`, if the context does not hold it; a RuntimeError, if
-        the answer was begun and cannot go on.
-        """
+        """Answer a text or a conversation, and show the answer as it comes. A ValueError if the prompt is refused, a
+        `TooLongError` if the context does not hold it, and a RuntimeError if an answer that was begun cannot go on."""
         path, field = ("/v1/completions", "prompt") if isinstance(prompt, str) else ("/v1/chat/completions", "messages")
         body = {"model": self.model, field: prompt, "stream": True, "stream_options": {"include_usage": True}}
         with self._open(path, body | self.fields) as response:
@@ -259,12 +252,11 @@ class Chat:
         self.code = 0  # the exit code: 1 if something was refused and nobody sits there to try again
 
     def run(self) -> int:
-        """Talk until the end of stdin, /exit, or Ctrl-C (at a terminal twice, at the prompt); returns the exit code."""
+        """Talk until the end of stdin or /exit; returns the exit code. At a terminal Ctrl-C stops an answer alone."""
         if self.tty:
             with contextlib.suppress(ImportError):  # with it, `input` edits lines and remembers them
                 import readline  # noqa: F401
             say("/help lists the commands; Ctrl-D ends the conversation.")
-        asked_to_end = False
         while True:
             try:
                 line = self._read("> ")
@@ -272,17 +264,14 @@ class Chat:
                     self._command(line)
                 elif (text := self._whole(line)).strip():
                     self._ask(text)
-                asked_to_end = False
             except EOFError:
                 if self.tty:
                     say("")
                 return self.code
             except KeyboardInterrupt:
-                say("")  # the terminal has shown ^C
-                if asked_to_end or not self.tty:
+                if not self.tty:
                     raise
-                asked_to_end = True
-                say("Ctrl-C once more ends the conversation, as Ctrl-D does.")
+                say("\nCtrl-D ends the conversation.")  # the terminal has shown ^C
 
     def _read(self, prompt: str) -> str:
         if self.tty and sys.stdout.isatty():
@@ -387,11 +376,8 @@ def go_on(opened: Callable[[], Model], options: CompleteOptions) -> int:
 
 
 def run(parser: OptionParser, cls: type[AnswerOptions], act: Callable[..., int], argv: list[str]) -> None:
-    """Call `act` with what opens the model, and with the options, and exit.
-
-    The exit code is what `act` returns; 2 where it cannot begin, after one line that says why; 1 where stdout cannot be
-    written; and 130 after Ctrl-C.
-    """
+    """Call `act` with what opens the model, and with the options, and exit: with the code that `act` returns, 2 after a
+    line that says why it cannot begin, 1 if stdout cannot be written, and 130 after Ctrl-C."""
     flags = parser.read(argv)
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, io.TextIOWrapper):
@@ -408,10 +394,8 @@ def run(parser: OptionParser, cls: type[AnswerOptions], act: Callable[..., int],
 
 
 def open_model(flags: argparse.Namespace, options: AnswerOptions, stack: contextlib.ExitStack) -> Model:
-    """The model that the options name. The stack ends the server that is started for it; see `own_server`.
-
-    A ValueError, if the options or the model are not usable or the server does not answer.
-    """
+    """The model that the options name; a ValueError if it cannot be used. The stack ends the server that is started for
+    it."""
     if options.url is not None:
         local = {"lora_modules", *(f.name for f in dataclasses.fields(EngineConfig))} - {"model", *SAMPLING}
         refuse_given(flags, sorted(local), "with --url there is no engine that it could concern")
@@ -424,15 +408,15 @@ def open_model(flags: argparse.Namespace, options: AnswerOptions, stack: context
     config.allow("where text comes and goes", "skip_tokenizer_init", False)
     if isinstance(options, ChatOptions) and not Tokenizer(config.folder).has_chat_template:
         raise ValueError(f"{config.model} has no chat template; `{PROG} complete` goes on from a text")
-    own = [*words_of(EngineConfig, flags), "--disable-log-stats"]  # they would come between the lines of a conversation
-    own += [f"--lora-modules={module}" for module in options.lora_modules]
+    words = [*words_of(EngineConfig, flags), "--disable-log-stats"]  # they would come between a conversation's lines
+    words += [f"--lora-modules={module}" for module in options.lora_modules]
     if config.distributed_executor_backend == "auto" and config.world_size == 1:
-        own.append("--distributed-executor-backend=uni")
+        words.append("--distributed-executor-backend=uni")
     adapters = [read_module(module).name for module in options.lora_modules]
-    url, key = stack.enter_context(own_server(own))
+    url, key = stack.enter_context(own_server(words))
     # Answers are as long as the context holds, and tell how many tokens they have also where they are stopped.
-    own_fields: dict[str, Any] = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    fields: dict[str, Any] = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
     if config.model == DEMO and isinstance(options, ChatOptions):
         say("This is the demo, a very small model. Try: Who are you?")
-    own_fields |= {"max_tokens": -1} if isinstance(options, CompleteOptions) else {}
-    return Model(url, key, adapters[0] if adapters else None, own_fields | options.sampling)
+    fields |= {"max_tokens": -1} if isinstance(options, CompleteOptions) else {}
+    return Model(url, key, adapters[0] if adapters else None, fields | options.sampling)

@@ -58,11 +58,8 @@ def calibrate(
     config: EngineConfig, chunks: list[list[int]], kind: str, group: int, dtype: torch.dtype
 ) -> dict[str, CodedRows]:
     """The codes of a model's matrices, by our names of the tensors of its checkpoint. Experts are not among them, nor
-    is a matrix that no token came to.
-
-    Each chunk of token ids is a prompt; of the other arguments see `Learner`. Raises a ValueError if a step has no room
-    for all tokens.
-    """
+    is a matrix that no token came to. Each chunk of token ids is a prompt; the other arguments are those of `Learner`.
+    A ValueError if a step has no room for all tokens."""
     tokens = sum(map(len, chunks))
     config = replace(
         config, max_model_len=max(map(len, chunks)) + 1, max_num_seqs=len(chunks), max_num_batched_tokens=tokens,

@@ -95,15 +95,13 @@ def stored(numbers: torch.Tensor, kind: str, inputs: int) -> torch.Tensor:
 def settle(
     model: Transformer, wanted: Parts, sources: dict[str, list[Stored]], fp8: bool | None = None
 ) -> dict[str, list[Any]]:
-    """Give the weights of a model their memory, where they have none yet.
+    """Give the weights of a model their memory, where they have none yet. Returns by name what each piece is to be
+    copied to: a tensor, or rows of a weight in codes.
 
     Args:
         wanted: the model's `parameters`, and what else is filled with it. Its targets that become plain change.
         sources: by name, what each piece is filled with.
         fp8: `rounds_to_fp8` of the device that the model is for; by default, of the one that it is on.
-
-    Returns:
-        By name, what each piece is to be copied to: a tensor, or rows of a weight in codes.
     """
     targets: dict[str, list[Any]] = {name: [piece.target for piece in part.pieces] for name, part in wanted.items()}
     if not model.coded:

@@ -7,7 +7,6 @@ import inspect
 import os
 import shutil
 import subprocess
-import sys
 import sysconfig
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,8 +25,8 @@ ALIGNED = 16  # Triton compiles a separate kernel for pointers and integers that
 def kernels_of(ops: ModuleType) -> dict[str, Any]:
     """All Triton kernels, by name, of the files that the `ops` come from."""
     modules = {op.__module__: inspect.getmodule(op) for op in vars(ops).values() if inspect.isfunction(op)}
-    found = chain.from_iterable(vars(module).items() for module in modules.values())
-    return {name: kernel for name, kernel in found if name.endswith("_kernel")}
+    members = chain.from_iterable(vars(module).items() for module in modules.values())
+    return {name: kernel for name, kernel in members if name.endswith("_kernel")}
 
 
 @contextlib.contextmanager
@@ -47,12 +46,10 @@ def unlaunched(
 class CompileGuard:
     """Watches the launches of kernels: once a worker is warm, a kernel that would be compiled is an error.
 
-    Compiling takes up to seconds, in which every stream stands still. So warm-up compiles all that can be launched, and
-    this checks that nothing was forgotten. On a GPU Triton itself says what it compiles. Its interpreter compiles
-    nothing, so there the guard works out from a launch's arguments what Triton would have compiled for them.
+    Compiling takes up to seconds, in which every stream stands still. On a GPU Triton itself says what it compiles. Its
+    interpreter compiles nothing, so there the guard works out from a launch's arguments what Triton would compile.
 
-    A launch waits until its kernel is compiled. So a rehearsal comes before warm-up: it compiles all kernels at the
-    same time, and runs none. `ops` is the module `kernels`.
+    A rehearsal comes before warm-up: it compiles all kernels at the same time, and runs none.
     """
 
     def __init__(self, ops: ModuleType):
@@ -135,11 +132,10 @@ class CompileGuard:
 
 
 class KernelThreads(ThreadPoolExecutor):
-    """Threads that compile kernels for Triton, and with each kernel what launches it.
+    """Threads that compile kernels for Triton, and with each kernel its launcher.
 
-    Triton makes a kernel's launcher at its first launch. Triton 3.6 writes C for it, one file for each signature, and
-    runs a C compiler, which takes as long as a small kernel does. It keeps the result on disk and finds it there at the
-    launch. Newer versions have one launcher for all kernels, and nothing to compile here.
+    Triton 3.6 would compile the launcher, in C, at the first launch, which takes as long as a small kernel does. It
+    finds it on disk then. Newer versions have one launcher for all kernels, and nothing to compile here.
     """
 
     def submit(self, compile: Callable[[], Any]) -> Future[Any]:  # type: ignore[override]  # Triton gives no arguments
@@ -156,20 +152,17 @@ class KernelThreads(ThreadPoolExecutor):
 
 def check_compiler() -> None:
     """Check that there is a C compiler that finds Python's headers: Triton needs both to load and launch kernels."""
-    asked = os.environ.get("CC")  # where Triton looks, in the same order
-    compiler = shutil.which(asked) if asked is not None else shutil.which("gcc") or shutil.which("clang")
+    names = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]  # where Triton looks, in this order
+    compiler = next(filter(None, map(shutil.which, names)), None)
     if not compiler:
-        found = "gcc and clang are missing" if asked is None else f"CC is {asked!r}, which is missing"
-        raise ValueError(f"Triton needs a C compiler; {found}: install one, as in apt install gcc")
+        raise ValueError(f"Triton needs a C compiler, {' or '.join(names)}: install one, as in apt install gcc")
     headers = sysconfig.get_path("include", "posix_prefix")
     command = [compiler, f"-I{headers}", "-fsyntax-only", "-x", "c", "-"]
     done = subprocess.run(command, input="#include <Python.h>\n", capture_output=True, text=True)
     if done.returncode:
-        reason = next((line for line in done.stderr.splitlines() if "error" in line), f"exit code {done.returncode}")
-        package = "python{}.{}-dev".format(*sys.version_info)
         raise ValueError(
-            f"Triton compiles C with Python.h, from {headers}; {compiler} says {reason!r}: "
-            f"install the headers, as in apt install {package}"
+            f"Triton compiles C with Python.h, from {headers}; {compiler} says {done.stderr!r:.200}: "
+            "install the headers, as in apt install python3-dev"
         )
 
 

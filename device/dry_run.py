@@ -68,10 +68,10 @@ def dry_worker(config: EngineConfig, model: Transformer, ops: ModuleType) -> Wor
     """A worker on the meta device for a model of the same shape as `model`; `ops` is the module `kernels`."""
     dry = dry_model(config, model.config, ops, model.dtype, model.max_model_len, model.group.pipeline)
     adapters = AdapterPool.of(config, dry, dry.parameters())
-    for own, other in zip(dry.owners(), model.owners(), strict=True) if model.coded else ():
-        for name, value in vars(other).items():
+    for owner, original in zip(dry.owners(), model.owners(), strict=True) if model.coded else ():
+        for name, value in vars(original).items():
             if isinstance(weight := unwrapped(value), QuantizedWeight):
-                setattr(own, name, weight.on_meta(ops))
+                setattr(owner, name, weight.on_meta(ops))
     if config.batch_invariant:
         be_batch_invariant(dry)
     if adapters:
@@ -135,20 +135,20 @@ class LiveBytes(TorchDispatchMode):
         self.mark("")
 
     def mark(self, name: str) -> None:
-        """A phase begins; see `Worker.mark`."""
+        """Begin a phase, as `Worker.mark` names them."""
         self.phase, self.phases[name] = name, (self.now, self.now)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator, and count the memory of its results that is not its arguments'."""
-        made = func(*args, **(kwargs or {}))
-        given, found = (
+        result = func(*args, **(kwargs or {}))
+        inputs, outputs = (
             [x.untyped_storage() for x in tree_leaves(of) if isinstance(x, torch.Tensor) and not x.is_mkldnn]
-            for of in ((args, kwargs), made)
+            for of in ((args, kwargs), result)
         )
-        for storage in found:
-            if storage._cdata not in self.live and all(storage._cdata != other._cdata for other in given):
+        for storage in outputs:
+            if storage._cdata not in self.live and all(storage._cdata != other._cdata for other in inputs):
                 self.count(storage)
-        return made
+        return result
 
     def count(self, storage: torch.UntypedStorage) -> None:
         """Count new memory until it is freed."""
@@ -167,8 +167,8 @@ class LiveBytes(TorchDispatchMode):
 
 def count_step(dry: Worker, counts: list[int]) -> tuple[int, int, int, int]:
     """The bytes of a step whose rows have `counts` tokens, and sample: the most that are alive but for sampling, those
-    that are alive when sampling begins, and the most while it goes on (0 where nothing is sampled). The last number is
-    what torch's allocator reserves for the step and for as many samples as there may be, as `profile` has them."""
+    when sampling begins, and the most while it goes on (0 where nothing is sampled). The last number is what torch's
+    allocator reserves for the step and for as many samples as there may be."""
     shape = dry.shape_of(np.array(counts), np.ones(len(counts), dtype=bool))
     shape = shape._replace(adjusted=True, adapted=dry.adapters is not None)
     propose = dry.config.num_drafts if len(counts) <= MOST_DRAFTING else 0

@@ -53,10 +53,10 @@ class Launched:
         elif rows and self.brought is not None:
             tokens, bits = (part[: len(rows.sampling)] for part in self.brought.tolist())
             if any(bits):
-                found = np.array(bits)
-                result.stopped = rows.sampling[np.flatnonzero(found & 1)].tolist()
-                result.not_finite = rows.sampling[np.flatnonzero(found & 8)].tolist()
-                result.guesses = {int(rows.sampling[i]): bits[i] & 4 > 0 for i in np.flatnonzero(found & 2)}
+                flags = np.array(bits)
+                result.stopped = rows.sampling[np.flatnonzero(flags & 1)].tolist()
+                result.not_finite = rows.sampling[np.flatnonzero(flags & 8)].tolist()
+                result.guesses = {int(rows.sampling[i]): bits[i] & 4 > 0 for i in np.flatnonzero(flags & 2)}
             if rows.drafts:
                 result.verified = rows.verified(tokens, self.padded)
             if rows.decode and not rows.drafts:

@@ -2,8 +2,7 @@
 
 The files are mapped into memory, and each rank copies just its slices of them. On the way to a GPU the slices go
 through pinned buffers: threads fill these from the mapping, and a separate stream empties them, so that the disk, the
-host's memory and the bus all work at once. A copy straight from the mapping would wait for each page, then go through a
-small pinned buffer of the driver's, while nothing else moves.
+host's memory and the bus all work at once.
 """
 
 from __future__ import annotations
@@ -51,16 +50,12 @@ Files = dict[str, dict[str, list[Stored]]]  # by a file's path and our name of a
 def load_weights(model: Transformer, folder: str, staged: bool | None = None, wanted: Parts | None = None) -> None:
     """Fill `model` from the safetensors of `folder`, which may be a file itself, too.
 
-    Only this rank's share of each tensor is read, and only after the headers of all files have been checked.
+    Only this rank's share of each tensor is read, and only after the headers of all files have been checked. A
+    ValueError names a file or tensor that is missing, surplus, damaged, misshapen, of another dtype or not finite.
 
     Args:
-        staged: whether to copy through a `Stage`; by default, whether the model is on a GPU. On a CPU the second copy
-            would only cost time.
-        wanted: the model's `parameters`, where they were asked for before its weights were packed.
-
-    Raises:
-        ValueError: a file is missing or damaged, or a tensor is missing, surplus, misshapen, of another dtype, or not
-            finite; it is named.
+        staged: whether to copy through a `Stage`; by default, whether the model is on a GPU.
+        wanted: the model's `parameters`, if its weights are packed by now.
     """
     from tqdm import tqdm  # here, because a plan does without
 
@@ -106,8 +101,8 @@ def load_weights(model: Transformer, folder: str, staged: bool | None = None, wa
 def readers(model: Transformer, stage: Stage | None) -> Iterator[int]:
     """How many threads read: READERS, or for codes on a CPU one a core, among which torch then divides nothing.
 
-    A code is made in many short steps, after each of which torch's threads would wait for each other. Each makes a
-    tensor, so malloc keeps their memory from here on. The weights have theirs already, which must be free to go.
+    A code is made in many short steps, after each of which torch's threads would wait for each other. Each step makes a
+    tensor, so malloc keeps their memory from here on.
     """
     threads = torch.get_num_threads()
     if stage or not model.coded:
@@ -123,7 +118,7 @@ def readers(model: Transformer, stage: Stage | None) -> Iterator[int]:
 
 def find_weights(model: Transformer, folder: str, wanted: Parts) -> tuple[dict[str, str], Files]:
     """Our names of the checkpoint's tensors and its own, and what is to be copied out of each file. Only headers are
-    read. Raises what `find_slices` and `check_complete` do."""
+    read. Errors are those of `find_slices` and `check_complete`."""
     paths, saved_names = checkpoint_files(folder), dict[str, str]()
     storage = Storage(paths, model.config.quantization)
     index = None if folder in paths else read_json(folder, INDEX, {}).get("weight_map")
@@ -166,7 +161,7 @@ def find_slices(
     damaged file, or a tensor that is surplus, misshapen, of another dtype, or in two files.
 
     Args:
-        saved_names: our names and the checkpoint's of what was found so far; this file's are added.
+        saved_names: our names and the checkpoint's of earlier files' tensors; this file's are added.
         index: names what counts; of the rest of a file only what is wanted is taken.
         instead: our names of tensors that are wanted under other names, see `stand_in`.
     """
@@ -184,8 +179,6 @@ def find_slices(
                 raise ValueError(
                     f"{path} has a tensor {saved!r:.200}; the checkpoint has it as {saved_names[name]}, too"
                 )
-            if name is None and (codes := storage.missing_codes(saved)):
-                raise ValueError(f"{path} has a tensor {saved!r:.200}, and the checkpoint has no {codes}")
             if name is None:
                 raise ValueError(f"{path} has a tensor {saved!r:.200} that {model.config.architecture} has not")
             try:
@@ -282,11 +275,8 @@ class Stage:
             torch.cuda.set_stream(self.stream)
 
     def move(self, pair: Pair) -> torch.Tensor:
-        """Do what `copy` does. A copy to a GPU, and the sum, may still be on their way afterwards; see `wait`.
-
-        Numbers are converted to the target's dtype when they are copied into a buffer. A copy to the device that has to
-        convert would first do so on the host, into memory that is not pinned, and wait for it.
-        """
+        """Do what `copy` does. A copy to a GPU, and the sum, may still be on their way afterwards; see `wait`. Numbers
+        are converted to the target's dtype in the buffer: a copy that converts would go through memory not pinned."""
         target, source = pair
         if isinstance(target, QuantizedWeight):
             return copy(pair)
@@ -315,8 +305,7 @@ class Stage:
 def fill_dummy(model: Transformer, seed: int, wanted: Parts | None = None) -> None:
     """Make weights up: norms 1, biases 0, matrices from a normal distribution that keeps activations near 1.
 
-    Every rank makes all of a matrix and takes its share, so that the model is the same for any number of ranks. Of
-    `wanted` see `load_weights`.
+    Every rank makes all of a matrix and takes its share, so that the model is the same for any number of ranks.
     """
     generator = torch.Generator(device=model.device).manual_seed(seed % 2**63)
     wanted = wanted or model.parameters()

@@ -3,8 +3,7 @@
 Weights and batch state are counted from their tensors. These may lie on torch's meta device, where tensors have shapes
 and no memory. There the largest steps run, too, and what is counted is the bytes of all tensors at the moment when the
 most of them are alive.
-`--plan` prints these numbers. At start they decide, together with a measured step, how large the KV pool is. The tests
-compare them with torch's own count.
+`--plan` prints these numbers. At start they decide, together with a measured step, how large the KV pool is.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ import torch
 from config import MOST_DRAFTING, EngineConfig
 from cpu import machine
 from device.coded import coded_as, files_of, kinds_of, settle
-from device.dry_run import MIB, count_step, distinct_layers, dry_model, dry_worker, new_state, table_columns
+from device.dry_run import MIB, count_step, distinct_layers, dry_model, dry_worker, new_state
 from device.loader import all_sources, find_weights, settle_dummy
 from lora.stacks import adapter_bytes
 from model import Transformer
@@ -187,8 +186,8 @@ def stage_layers(
     """The layers of each pipeline stage; None where one stage has all of them. Raises what `split_layers` does."""
     with torch.device("meta"):
         whole = Transformer(model_config, ops, "meta", dtype, 2, Group())
-    found = split_layers(config, whole)
-    return [*found] if len(found) > 1 else [None]
+    spans = split_layers(config, whole)
+    return [*spans] if len(spans) > 1 else [None]
 
 
 def count_snapshots(config: EngineConfig, model: Transformer, room: int | None = None) -> int:
@@ -203,7 +202,7 @@ def count_snapshots(config: EngineConfig, model: Transformer, room: int | None =
 
 
 def shares_experts(group: Group) -> bool:
-    """Whether the model's experts may be divided among several engines."""
+    """Whether several engines may divide the model's experts."""
     return group.experts is not None and group.experts.most > 1
 
 
@@ -215,13 +214,13 @@ def captures_graphs(config: EngineConfig) -> bool:
 def piece_sizes(config: EngineConfig, model: Transformer) -> list[int]:
     """The numbers of tokens that small steps with prompts are padded to; see `PiecewiseGraphs`. Without these: empty.
 
-    Only attention may need to know of rows, which is not so for layers with recurrent states, nor with adapters. A step
-    must not meet other stages or engines, whose messages are no part of a graph. And what a draft reads between layers
-    would have another place in each graph.
+    Only attention may need to know of rows, which is not so for layers with recurrent states. A step must not meet
+    other stages or engines, whose messages are no part of a graph. And what a draft reads between layers would have
+    another place in each graph.
     """
     alone = model.group.pipeline.stages == 1 and not shares_experts(model.group)
     draft_reads = model.draft is not None and model.draft.reads
-    if not (alone and captures_graphs(config)) or model.config.delta or config.enable_lora or draft_reads:
+    if not (alone and captures_graphs(config)) or model.config.delta or draft_reads:
         return []
     return [size for size in PIECE_SIZES if size <= config.token_budget]
 
@@ -232,28 +231,31 @@ def piece_bytes(config: EngineConfig, dry: Worker) -> int:
         return 0
     model, most, parts = dry.model, sizes[-1], [layer.attention for layer in dry.model.layers]
     c = model.config
-    found = [(part, dim) for part, (_, dim) in zip(parts, c.kv_shapes, strict=True) if part]
-    queries = {part.heads * (c.head_dim if c.latent else dim) for part, dim in found}
-    shared = c.hidden_size + sum(queries) + sum({part.width for part, _ in found})
+    attentions = [(part, dim) for part, (_, dim) in zip(parts, c.kv_shapes, strict=True) if part]
+    queries = {part.heads * (c.head_dim if c.latent else dim) for part, dim in attentions}
+    shared = c.hidden_size + sum(queries) + sum({part.width for part, _ in attentions})
     inputs = 8 + 2 * 4 + 8 * len(model.layout.windows)
-    graphs = len(sizes) * (len(parts) + 1)
-    return most * (model.dtype.itemsize * shared + inputs) + count_step(dry, [most])[0] + graphs * PIECE
+    kinds = 1 + config.enable_lora  # a graph for steps with adapters, and another one for those without
+    graphs, plans = len(sizes) * (len(parts) + 1) * kinds, 0
+    if config.enable_lora:
+        plans = 4 * sum(2 * size + config.max_loras + 1 for size in sizes)
+    return most * (model.dtype.itemsize * shared + inputs) + count_step(dry, [most])[0] + graphs * PIECE + plans
 
 
 def kept_bytes(config: EngineConfig, model: Transformer) -> int:
     """What layers with recurrent states keep of the tokens of drafts until it is known which are taken."""
     tokens = min(config.max_num_seqs, MOST_DRAFTING) * (1 + config.num_drafts) if config.num_drafts else 0
-    found = [layer.attention for layer in model.layers if isinstance(layer.attention, DeltaNet)]
-    return tokens * sum(sum(part.sizes) for part in found) * model.dtype.itemsize
+    recurrent = [layer.attention for layer in model.layers if isinstance(layer.attention, DeltaNet)]
+    return tokens * sum(sum(part.sizes) for part in recurrent) * model.dtype.itemsize
 
 
 def count_bytes(owners: Iterable[object]) -> int:
     """Bytes of the tensors that are attributes of `owners`; memory that several of them share counts once."""
     values = [value for owner in owners for value in vars(owner).values()]
     values += [item for value in values if isinstance(value, list) for item in value]
-    found = [value for value in values if isinstance(value, torch.Tensor)]
-    found += [tensor for value in values if isinstance(value, QuantizedWeight) for tensor in value.tensors()]
-    storages = [tensor.untyped_storage() for tensor in found]
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    tensors += [tensor for value in values if isinstance(value, QuantizedWeight) for tensor in value.tensors()]
+    storages = [tensor.untyped_storage() for tensor in tensors]
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
@@ -312,55 +314,18 @@ def fit_pool(config: EngineConfig, windows: Sequence[int], fits: int, max_model_
 
 def check_pool(config: EngineConfig, model: Transformer, plan: MemoryPlan, room: int) -> None:
     """Check that `room` bytes, what all else leaves, hold a block of the KV pool. The ValueError says by how much the
-    weights are too large, and what would make them fit."""
-    over = plan.block - room
-    if over <= 0 or config.num_gpu_blocks_override:
-        return
-    room = plan.weights - sum(table.nbytes for table in model.rotations) - over
-    remedy = what_fits(config, model, room, plan.step + plan.state, plan.context > 0)
-    size, missing = (f"{count / 2**30:,.2f}" for count in (plan.weights, over))
-    plain = " as plain numbers" if model.config.quantization and not model.coded else ""
-    raise ValueError(f"the weights take {size} GiB{plain}, {missing} more than there is room for: {remedy}")
+    weights are too large."""
+    if (over := plan.block - room) > 0 and not config.num_gpu_blocks_override:
+        plain = " as plain numbers" if model.config.quantization and not model.coded else ""
+        raise ValueError(too_large(plan.weights, over, plain))
 
 
-def what_fits(config: EngineConfig, model: Transformer, room: int, steps: int, cuda: bool) -> str:
-    """Says with which `--quantization` the weights fit into `room` bytes of a rank, or else on how many GPUs. Lower
-    limits leave a quarter of the `steps` bytes, which the largest step and the batch state take."""
-    few_bits = model.config.quantization or coded_as(config, model.config) == "checkpoint"
-    kinds = [config.quantization] if few_bits else [config.quantization, "int8", "fp8", "int4"]
-    ranks, stages = config.tensor_parallel_size, config.pipeline_parallel_size
-    ways = [(room, ranks, ""), (room + 3 * steps // 4, ranks, "lower max_num_batched_tokens and max_num_seqs")]
-    for n in (ranks << i for i in range(1, 10 if cuda else 1)):
-        ways.append((room - NCCL, n, f"--tensor-parallel-size {n} on {n * stages} GPUs"))
-    for left, count, also in ways:
-        fitting = [kind for kind in kinds if fits(config, model, left, count, kind)]
-        rounded = "" if config.quantization in fitting else f"--quantization {' or '.join(fitting)}"
-        if fitting:
-            return f"use {' and '.join(filter(None, (rounded, also)))}"
-    if room < 0:
-        return "not even a model without weights would fit"
-    return "no --quantization makes them fit" + (", and no number of GPUs" if cuda else "")
-
-
-def fits(config: EngineConfig, model: Transformer, room: int, ranks: int, kind: str) -> bool:
-    """Whether the weights of one of so many ranks, without RoPE's tables, fit into `room` bytes if rounded so."""
-    shape = model.ops, model.dtype, 1, model.group.pipeline
-    try:
-        config = replace(config, tensor_parallel_size=ranks, quantization=kind)  # type: ignore[arg-type]
-        plain = count_bytes(dry_model(config, model.config, *shape).owners())
-        if least_bytes(config, model.config, plain, model.dtype) > room:  # settling many experts takes seconds
-            return False
-        return count_bytes(settled_model(config, model.config, *shape).owners()) <= room
-    except ValueError:  # the model cannot be divided so
-        return False
-
-
-def least_bytes(config: EngineConfig, model_config: ModelConfig, plain: int, dtype: torch.dtype) -> int:
-    """The least that the weights of a rank take, which take `plain` bytes where nothing is in codes. Reads no file."""
-    coded = coded_as(config, model_config)
-    if coded == "checkpoint":
-        return sum(map(os.path.getsize, files_of(config))) // config.world_size
-    return int(plain * (4.5 if coded == "int4" else 8) / (8 * dtype.itemsize)) if coded else plain
+def too_large(size: int, missing: int, plain: str = "") -> str:
+    """Says that weights of so many bytes lack room, and what makes more of it."""
+    return (
+        f"the weights take {size / 2**30:,.2f} GiB{plain}, {missing / 2**30:,.2f} more than there is room for: "
+        "use --quantization, more GPUs (--tensor-parallel-size), or lower max_num_batched_tokens and max_num_seqs"
+    )
 
 
 def report(config: EngineConfig, model: Transformer, plan: MemoryPlan, room: int, where: str) -> Iterator[str]:
@@ -414,31 +379,14 @@ def report(config: EngineConfig, model: Transformer, plan: MemoryPlan, room: int
     of = f" = {count * config.block_size:,} tokens" if len(layout.windows) == 1 else f" for {held} layers each"
     yield line("KV pool", count * plan.block, f"{count:,} blocks of {config.block_size}{of}")
     if any(layout.windows):
-        share = per_seq * layout.size / layout.total / table_columns(config, length)
         counts = sorted(Counter(model.config.windows).items())
         seen = (f"{n} the latest {w:,} tokens" if w else f"{n} all tokens" for w, n in counts)
         yield f"layers by what they see: {', '.join(seen)}"
-        yield f"KV of a request at the full length: {per_seq:,} blocks, {share:.0%} of what it would be without windows"
     if length < max_model_len:
         yield f"max_model_len: {length:,}, for there is no room for {max_model_len:,} tokens"
     yield f"requests at the full length of {length:,} that fit: {count // per_seq:,}, of max_num_seqs {rows:,}"
-    each = longest(config, layout.windows, count // rows, length)
-    yield f"tokens that each of {rows:,} requests may have for all to fit: {each:,}"
-
-
-def settled_model(
-    config: EngineConfig, model_config: ModelConfig, ops: ModuleType, dtype: torch.dtype, max_model_len: int,
-    pipeline: Pipeline, fp8: bool = False,
-) -> Transformer:  # fmt: skip
-    """See `dry_model`; its matrices are in codes if the worker's will be. `fp8`: see `plan_stage`."""
-    coded = coded_as(config, model_config)
-    model = dry_model(config, model_config, ops, dtype, max_model_len, pipeline, coded)
-    if coded and files_of(config):
-        wanted = model.parameters()
-        settle(model, wanted, all_sources(find_weights(model, config.weights or config.folder, wanted)[1]), fp8)
-    elif coded:
-        settle_dummy(model, model.parameters())
-    return model
+    share = longest(config, layout.windows, count // rows, length)
+    yield f"tokens that each of {rows:,} requests may have for all to fit: {share:,}"
 
 
 def plan_stage(
@@ -453,7 +401,13 @@ def plan_stage(
         total: bytes of a GPU; 0: the stage is on this machine's CPU.
         fp8: whether the GPU may round inputs of products to e4m3.
     """
-    model = settled_model(config, model_config, ops, dtype, max_model_len, pipeline, fp8)
+    coded = coded_as(config, model_config)
+    model = dry_model(config, model_config, ops, dtype, max_model_len, pipeline, coded)
+    if coded and files_of(config):
+        wanted = model.parameters()
+        settle(model, wanted, all_sources(find_weights(model, config.weights or config.folder, wanted)[1]), fp8)
+    elif coded:
+        settle_dummy(model, model.parameters())
     plan = plan_memory(config, model, total > 0)
     if total:
         budget = int(total * config.gpu_memory_utilization)
@@ -471,20 +425,21 @@ def check_room(
     config: EngineConfig, model_config: ModelConfig, ops: ModuleType, dtype: torch.dtype, max_model_len: int,
     pipeline: Pipeline, device: str,
 ) -> None:  # fmt: skip
-    """Check, before any of them is allocated, that there is room for a rank's weights, a draft's, and RoPE's tables;
-    raises what `check_pool` does."""
+    """Check, before any of them is allocated, that there is room for a rank's weights, a draft's, and RoPE's tables; a
+    ValueError if not. Of weights in codes it counts the least that they may take."""
     model = dry_model(config, model_config, ops, dtype, 1, pipeline)  # tables of one token, because they are made
-    size = count_bytes(model.owners())
+    size, coded = count_bytes(model.owners()), coded_as(config, model_config)
     draft = count_bytes({*model.owners(), *(model.draft or model).owners()}) - size
-    size = least_bytes(config, model_config, size, dtype) + draft
-    size += (max_model_len - 1) * sum(table.nbytes for table in model.rotations)
+    if coded == "checkpoint":
+        size = sum(map(os.path.getsize, files_of(config))) // config.world_size
+    elif coded:
+        size = int(size * (4.5 if coded == "int4" else 8) / (8 * dtype.itemsize))
+    size += draft + (max_model_len - 1) * sum(table.nbytes for table in model.rotations)
     if device == "cuda":
         torch.cuda.empty_cache()  # an engine that was closed in this process has left its memory to torch
     free = torch.cuda.mem_get_info()[0] if device == "cuda" else machine.available_bytes()
     if size > free:
-        total = free + CONTEXT if device == "cuda" else 0  # the context is there already, and is counted once more
-        stage = plan_stage(config, model_config, ops, dtype, max_model_len, pipeline, total, fp8=False)
-        check_pool(config, *stage[:3])
+        raise ValueError(too_large(size, size - free))
 
 
 def gpu_bytes() -> int:

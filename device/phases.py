@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from batch_state import to_device, to_host
-from config import MOST_DRAFTING
 from device.exchanges import add_lockstep
 from device.launched import run_one_by_one
 from layers import DraftRows
@@ -74,6 +73,11 @@ def add_drafts(w: Worker) -> None:
         if run.plan.drafts:
             run.plan = w.state.with_drafts(run.plan)
 
+    def choose_graph(run: StepRun) -> None:  # making drafts is a part of some graphs
+        if run.plan.propose:
+            run.shape = run.shape._replace(proposes=True)
+            run.graph = run.graph and w.graphs.get(run.shape)
+
     def lay_out(run: StepRun) -> None:
         batch, shape = run.batch, run.shape
         if not shape.drafted:
@@ -105,9 +109,9 @@ def add_drafts(w: Worker) -> None:
 
     def propose(run: StepRun) -> None:
         assert w.proposer
-        most, shape = w.config.num_drafts, run.shape
-        count = run.plan.propose if run.plan.rows else most * (shape.rows <= MOST_DRAFTING)
-        count = most if count and w.device != "cpu" else count  # kernels are compiled for that
+        shape, count = run.shape, run.plan.propose
+        if shape.proposes and (w.device != "cpu" or not run.plan.rows):  # kernels are compiled for that
+            count = w.config.num_drafts
         if count or shape.num_decodes < shape.tokens:
             w.mark("propose")
             w.proposer.propose(w.state, run.batch, run.hidden, w.pool, count)
@@ -122,6 +126,7 @@ def add_drafts(w: Worker) -> None:
 
     if w.device == "cpu":
         put(w.row_phases, w.enter_rows, count, 0)
+    put(w.row_phases, w.enter_rows, choose_graph)
     put(w.row_phases, w.report, report)
     put(w.forward_phases, w.prepare_batch, lay_out)
     put(w.forward_phases, w.select, verify)

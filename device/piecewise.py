@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
 
 from layers import Attention, Batch, Cut
+from lora.stacks import AdapterPool
 from model import Transformer
 
 
@@ -26,35 +28,39 @@ class PiecewiseGraphs:
 
     A small step launches a dozen kernels in each layer, and a GPU has done them before Python has launched the next
     ones. Only attention depends on how tokens are divided into rows. So the pass is cut there, as in vLLM's piecewise
-    CUDA graphs: attentions are launched one by one, and what lies between two of them is a graph. Steps are padded to
-    the next of a few numbers of tokens, for which there are graphs.
-
-    Graphs and attentions meet in tensors that stay where they are. Apart from these all graphs share their memory,
-    because they run one after the other.
+    CUDA graphs. Steps are padded to the next of a few numbers of tokens, for which there are graphs. Graphs and
+    attentions meet in tensors that stay where they are. All other memory the graphs share.
 
     Args:
         model: the whole model, without recurrent states.
         pool: the KV pool.
         sizes: the numbers of tokens, ascending.
         memory: the pool of memory that the graphs share; see `torch.cuda.graph_pool_handle`.
+        adapters: the model's, if it has some. Then steps with adapters have graphs of their own, which read the plan
+            of a step's adapters from tensors that stay where they are.
     """
 
-    def __init__(self, model: Transformer, pool: torch.Tensor, sizes: list[int], memory: Any):
-        self.model, self.pool, self.sizes = model, pool, sizes
+    def __init__(
+        self, model: Transformer, pool: torch.Tensor, sizes: list[int], memory: Any, adapters: AdapterPool | None = None
+    ):
+        self.model, self.pool, self.sizes, self.adapters = model, pool, sizes, adapters
         self.states = torch.empty(0, 0, device=model.device)
         self.input_ids = torch.zeros(sizes[-1], dtype=torch.int64, device=model.device)
         self.positions = self.input_ids.int()
         self.slots = torch.zeros_like(self.positions)  # -1 for padding; for tokens any other number serves
         self.slot_mapping = self.input_ids.expand(len(model.layout.windows), -1) - 1
         self.buffers: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
-        self.captured: dict[int, list[GraphPiece]] = {}
+        self.captured: dict[tuple[int, bool], list[GraphPiece]] = {}
+        self.plans = {size: adapters.plan_of_none(size) for size in sizes} if adapters else {}
         stream = torch.cuda.Stream()
         gc.collect()  # pinned memory that it frees waits for the device, which would break a capture
-        for size in reversed(sizes):
+        for adapted, size in product(sorted({False, adapters is not None}), reversed(sizes)):
+            if adapters:
+                adapters.plan, model.prompts = self.plans[size] if adapted else None, adapters.prompts
             self.forward(size, lambda attention, q: self.hand_over(attention, q)[1])  # as before each decode graph
             torch.cuda.synchronize()
             with torch.cuda.stream(stream):
-                self.captured[size] = self.capture(size, memory)
+                self.captured[size, adapted] = self.capture(size, memory)
 
     def forward(self, size: int, cut: Cut) -> torch.Tensor:
         """Run the model on `size` tokens, where `cut` takes the place of each attention."""
@@ -101,8 +107,11 @@ class PiecewiseGraphs:
         """How many tokens a step of `count` is padded to: `count` itself if that is more than the largest size."""
         return next((size for size in self.sizes if size >= count), count)
 
-    def run(self, batch: Batch) -> torch.Tensor:
-        """What `Transformer.forward` gives for a step of at most as many tokens as the largest size has."""
+    def run(self, batch: Batch, adapted: bool) -> torch.Tensor:
+        """What `Transformer.forward` gives for a step of at most as many tokens as the largest size has.
+
+        Where it has adapters (`adapted`), they have begun the step.
+        """
         count = len(batch.input_ids)
         size = self.padded(count)
         self.input_ids[:count] = batch.input_ids
@@ -110,8 +119,11 @@ class PiecewiseGraphs:
         self.slot_mapping[:, :count] = batch.slot_mapping
         self.slots[:count], self.slots[count:size] = 0, -1  # so padding meets no expert, and it is not stored:
         self.slot_mapping[:, count:size] = -1  # it has the ids and positions of earlier tokens
+        if self.adapters and adapted:
+            for kept, made in zip(self.plans[size], self.adapters.plan, strict=True):
+                kept[: len(made)] = made
         step = self.model.new_step(batch, self.pool, self.states)
-        for piece in self.captured[size]:
+        for piece in self.captured[size, adapted]:
             piece.graph.replay()
             self.model.group.exchanged += piece.exchanged
             if piece.attention:

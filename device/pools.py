@@ -22,8 +22,8 @@ MAX_HOST_POOLS = 16  # host blocks for each block of the device, at most: each c
 
 
 def fit_states(start: Start) -> int:
-    """How many recurrent states the prefix cache keeps; the memory plan then counts these. Raises what `beside_states`
-    does: on a CPU all states together may take as much memory as the KV pool and the host pool may."""
+    """How many recurrent states the prefix cache keeps; the memory plan then counts these. On a CPU all states may take
+    as much memory as the KV pool and the host pool; a ValueError if they take more."""
     room = 2 * start.cpu_room if start.device == "cpu" else None
     count = start.group.min(count_snapshots(start.config, start.model, room))
     states = 4 * start.model.state_size * (start.config.max_num_seqs + count)
@@ -34,15 +34,14 @@ def fit_states(start: Start) -> int:
 
 
 def swap_space(start: Start) -> float:
-    """GiB of the host's memory for what the devices have no room for. On a CPU it is the same memory as theirs, so
-    there is some only where it is asked for."""
+    """GiB of the host's memory for blocks that leave the device; by default none on a CPU, whose memory is the same."""
     if start.config.swap_space is not None:
         return start.config.swap_space
     return SWAP_SPACE if start.device == "cuda" or start.config.preemption_mode == "swap" else 0.0
 
 
 def host_bytes(start: Start) -> int:
-    """Bytes of it that this rank may use; the ranks of a machine share its memory."""
+    """Bytes of the swap space for this rank; the ranks of a machine share its memory."""
     room = int(PINNED_SHARE * machine.available_bytes() / start.sharers) if start.device == "cuda" else start.cpu_room
     return min(int(swap_space(start) * 2**30 / start.group.local_size), room)
 
@@ -59,11 +58,8 @@ def new_host_states(start: Start) -> torch.Tensor:
 
 
 def new_host_pool(start: Start, states: torch.Tensor) -> torch.Tensor:
-    """A pool in the host's memory for blocks that the device has no room for, beside the host's `states`.
-
-    The blocks belong to preempted sequences and to cached prefixes. On a CPU there are no more of them than all
-    sequences at full length can use.
-    """
+    """A pool in the host's memory, beside its `states`, for blocks of preempted sequences and cached prefixes. On a CPU
+    it has no more of them than all sequences at full length can use."""
     config = start.config
     useful = config.preemption_mode != "recompute" or config.enable_prefix_caching
     space = max(0, host_bytes(start) - states.nbytes) if useful else 0
@@ -80,14 +76,14 @@ def new_host(
 ) -> torch.Tensor:
     """Memory of the host [count, *shape], pinned beside a GPU, for so many of `what`, or for as many as an option says.
 
-    All ranks have as many. Raises a ValueError if there are fewer than the option says, on which the scheduler counts
-    already, or if preemption by swap is asked for, and there is none; `least` says what one takes.
+    All ranks have as many. A ValueError if there are fewer than the option says, on which the scheduler counts already,
+    or if preemption by swap has none; `least` says what one takes.
     """
-    asked: int | None = getattr(start.config, option)
-    count = start.group.min(count if asked is None else asked)
+    configured: int | None = getattr(start.config, option)
+    count = start.group.min(count if configured is None else configured)
     pool = pinned(count, shape, dtype, what) if start.device == "cuda" else torch.empty(count, *shape, dtype=dtype)
     pool = pool[: start.group.min(len(pool))]  # another rank may have got less
-    if asked is not None and len(pool) < count:
+    if configured is not None and len(pool) < count:
         raise ValueError(f"{option} is {count}; the system lets {len(pool)} of them be pinned")
     if start.config.preemption_mode == "swap" and not len(pool):
         raise ValueError(f"swap_space is {swap_space(start)} GiB; {least}")
@@ -95,10 +91,10 @@ def new_host(
 
 
 def count_blocks(start: Start) -> int:
-    """How many blocks the KV pool has: as many as fit on every rank, within what `fit_pool` says; raises as that, and
-    as `check_pool`."""
-    asked, block = start.config.num_gpu_blocks_override, start.memory.block
-    fits = asked or start.group.min(free_bytes(start) // block)
+    """How many blocks the KV pool has: as many as fit on every rank, within what `fit_pool` says. Errors are those of
+    `fit_pool` and `check_pool`."""
+    block = start.memory.block
+    fits = start.config.num_gpu_blocks_override or start.group.min(free_bytes(start) // block)
     check_pool(start.config, start.model, start.memory, fits * block)
     count, start.max_model_len = fit_pool(start.config, start.model.layout.windows, fits, start.max_model_len)
     return count
@@ -143,9 +139,9 @@ def profile(start: Start) -> int:
 
 def pinned(count: int, shape: tuple[int, ...], dtype: torch.dtype, what: str = "blocks") -> torch.Tensor:
     """Pinned memory [count, *shape] of the host for blocks, or for `what` else, as many as the system lets us pin."""
-    asked, pool = count, None
+    full, pool = count, None
     while count and (pool := machine.pinned(count * math.prod(shape) * dtype.itemsize)) is None:
         count //= 2
-    if count < asked:
-        logger.warning(f"the host pool has {count:,} {what}: no more than these of {asked:,} could be pinned")
+    if count < full:
+        logger.warning(f"the host pool has {count:,} {what}: no more than these of {full:,} could be pinned")
     return torch.empty(0, *shape, dtype=dtype) if pool is None else pool.view(dtype).view(count, *shape)

@@ -209,9 +209,9 @@ class QuantizeJob:
         first = tokenizer.encode("")  # what begins each text
 
         def cut(text: str) -> Chunks:
-            ids, each = tokenizer.encode(text, add_special_tokens=False), size - len(first)
-            found = [first + ids[i : i + each] for i in range(0, len(ids), each)]
-            return [chunk for chunk in found if len(chunk) > len(first) + 1]
+            ids, width = tokenizer.encode(text, add_special_tokens=False), size - len(first)
+            pieces = (ids[i : i + width] for i in range(0, len(ids), width))
+            return [first + piece for piece in pieces if len(piece) > 1]
 
         learned, measured = cut(lesson), cut(exam)
         if not exam:
@@ -225,11 +225,8 @@ class QuantizeJob:
         return spread(learned, CALIBRATED), spread(measured, MEASURED)
 
     def write(self, target: Path, learned: dict[str, CodedRows]) -> tuple[int, int]:
-        """Write the folder; returns the bytes of the weights' files before and after.
-
-        Args:
-            learned: by our names, the codes and scales that are chosen already; other matrices get the nearest ones.
-        """
+        """Write the folder; returns the bytes of the weights' files before and after. `learned` has, by our names,
+        codes and scales that are chosen already; other matrices get the nearest ones."""
         source, recipe = Path(self.source.folder), self.recipe
         with compressed.new_folder(target) as folder:
             shards = compressed.Shards(folder)

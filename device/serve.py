@@ -112,9 +112,7 @@ def import_script(script: dict[str, str]) -> None:
     try:
         spawn.prepare(script)
     except SystemExit as error:
-        raise ValueError(
-            f"your script, which a worker imports for a function of it, has ended ({error.code})"
-        ) from None
+        raise ValueError(f"your script ended ({error.code}) when a worker imported it for its function") from None
     finally:
         del process._inheriting
 
@@ -128,5 +126,5 @@ def keep_beating(results: Any) -> None:
 
 def script_of_caller() -> dict[str, str]:
     """How multiprocessing has a new process import the script that this one runs; empty: it is in no file."""
-    said = spawn.get_preparation_data("")
-    return {key: said[key] for key in SCRIPT if key in said}
+    data = spawn.get_preparation_data("")
+    return {key: data[key] for key in SCRIPT if key in data}

@@ -92,22 +92,22 @@ class Start:
 
     def fill(self, source: str) -> None:
         """Fill the model from a folder or a file, or where that is empty as the options say; and what makes drafts."""
-        config, draft, own = self.config, self.model.draft, self.draft_parameters
+        config, draft = self.config, self.model.draft
         folder = config.speculation.model if config.speculation else ""
         made_up = config.load_format == "dummy" and not source
         if made_up:
             fill_dummy(self.model, config.seed, self.parameters)
         else:
-            wanted = self.parameters | ({} if folder else own)
+            wanted = self.parameters | ({} if folder else self.draft_parameters)
             load_weights(self.model, source or config.folder, wanted=wanted)
             self.parameters = {name: wanted[name] for name in self.parameters}
         if self.model.coded and self.group.rank == 0:
             counts = (f"{count} in {kind}" for kind, count in kinds_of(self.model).items())
             logger.info(f"matrices of the model: {', '.join(counts)}")
         if draft and (config.load_format == "dummy" if folder else made_up):
-            fill_dummy(draft, config.seed, own)
+            fill_dummy(draft, config.seed, self.draft_parameters)
         elif draft and folder:
-            load_weights(draft, folder, wanted=own)
+            load_weights(draft, folder, wanted=self.draft_parameters)
         elif draft:
             draft.finish()
 

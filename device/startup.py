@@ -47,12 +47,8 @@ CUDA_BLOCK_SIZES = (16, 32, 64, 128)
 
 
 def start_worker(config: EngineConfig, model_config: ModelConfig, rank: int = 0, rendezvous: str = "") -> KeptWorker:
-    """A worker that is ready for its first step, the `rank`-th of `world_size`; of `rendezvous` see `Group.connect`.
-
-    Raises:
-        ValueError: the device is not there, the backend does not run on it, the model cannot be divided among the
-            ranks, the checkpoint is bad, or memory cannot hold the weights and the KV of a request of `max_model_len`.
-    """
+    """A worker that is ready for its first step, the `rank`-th of `world_size`; `rendezvous` is for `Group.connect`. A
+    ValueError says why the options, the device and the checkpoint do not go together."""
     start = prepare(config, model_config, rank, rendezvous)
     with start.phase("weights"):
         start.load()
@@ -127,13 +123,12 @@ def settle_options(config: EngineConfig, model_config: ModelConfig) -> tuple[Eng
 def facts(
     start: Start, worker: Worker, token_seconds: float, swap_seconds: float, compile_seconds: float
 ) -> dict[str, Any]:
-    """What the engine and the start log want to know.
+    """Facts for the engine and the start log.
 
     `windows` are of each kind of layers. `blocks_per_request` is how many a request holds at its full length.
-    `swap_cost` is how many tokens are computed in the time in which one block goes out to the host and comes back.
-    It is 0 where nobody has to choose between the two. `step_seconds` is what the largest step takes, by the speed
-    of a prompt. `states` is what `StateRoom` has, if the model has states. `startup` has the seconds of each phase:
-    `kernels` is compiling for a GPU, and `KV pool` includes measuring the largest step.
+    `swap_cost` is how many tokens are computed while one block goes out to the host and comes back; 0 where nobody has
+    to choose between the two. `step_seconds` is what the largest step takes, by the speed of a prompt. `states` is what
+    `StateRoom` has, if the model has states.
     """
     auto, windows = start.config.preemption_mode == "auto", start.model.layout.windows
     states: dict[str, float] | None = None
@@ -195,15 +190,15 @@ def pick_device(name: str) -> str:
     return "cuda" if name != "cpu" and torch.cuda.is_available() else "cpu"
 
 
-def pick_dtype(asked: str, checkpoint: str, device: str, small: bool = False) -> torch.dtype:
-    """The dtype that is asked for; `auto` is the checkpoint's.
+def pick_dtype(name: str, checkpoint: str, device: str, small: bool = False) -> torch.dtype:
+    """The dtype of this name; `auto` is the checkpoint's.
 
     On a CPU it is bfloat16 for one of 16 bits, or float32 where the CPU has no products of bfloat16, or the model is a
     `small` one, where converting takes longer than these products save.
     """
-    if asked == "auto" and device == "cpu" and checkpoint in ("bfloat16", "float16"):
-        asked = "bfloat16" if machine.has_bfloat16() and not small else "float32"
-    return getattr(torch, checkpoint if asked == "auto" else asked)
+    if name == "auto" and device == "cpu" and checkpoint in ("bfloat16", "float16"):
+        name = "bfloat16" if machine.has_bfloat16() and not small else "float32"
+    return getattr(torch, checkpoint if name == "auto" else name)
 
 
 def pick_ops(backend: str, device: str) -> ModuleType:
@@ -255,6 +250,6 @@ def print_plan(config: EngineConfig, model_config: ModelConfig, gib: float | Non
     pipelines = [Pipeline(i, len(stages), layers) for i, layers in enumerate(stages)]
     fp8 = bool(total) and (bool(gib) or gpu_capability() >= FP8_CAPABILITY)
     plans = [plan_stage(config, model_config, ops, dtype, max_model_len, stage, total, fp8) for stage in pipelines]
-    model, plan, room, where = min(plans, key=lambda found: found[2] // found[1].block)
+    model, plan, room, where = min(plans, key=lambda planned: planned[2] // planned[1].block)
     for line in report(config, model, plan, room, where):
         print(line)

@@ -1,4 +1,4 @@
-"""What is done to a worker between its steps: it sleeps, or gets other weights.
+"""Puts a worker to sleep between its steps, or gives it other weights.
 
 Of the KV cache nothing outlasts a sleep, so its pools are dropped and made anew. How weights go depends on the backend:
 
@@ -40,12 +40,8 @@ Pools = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class KeptWorker(Worker):
-    """A worker, with what has made it ready, which is needed again where memory or weights change.
-
-    Args:
-        start: what its start has made; it does not refer to this worker.
-        pools: `pool`, `host_pool`, `states` and `host_states` of `Worker`.
-    """
+    """A worker with its `start`, which is needed again where memory or weights change. The `pools` are `pool`,
+    `host_pool`, `states` and `host_states` of `Worker`."""
 
     def __init__(self, start: Start, pools: Pools, state: BatchState):
         config, model = start.config, start.model
@@ -168,18 +164,16 @@ class KeptWorker(Worker):
         return model
 
     def check_weights(self, source: str) -> None:
-        """Check whether `load_weights` could take the source, by the headers of its files; raises as `find_weights`, or
-        because they have a head of its own, and this model has none."""
+        """Check by the headers of a source's files whether `load_weights` could take it. Errors are those of
+        `find_weights`, or that it has a head of its own, and this model has none."""
         model = self.new_model()
         find_weights(model, source, wanted_of(self.config, model))
         if settle_head(source, model.config) != model.config:
             raise ValueError(f"{source} has a head that is not its table of embeddings; this engine's model is tied")
 
     def load_weights(self, source: str) -> None:
-        """Replace the weights by those of a folder or a safetensors file; "" means those of the start.
-
-        Raises what `check_weights` does, or a ValueError if a tensor is not finite. Then some of the weights are new.
-        """
+        """Replace the weights by those of a folder or a safetensors file; "" means those of the start. Errors are those
+        of `check_weights`, or that a tensor is not finite; then some of the weights are new."""
         start = self.start
         if not self.packed:
             for storage, size, _ in self.emptied:

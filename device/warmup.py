@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from plan import NewRow, StepPlan
 from sampling_params import PoolingParams, SamplingParams
 from worker import StepRun, Worker
 
-SOME_ROWS = 33  # products with weights in codes have a specialization for 17 to 64 rows
+SOME_ROWS = (33, 97)  # products with weights in codes have a specialization for 17 to 64 rows, and for 65 to 511
 
 
 def rehearse(start: Start) -> None:
@@ -37,11 +38,12 @@ def rehearse(start: Start) -> None:
             ops.apply_writes(dry.state.words, staged, 1)
             most = config.num_drafts
             for adjusted in (True, False):
-                kinds = {(*warm_up_prompts(start), 0), (1, 1, 0), (1, 1 + most, most), (1, some_tokens(start), 0)}
-                for count, length, drafts in kinds:
-                    each = np.ones(count, dtype=np.int32)
-                    shape = dry.shape_of(each * length, each * (1 + drafts), each * drafts)
-                    shape = shape._replace(adjusted=adjusted, adapted=dry.adapters is not None)
+                kinds = [(*warm_up_prompts(start), 0), (1, 1, 0), (1, 1 + most, most)]
+                for count, length, drafts in {*kinds, *((1, some, 0) for some in some_tokens(start))}:
+                    ones = np.ones(count, dtype=np.int32)
+                    shape = dry.shape_of(ones * length, ones * (1 + drafts), ones * drafts)
+                    proposes = 0 < most and count <= MOST_DRAFTING
+                    shape = shape._replace(adjusted=adjusted, adapted=dry.adapters is not None, proposes=proposes)
                     run = StepRun(shape=shape, incoming=incoming_of(dry, shape.tokens))
                     brought = dry.forward(run)
                     if last and not config.makes_vectors:
@@ -115,11 +117,11 @@ def run_prompts(start: Start, worker: Worker) -> float:
         return run_pooled(start, worker, count, length)
     blocks = some_blocks(start, min(length + 3 + start.config.num_drafts, start.max_model_len))
     adapters = [(0, 0)] if worker.adapters else []  # of zeros
-    asked: list[dict[str, Any]] = [{"penalties": (2.0, 0.0, 0.0), "num_logprobs": 0}]
-    asked.append({"sampling": SamplingParams().columns, "num_logprobs": 1})
+    requests: list[dict[str, Any]] = [{"penalties": (2.0, 0.0, 0.0), "num_logprobs": 0}]
+    requests.append({"sampling": SamplingParams().columns, "num_logprobs": 1})
     if start.device == "cuda":  # which loads kernels at their first launch, so the last prompts are timed without
-        asked.append(asked[-1])
-    for fields in tqdm(asked, desc="Warming up", leave=False, disable=None):
+        requests.append(requests[-1])
+    for fields in tqdm(requests, desc="Warming up", leave=False, disable=None):
         new = prompts(count, length, blocks, adapter=len(adapters), **fields)
         begun = time.perf_counter()
         worker.execute(StepPlan(0, rows=[(row.slot, length) for row in new], new=new, adapters=adapters)).result()
@@ -134,7 +136,7 @@ def run_prompts(start: Start, worker: Worker) -> float:
     if len(worker.host_states):
         moves |= {"state_out": [(0, 0)], "state_in": [(0, 0)]}
     worker.execute(StepPlan(2, released=[row.slot for row in new], **moves))
-    if start.guard and (some := some_tokens(start)) > 1:
+    for some in some_tokens(start) if start.guard else []:
         new = prompts(1, some, some_blocks(start, some))
         worker.execute(StepPlan(3, rows=[(0, some)], new=new)).result()
         worker.execute(StepPlan(4, released=[0]))
@@ -143,15 +145,16 @@ def run_prompts(start: Start, worker: Worker) -> float:
     return seconds / (count * length)
 
 
-def some_tokens(start: Start) -> int:
-    """Tokens of a prompt for which products with weights in codes have another specialization; 1 without such ones."""
-    return min(SOME_ROWS, start.config.token_budget, start.max_model_len - 1) if start.model.coded else 1
+def some_tokens(start: Start) -> set[int]:
+    """Tokens of prompts for which products with weights in codes have other specializations; empty without such."""
+    most = min(start.config.token_budget, start.max_model_len - 1)
+    return {min(rows, most) for rows in SOME_ROWS} if start.model.coded else set()
 
 
 def logits_rows(start: Start) -> list[int]:
     """Numbers of rows for which the head's products may be other specializations; the last is the largest."""
     most = start.config.max_samples
-    return [min(SOME_ROWS, most), most] if start.model.coded else [most]
+    return sorted({min(rows, most) for rows in (*SOME_ROWS, most)}) if start.model.coded else [most]
 
 
 def some_logits(start: Start) -> torch.Tensor:
@@ -204,10 +207,12 @@ def capture(start: Start, worker: Worker) -> None:
     worker.graph_sizes = graph_sizes(rows)
     pool, shapes = torch.cuda.graph_pool_handle(), []
     for size in reversed(worker.graph_sizes):
-        for tokens in sorted({1, 1 + start.config.num_drafts if size <= MOST_DRAFTING else 1}):
+        drafts = start.config.num_drafts if size <= MOST_DRAFTING else 0
+        for tokens in sorted({1, 1 + drafts}):
             counts = np.full(size, tokens, dtype=np.int32)
             shape = worker.shape_of(counts, counts, counts - 1)
-            shapes += [shape._replace(adjusted=adjusted) for adjusted in (False, True)]
+            for flags in product((False, True), {False, worker.adapters is not None}, {False, drafts > 0}):
+                shapes.append(shape._replace(adjusted=flags[0], adapted=flags[1], proposes=flags[2]))
     incoming_size, outgoing_size = start.model.passed_sizes
     most = max(shape.tokens for shape in shapes)
     worker.incoming = torch.zeros(most, incoming_size, dtype=start.model.dtype, device=start.device)
@@ -227,7 +232,7 @@ def capture(start: Start, worker: Worker) -> None:
                 result = outgoing[: shape.tokens].copy_(result)
         worker.graphs[shape] = graph, result
     if sizes := piece_sizes(start.config, start.model):
-        worker.pieces = PiecewiseGraphs(start.model, worker.pool, sizes, pool)
+        worker.pieces = PiecewiseGraphs(start.model, worker.pool, sizes, pool, worker.adapters)
     worker.rows = None  # the batch state holds the rows of the last graph
     if experts:
         experts.exchange(None)
@@ -250,14 +255,13 @@ def time_swap(worker: Worker) -> float:
 
 @torch.inference_mode()
 def time_rows(start: Start, worker: Worker) -> list[tuple[int, float, float]]:
-    """(rows, seconds of a step of decodes, seconds of making a draft for each); empty where nobody has to know what a
-    draft costs."""
+    """(rows, seconds of a step of decodes, seconds of making a draft for each); empty without drafts."""
     repeats, most, drafts = 5, min(64, start.config.max_num_seqs), start.config.num_drafts
     counts = [1 << i for i in range(most.bit_length())]
     length = 1 + 2 * repeats * len(counts)
     if not drafts or start.max_model_len <= length + drafts:
         return []
-    new, found = prompts(most, 1, some_blocks(start, length + drafts)), []
+    new, timings = prompts(most, 1, some_blocks(start, length + drafts)), []
     with worker.watch():
         for count in counts:
             rows, times = [(slot, 1) for slot in range(count)], {0: math.inf, drafts: math.inf}
@@ -266,9 +270,9 @@ def time_rows(start: Start, worker: Worker) -> list[tuple[int, float, float]]:
                 worker.execute(StepPlan(0, rows=rows, new=new, propose=propose)).result()
                 times[propose] = min(times[propose], time.perf_counter() - begun)
                 new = []
-            found.append((count, times[0], max(0.0, times[drafts] - times[0]) / drafts))
+            timings.append((count, times[0], max(0.0, times[drafts] - times[0]) / drafts))
         worker.execute(StepPlan(1, released=list(range(most))))
-    return found
+    return timings
 
 
 def graph_sizes(most: int) -> list[int]:

@@ -1,10 +1,10 @@
 """An engine's workers as it sees them: called by name, replaced when they die, asleep or awake, with which weights.
 
-Weights change between answers, never within one. Requests that have come before `update_weights` run to their end with
-the old ones, and what comes meanwhile waits for the new ones. While the workers sleep nothing can run to its end: then
-requests that have begun to answer end with an error. The others are computed from their beginning when they wake up.
+Weights change between answers, never within one. Requests that came before `update_weights` run to their end with the
+old ones, and later ones wait for the new ones. While the workers sleep, requests that have begun to answer end with an
+error. The others are computed from their beginning at `wake_up`.
 
-What a worker does of all this is in `device/upkeep.py`. torch is not imported here.
+A worker's part is in `device/upkeep.py`. torch is not imported here.
 """
 
 from __future__ import annotations
@@ -36,10 +36,9 @@ class Workers:
     """The workers of one engine, whichever `executor` has them.
 
     Args:
-        config: the engine's options, with what the workers have chosen where the options left it open; successors start
-            with them, and the weights among them change.
+        config: the engine's options, as the workers have completed them; successors start with them.
         facts: what the workers have measured and chosen; successors keep these sizes.
-        start_over: gives up the steps that run, and returns how many requests go on; it is in core.py.
+        start_over: `EngineCore`'s; gives up the steps that run, and returns how many requests go on.
     """
 
     def __init__(
@@ -114,11 +113,10 @@ class Workers:
     def collective_rpc(
         self, method: Method, timeout: float | None = None, args: Sequence[Any] = (), kwargs: Kwargs = None
     ) -> list[Any]:
-        """What one of CALLABLE, or a function of the worker, returns on each rank; see `LLM.collective_rpc`. In the
-        engine of a script the method may be a `plan.reference_to` a function, too.
+        """Call one of CALLABLE, or a function of the worker, on each rank; see `LLM.collective_rpc`. In the engine of a
+        script the method may be a `plan.reference_to` a function, too.
 
         If the call fails, workers that are processes are started anew, as they were before, or this is a WorkerError.
-        What a function of the script does to a worker in this process is the script's own affair.
         """
         if isinstance(method, str) and method not in CALLABLE:
             if not (self.config.runs_functions and ":" in method):
@@ -138,13 +136,12 @@ class Workers:
             raise
 
     def call(self, method: str, *args: Any) -> list[Any]:
-        """What a method of `KeptWorker` returns on each rank, which may take as long as a start; a ValueError if it
-        failed, or if a worker did and all were started anew as they were."""
+        """Call a method of `KeptWorker` on each rank, for as long as a start may take; a ValueError if it failed, or if
+        a worker did and all were started anew as they were."""
         timeout = None
         try:
             if isinstance(self.executor, MpExecutor):
                 timeout = self.config.startup_timeout
-                self.executor.catch_up()  # a call that was given up may take its time
             return self.executor.collective_rpc(method, timeout, args)
         except (WorkerError, TimeoutError) as error:
             self.replace(WorkerError(f"{method}: {error}"))
@@ -157,9 +154,9 @@ class Workers:
     def sleep(self, level: int = 1) -> None:
         """Give the memory of weights and KV cache back until `wake_up`. Requests that run or come wait until then.
 
-        Those that ran compute their tokens again when they go on, and get the same. Prefixes are forgotten. At level 1
-        the weights wait in host memory. At level 2 they are dropped, and loaded again at `wake_up` or by
-        `update_weights`. Raises a ValueError for another level, and where other engines step together with this one.
+        Those that ran compute their tokens again, and get the same. Prefixes are forgotten. At level 1 the weights wait
+        in host memory. At level 2 they are dropped, and loaded again at `wake_up` or by `update_weights`. A ValueError
+        for another level, and where other engines step together with this one.
         """
         if level not in (1, 2):
             raise ValueError(f"level is {level!r:.80}; it must be 1 or 2")
@@ -171,10 +168,8 @@ class Workers:
         self.asleep, self.level = [*TAGS], level
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Take the memory for some of TAGS, or all of them, again. Once all is there, requests go on.
-
-        What is awake stays so. Raises a ValueError if a tag is unknown, or the weights cannot be loaded again.
-        """
+        """Take the memory for some of TAGS, or all of them, again. Once all is there, requests go on. A ValueError if a
+        tag is unknown, or the weights cannot be loaded again."""
         tags = [*TAGS] if tags is None else tags
         if not isinstance(tags, list | tuple) or any(tag not in TAGS for tag in tags):
             raise ValueError(f"tags is {tags!r:.80}; it must be None or a list of some of {', '.join(TAGS)}")
@@ -214,10 +209,8 @@ class Workers:
             call("wake_up", awake, self.config.weights)
 
     def check_update(self, source: str, lasting: bool = True) -> tuple[int, str]:
-        """Check a source by its files' headers; returns the version that it would be here, and its `stamp_of`.
-
-        Raises a ValueError that names the wrong file or tensor, or says why this engine cannot have other weights.
-        """
+        """Check a source by its files' headers; returns the version that it would be here, and its `stamp_of`. A
+        ValueError names the wrong file or tensor, or says why this engine cannot have other weights."""
         self._check_alone("update_weights")
         if not self.executor.on_this_machine and not lasting:
             raise ValueError("tensors are for workers of this machine alone; give a folder that all ranks can read")
@@ -227,10 +220,7 @@ class Workers:
 
     def load_weights(self, source: str, lasting: bool, version: int) -> dict[str, Any]:
         """Replace the weights of all ranks; see `EngineCore.update_weights`. Weights that slept are awake afterwards.
-
-        Returns:
-            The options by which a successor of this engine has them.
-        """
+        Returns the options by which a successor of this engine has them."""
         following, stamp = self.check_update(source, lasting)
         self._change("load_weights", source)
         options: dict[str, Any] = {"weights": source if lasting else TENSORS, "weights_stamp": stamp}

@@ -1,12 +1,13 @@
-"""Which executor an engine has."""
+"""The choice of an engine's executor."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+from typing import Any
 
 from config import EngineConfig
-from executor import ExpertPeers, MpExecutor, UniExecutor, local_backend, new_local_executor, visible_gpus
+from executor import MpExecutor, UniExecutor, local_backend, new_local_executor, visible_gpus
 from executors.ray_executor import RayExecutor, join_cluster
 from executors.torchrun import ExternalExecutor, lead_or_follow
 from model_config import ModelConfig
@@ -28,9 +29,7 @@ def choose_backend(config: EngineConfig, alone: bool) -> str:
     return local_backend(config)
 
 
-def new_executor(
-    config: EngineConfig, model_config: ModelConfig, peers: ExpertPeers | None = None
-) -> UniExecutor | MpExecutor:
+def new_executor(config: EngineConfig, model_config: ModelConfig, peers: Any = None) -> UniExecutor | MpExecutor:
     """The executor that the options ask for.
 
     Raises:
@@ -46,6 +45,6 @@ def new_executor(
 
 
 def room(config: EngineConfig) -> int:
-    """How many ranks fit this machine: one on each GPU, or if there are none or none is wanted, one on each core."""
+    """The ranks that fit this machine: one on each GPU, or if there are none or none is wanted, one on each core."""
     gpus = None if config.device == "cpu" else visible_gpus()
     return len(gpus) if gpus else os.cpu_count() or 1

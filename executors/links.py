@@ -19,7 +19,7 @@ from observe.logs import logger
 from ring import BACKSTOP, PAUSE, SPIN, RingTimeout
 
 HEAD = struct.Struct("<BI")  # of a frame: its kind, and the bytes that follow
-MESSAGE, HEARTBEAT, WAITS = range(3)  # kinds of frames; the last two are empty
+MESSAGE, HEARTBEAT = range(2)  # kinds of frames; the second is empty
 READ = 1 << 18  # bytes that are read at once
 TOKEN = 32  # bytes
 PATIENCE = 5.0  # seconds to wait for a host, or for what a visitor says
@@ -43,25 +43,20 @@ def admit(listener: socket.socket, token: bytes) -> socket.socket:
         while True:
             sock, address = listener.accept()
             sock.settimeout(PATIENCE)
-            said = b""
+            opening = b""
             with contextlib.suppress(OSError):
-                while len(said) < TOKEN and (data := sock.recv(TOKEN - len(said))):
-                    said += data
-            if hmac.compare_digest(said, token):
+                while len(opening) < TOKEN and (data := sock.recv(TOKEN - len(opening))):
+                    opening += data
+            if hmac.compare_digest(opening, token):
                 return sock
             logger.warning(f"a connection from {address} is refused: it has not said the token")
             sock.close()
 
 
 class RankLink:
-    """One end of a connection, with the methods of a ring's writer and of a ring's reader.
+    """One end of a connection between the engine and a rank, with the methods of a ring's writer and of its reader.
 
-    Args:
-        sock: the connection.
-        rank: of the two ends, the one that is not the engine's.
-
-    Attributes:
-        closed: whether nothing more can come or be sent.
+    `closed` says whether nothing more can come or be sent.
     """
 
     def __init__(self, sock: socket.socket, rank: int):
@@ -69,7 +64,7 @@ class RankLink:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.sock, self.rank, self.closed = sock, rank, False
         self.buffer, self.messages = bytearray(), deque[bytes]()
-        self.counts = [0, 0, 0]  # frames of each kind
+        self.num_beats = 0
         self.lock = threading.Lock()  # of who sends: a loop, or a thread that beats
         self.poll = select.poll()
         self.poll.register(sock, select.POLLIN)
@@ -78,24 +73,14 @@ class RankLink:
     def beats(self) -> int:
         """Heartbeats of the other end so far."""
         self._take(0)
-        return self.counts[HEARTBEAT]
-
-    @property
-    def sleeps(self) -> int:
-        """A number that changes every second or so while the other end waits for a message."""
-        self._take(0)
-        return self.counts[WAITS]
+        return self.num_beats
 
     def beat(self) -> None:
         """Count a heartbeat, at the other end."""
         self._send(HEARTBEAT)
 
     def write(self, message: bytes, timeout: float, look: Callable[[], None] = lambda: None) -> None:
-        """Send a message, and call `look` every PAUSE while there is no room for it; see `RingBuffer.write`.
-
-        Raises:
-            RingTimeout: the other end has not taken it within `timeout` seconds.
-        """
+        """Do what `RingBuffer.write` does."""
         self._send(MESSAGE, message, timeout, look)
 
     def _send(
@@ -110,7 +95,7 @@ class RankLink:
                 except BlockingIOError:
                     if time.monotonic() > deadline:
                         self.closed = True  # what follows half a message would be nonsense
-                        what = f"reader {self.rank} has not taken message {self.counts[MESSAGE]} within {timeout:g} s"
+                        what = f"reader {self.rank} has not taken a message within {timeout:g} s"
                         raise RingTimeout(self.rank, what) from None
                     time.sleep(PAUSE)
                     look()
@@ -118,19 +103,12 @@ class RankLink:
                     self.closed = True
 
     def read(self, timeout: float) -> bytes | None:
-        """The next message; None if none has come within `timeout` seconds, or none will come any more.
-
-        The other end is told every second of waiting.
-        """
+        """The next message; None if none comes within `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while not self.messages and not self.closed:
             left = max(0.0, deadline - time.monotonic())
-            if self._take(min(left, BACKSTOP)):
-                continue
-            if not left:
+            if not self._take(min(left, BACKSTOP)) and not left:
                 return None
-            if left > BACKSTOP:
-                self._send(WAITS)
         return self.messages.popleft() if self.messages else None
 
     def _take(self, timeout: float) -> bool:
@@ -149,8 +127,9 @@ class RankLink:
             kind, length = HEAD.unpack_from(self.buffer)
             if len(self.buffer) < (end := HEAD.size + length):
                 break
-            self.counts[kind] += 1
-            if kind == MESSAGE:
+            if kind == HEARTBEAT:
+                self.num_beats += 1
+            else:
                 self.messages.append(bytes(memoryview(self.buffer)[HEAD.size : end]))
             del self.buffer[:end]
         return True
@@ -170,6 +149,3 @@ class RankLinks:
     def write(self, message: bytes, timeout: float, look: Callable[[], None] = lambda: None) -> None:
         for link in self.links:
             link.write(message, timeout, look)
-
-    def sleep_count(self, rank: int) -> int:
-        return self.links[rank].sleeps

@@ -1,11 +1,8 @@
 """Ranks as Ray actors, on any node of a cluster: `RayExecutor` places, reaches and replaces them.
 
-    room_for        what is asked of Ray: room for the ranks, on as few nodes as possible
-    RayWorker       the actor: it holds a `Worker` and runs the same loop as a worker process of `MpExecutor`
-
-Ray starts the processes and says where they run. Plans and results do not go through Ray, because its compiled graphs
-take some twenty times as long as a plain connection. An actor takes one connection, the engine's. It begins with a
-token that Ray carries to the actors, and to nobody else.
+An actor, `RayWorker`, runs the same loop as a worker process of `MpExecutor`. Plans and results do not go through Ray,
+because its compiled graphs take some twenty times as long as a plain connection. An actor takes one connection, the
+engine's, which begins with a token that Ray carries to the actors, and to nobody else.
 """
 
 from __future__ import annotations
@@ -32,12 +29,11 @@ from device.serve import work
 from executor import MpExecutor, WorkerError, is_stopped, name_process
 from executors.links import PATIENCE, TOKEN, RankLink, RankLinks, admit, listen, reach
 from model_config import ModelConfig
-from observe.logs import logger, set_up
+from observe.logs import counted, logger, set_up
 from plan import Kwargs, Method, StepPlan
 from ring import BEAT
 
-WARN_AFTER = 5.0  # seconds of waiting for room, after which it is logged
-TOLD = 1.0  # seconds to wait for what Ray says of a death
+DEATH_TIMEOUT = 1.0  # seconds to wait for what Ray says of a death
 INHERITED = ("GLOO_", "HF_", "NCCL_", "TRITON_")  # variables of a process's environment that its actors get
 
 
@@ -45,7 +41,7 @@ INHERITED = ("GLOO_", "HF_", "NCCL_", "TRITON_")  # variables of a process's env
 
 
 class Place(NamedTuple):
-    """Where a rank runs."""
+    """The place of a rank."""
 
     bundle: int  # of the placement group
     node: str  # Ray's id of the node
@@ -53,13 +49,13 @@ class Place(NamedTuple):
 
 
 def room_for(ranks: int, stages: int, need: int, rooms: list[int]) -> tuple[list[int], str]:
-    """What to ask of Ray: how much each bundle holds, and the strategy by which Ray places them.
+    """The sizes of the bundles to ask of Ray, and the strategy by which it places them.
 
     A stage's ranks exchange most, so a bundle holds all of them, on one node, and the stages spread over nodes. If the
     nodes are too small for that, each rank has a bundle of its own, and Ray packs them on as few nodes as possible.
 
     Args:
-        ranks: of a stage, of which there are `stages`.
+        ranks: of a stage.
         need: devices of a rank.
         rooms: devices of each node, free or not.
 
@@ -74,13 +70,9 @@ def room_for(ranks: int, stages: int, need: int, rooms: list[int]) -> tuple[list
 
 
 def in_order(nodes: dict[int, str], hosts: dict[str, str], here: str) -> list[Place]:
-    """The places of bundles in the order of ranks, which is vLLM's.
+    """The places of bundles in the order of ranks, which is vLLM's, from the node of each and the address of each node.
 
     First come those on the engine's node, `here`. The others are sorted by their node's number of bundles and address.
-
-    Args:
-        nodes: of each bundle.
-        hosts: the address of each node.
     """
     counts = Counter(nodes.values())
     places = [Place(bundle, node, hosts[node]) for bundle, node in nodes.items()]
@@ -88,27 +80,19 @@ def in_order(nodes: dict[int, str], hosts: dict[str, str], here: str) -> list[Pl
 
 
 def variables(places: list[Place], devices: list[list[str]]) -> list[dict[str, str]]:
-    """What each rank's environment says of the ranks on its node, and which of their GPUs is its own.
+    """The variables of each rank's environment, from the GPUs that Ray has given to each (`devices`; none on a CPU).
 
-    Ray shows a rank only its own GPU, but NCCL wants to see those of its neighbours, too. So each rank sees all
-    `devices`, the GPUs that Ray has given to each rank, of its node; on a CPU there are none.
+    Ray shows a rank only its own GPU, but NCCL wants to see those of its neighbours, too. So each rank sees all of its
+    node, and knows which is its own.
     """
-    found = []
-    for rank, (place, own) in enumerate(zip(places, devices, strict=True)):
+    environments = []
+    for rank, (place, gpus) in enumerate(zip(places, devices, strict=True)):
         neighbours = [i for i, other in enumerate(places) if other.node == place.node]
-        seen = sorted((gpu for i in neighbours for gpu in devices[i]), key=lambda gpu: (len(gpu), gpu))
-        index = seen.index(own[0]) if own else neighbours.index(rank)
-        said = {"LOCAL_RANK": str(index), "LOCAL_WORLD_SIZE": str(len(neighbours))}
-        found.append(said | ({"CUDA_VISIBLE_DEVICES": ",".join(seen)} if seen else {}))
-    return found
-
-
-def interface(host: str) -> str | None:
-    """The network interface of this machine that has this address; None: there is none."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(address.address.partition("%")[0] == host for address in addresses):
-            return name
-    return None
+        visible = sorted((gpu for i in neighbours for gpu in devices[i]), key=lambda gpu: (len(gpu), gpu))
+        index = visible.index(gpus[0]) if gpus else neighbours.index(rank)
+        environment = {"LOCAL_RANK": str(index), "LOCAL_WORLD_SIZE": str(len(neighbours))}
+        environments.append(environment | ({"CUDA_VISIBLE_DEVICES": ",".join(visible)} if visible else {}))
+    return environments
 
 
 # --- the cluster ------------------------------------------------------------------------------------------------------
@@ -143,14 +127,12 @@ def join_cluster(option: str = "distributed_executor_backend") -> None:
         socket.create_connection((host.strip("[]"), int(port)), PATIENCE).close()
         ray.init(address=place, **options)
     except (OSError, ValueError, RuntimeError) as error:
-        raise ValueError(
-            f"{option} is 'ray', but this machine is no node of a running Ray cluster, which `ray "
-            f"start` makes it (RAY_ADDRESS is {address!r}): {in_short(error)}"
-        ) from None
+        lack = "this machine is no node of a running Ray cluster, which `ray start` makes it"
+        raise ValueError(f"{option} is 'ray', but {lack} (RAY_ADDRESS is {address!r}): {in_short(error)}") from None
 
 
 def devices_of(config: EngineConfig) -> tuple[str, int]:
-    """Which of Ray's resources a rank takes, GPU or CPU, and how much of it. This process is in the cluster."""
+    """The resource of Ray that a rank takes, GPU or CPU, and how much of it. This process is in the cluster."""
     import ray
 
     gpus = ray.cluster_resources().get("GPU", 0) if config.device == "auto" else config.device == "cuda"
@@ -158,7 +140,7 @@ def devices_of(config: EngineConfig) -> tuple[str, int]:
 
 
 def room_of_nodes(kind: str) -> dict[str, int]:
-    """How many devices of a kind each node that lives has, free or not."""
+    """The devices of a kind on each node that lives, free or not."""
     import ray
 
     return {node["NodeID"]: int(node["Resources"].get(kind, 0)) for node in ray.nodes() if node["Alive"]}
@@ -179,7 +161,7 @@ def new_actor(of: type, kind: str, amount: int, strategy: Any) -> Any:
 
 
 def inherited() -> dict[str, str]:
-    """The variables of this process's environment that actors get."""
+    """The variables of this environment that actors get."""
     return {name: value for name, value in os.environ.items() if name.startswith(INHERITED)}
 
 
@@ -262,10 +244,8 @@ class RayExecutor(MpExecutor):
 
     def note(self) -> str:
         ranks, nodes = len(self.processes), len({process.place.node for process in self.processes})
-        return (
-            f", {ranks} Ray {'actors' if ranks > 1 else 'actor'} on {nodes} {'nodes' if nodes > 1 else 'node'}, "
-            f"{self.step_timeout:g} s at most for a step"
-        )
+        places = f"{counted(ranks, 'Ray actor')} on {counted(nodes, 'node')}"
+        return f", {places}, {self.step_timeout:g} s at most for a step"
 
     def _launch(self, config: EngineConfig, size: int, until_ready: contextlib.ExitStack) -> None:
         import ray
@@ -273,8 +253,7 @@ class RayExecutor(MpExecutor):
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         deadline = time.monotonic() + config.startup_timeout
-        config = for_actors(config, self.kind)
-        self.told, self.asked = False, time.monotonic()
+        config, self.waits_for = for_actors(config, self.kind), ""
         group = self._reserve(config, deadline)
         hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
         bundles = in_order(placement_group_table(group)["bundles_to_node_id"], hosts, self.here)
@@ -284,23 +263,22 @@ class RayExecutor(MpExecutor):
             self.processes.append(RayProcess(new_actor(RayWorker, self.kind, self.need, inside), place))
         looks = [process.actor.look.remote(process.place.host) for process in self.processes]
         try:
-            found = ray.get(looks, timeout=max(1.0, deadline - time.monotonic()))
+            actors = ray.get(looks, timeout=max(1.0, deadline - time.monotonic()))
         except ray.exceptions.RayError as error:
             raise WorkerError(f"an actor has not started: {in_short(error)}") from None
-        environments = variables(places, [looked.gpus for looked in found])
-        first, port = places[0].host, found[0].port
+        environments = variables(places, [actor.gpus for actor in actors])
+        first, port = places[0].host, actors[0].port
         meeting = f"tcp://[{first}]:{port}" if ":" in first else f"tcp://{first}:{port}"
         token, self.results = os.urandom(TOKEN), []
-        for rank, (process, looked) in enumerate(zip(self.processes, found, strict=True)):
-            process.pid = looked.pid
-            environment = inherited() | environments[rank]
+        for rank, (process, actor) in enumerate(zip(self.processes, actors, strict=True)):
+            process.pid, environment = actor.pid, inherited() | environments[rank]
             process.loop = process.actor.run.remote(
                 VERSION, config, self.model_config, rank, meeting, token, environment
             )
             try:
-                process.link = RankLink(reach(looked.address, token), rank)
+                process.link = RankLink(reach(actor.address, token), rank)
             except OSError as error:
-                raise WorkerError(f"rank {rank} at {looked.address} cannot be reached: {error}") from None
+                raise WorkerError(f"rank {rank} at {actor.address} cannot be reached: {error}") from None
             self.results.append(process.link)
             self.resources.append(process.link)
         self.plans = RankLinks(self.results)
@@ -308,8 +286,6 @@ class RayExecutor(MpExecutor):
 
     def _reserve(self, config: EngineConfig, deadline: float) -> Any:
         """Room for the ranks: Ray's placement group, whose first bundle is on the engine's node if it fits there.
-
-        It is given back when they end.
 
         Raises:
             ValueError: see `_room`; or the cluster has not enough free until the deadline.
@@ -329,10 +305,8 @@ class RayExecutor(MpExecutor):
         while not is_ready(group):
             need = f"{sum(sizes)} {self.kind}s"
             if time.monotonic() > deadline:
-                raise ValueError(
-                    f"the ranks need {need}, and of the {sum(self._rooms().values())} of the Ray cluster too few "
-                    "were free in time (startup_timeout)"
-                )
+                few = f"of the {sum(self._rooms().values())} of the Ray cluster too few were free in time"
+                raise ValueError(f"the ranks need {need}, and {few} (startup_timeout)")
             self._wait(f"the ranks wait for {need} of the Ray cluster, which are in use")
         return group
 
@@ -343,10 +317,10 @@ class RayExecutor(MpExecutor):
             try:
                 return room_for(config.tensor_parallel_size, config.pipeline_parallel_size, self.need, rooms)
             except ValueError as error:
-                said = f"the Ray cluster is too small for the ranks, in {self.kind}s: {error}"
+                why = f"the Ray cluster is too small for the ranks, in {self.kind}s: {error}"
             if not self.placed or time.monotonic() > deadline:
-                raise ValueError(said)
-            self._wait(said)
+                raise ValueError(why)
+            self._wait(why)
 
     def _rooms(self) -> dict[str, int]:
         """The room of each node; a RuntimeError if this machine's own has ended."""
@@ -356,9 +330,9 @@ class RayExecutor(MpExecutor):
         return rooms
 
     def _wait(self, why: str) -> None:
-        """Wait a moment, and say why if this takes longer."""
-        if not self.told and time.monotonic() > self.asked + WARN_AFTER:
-            self.told = True
+        """Wait a moment, and say why, once."""
+        if why != self.waits_for:
+            self.waits_for = why
             logger.warning(why)
             if self.placed:
                 self.on_trouble(why)
@@ -369,7 +343,7 @@ class RayExecutor(MpExecutor):
 
         process, why = self.processes[rank], "its connection is closed"
         try:
-            ray.get(process.loop, timeout=TOLD)
+            ray.get(process.loop, timeout=DEATH_TIMEOUT)
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, ValueError) and not self.ready:
                 return error.cause
@@ -400,7 +374,7 @@ def give_back(group: Any) -> None:
 
 
 def in_short(error: Exception) -> str:
-    """The sentence that matters in an error of Ray's, which may be a page long and ends with what an actor raised."""
+    """The sentence that matters in an error of Ray's, which may be a page long."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[-1] if "creation task" in lines[0] else lines[0].partition(". ")[0].rstrip(".")
 
@@ -409,7 +383,7 @@ def in_short(error: Exception) -> str:
 
 
 class ActorInfo(NamedTuple):
-    """What an actor tells of its process before it runs."""
+    """An actor's process, as it tells before it runs."""
 
     pid: int
     gpus: list[str]  # that Ray has given it
@@ -421,7 +395,7 @@ class RayWorker:
     """A rank's actor."""
 
     def look(self, host: str) -> ActorInfo:
-        """What the engine has to know of this process, which listens at its node's address `host` from now on."""
+        """Listen at this node's address, `host`, and tell the engine about this process."""
         import ray
 
         self.host, self.listener = host, listen(host)
@@ -446,9 +420,11 @@ class RayWorker:
             ValueError: see `settle` and `find_model_here`.
         """
         settle(version, config, self.host, environment, f"worker {rank}")
-        if name := interface(self.host):  # the name that a host has for itself may lead elsewhere
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+        for name, addresses in psutil.net_if_addrs().items():
+            if any(address.address.partition("%")[0] == self.host for address in addresses):
+                # The name that a host has for itself may lead elsewhere.
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+                os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
         link = RankLink(admit(self.listener, token), rank)
         threading.Thread(target=leave_with_engine, args=(link.sock,), daemon=True).start()
         work(find_model_here(config, self.host), model_config, rank, rendezvous, link, link)
@@ -465,16 +441,13 @@ def settle(version: str, config: EngineConfig, host: str, environment: dict[str,
 
 def find_model_here(config: EngineConfig, host: str) -> EngineConfig:
     """The options with the model's folder on this node, `host`; a ValueError if it cannot be had."""
+    must = f"is not on the node {host}; a model's folder must be at the same path on all nodes"
     if (options := config.speculation) and options.model and not os.path.isdir(options.model):
-        raise ValueError(
-            f"{options.model} is not on the node {host}; what makes drafts must be at the same path on all nodes"
-        )
+        raise ValueError(f"{options.model} {must}")
     if os.path.isdir(config.folder):
         return config
     if not config.snapshot:
-        raise ValueError(
-            f"{config.model} is not on the node {host}; a model's folder must be at the same path on all nodes"
-        )
+        raise ValueError(f"{config.model} {must}")
     # This node has downloads of its own, and makes a GGUF file's folder anew.
     gguf = config.model.endswith(".gguf") or ":" in config.model
     commit = config.revision if gguf else os.path.basename(config.snapshot)

@@ -1,9 +1,4 @@
-"""Ranks that torchrun, or `srun` of Slurm, has started, also on other hosts: rank 0 leads, and the others `follow`.
-
-ExternalExecutor    rank 0's executor
-launched_as         which rank this process is, and where all of them meet
-lead_or_follow      what each rank's process calls first
-"""
+"""Ranks that torchrun, or `srun` of Slurm, has started, also on other hosts: rank 0 leads, and the others `follow`."""
 
 from __future__ import annotations
 
@@ -34,15 +29,13 @@ VARIABLES = {
     "MASTER_ADDR": "SLURM_STEP_NODELIST",
     "MASTER_PORT": "SLURM_JOB_ID",
 }
-MOST = 2**32  # that a variable may hold
 FIRST_PORT, NUM_PORTS = 15000, 10000  # for jobs of Slurm; Linux takes none of them for outgoing connections
 
 
 class ExternalExecutor(UniExecutor):
     """Rank 0's worker in this process; the other ranks, which were started as well, `follow`.
 
-    No rank can be replaced here: when torchrun sees one end, it ends all of them, and may start all of them again.
-    `srun --kill-on-bad-exit=1` ends them, too.
+    No rank can be replaced here: when torchrun or `srun --kill-on-bad-exit=1` sees one end, it ends all of them.
 
     Raises:
         ValueError: see `start_worker`.
@@ -86,10 +79,8 @@ class ExternalExecutor(UniExecutor):
     ) -> list[Any]:
         """Call all ranks; a ValueError for a function, or a timeout, after which they would be out of step."""
         if not isinstance(method, str) or timeout is not None:
-            raise ValueError(
-                f"method is {method!r} and timeout {timeout}; with distributed_executor_backend 'external_launcher' "
-                "they must be a name and None"
-            )
+            must = "with distributed_executor_backend 'external_launcher' they must be a name and None"
+            raise ValueError(f"method is {method!r} and timeout {timeout}; {must}")
         call = Call.of(0, method, args, kwargs)
         with self.channel.turn():
             self.channel.broadcast(self.codec.encode(call))
@@ -126,7 +117,7 @@ def let_go(channel: Any, take_sampled: Callable[[], None]) -> None:
 def launched_as(environ: Mapping[str, str]) -> dict[str, str]:
     """The values of torchrun's variables. Those that are not set follow from what Slurm has told a task of `srun`.
 
-    All of them meet on the first node of a step, where rank 0 must run. If Slurm's task sees one GPU, that is its own
+    All ranks meet on the first node of a step, where rank 0 must run. If Slurm's task sees one GPU, that is its own
     (`--gpus-per-task`).
 
     Raises:
@@ -144,59 +135,41 @@ def launched_as(environ: Mapping[str, str]) -> dict[str, str]:
             "place of `python`, or with `srun --ntasks=N python`"
         )
 
-    def number(name: str, low: int, high: int) -> int:
-        return whole(environ, sources[name], low, high)
-
+    values = {name: environ[source] for name, source in sources.items()}
     by_slurm = {name for name, source in sources.items() if source != name}
-    size = number("WORLD_SIZE", 1, MOST)
-    rank = number("RANK", 0, size - 1)
-    local_size = tasks_here(environ, size) if "LOCAL_WORLD_SIZE" in by_slurm else number("LOCAL_WORLD_SIZE", 1, size)
-    local_rank = number("LOCAL_RANK", 0, local_size - 1)
+    if "LOCAL_WORLD_SIZE" in by_slurm:  # the ids of the tasks on this node, like `4,5`
+        values["LOCAL_WORLD_SIZE"] = str(values["LOCAL_WORLD_SIZE"].count(",") + 1)
     if "LOCAL_RANK" in by_slurm and "," not in environ.get("CUDA_VISIBLE_DEVICES", ","):
-        local_rank = 0
-    address = environ[sources["MASTER_ADDR"]]
+        values["LOCAL_RANK"] = "0"
     if "MASTER_ADDR" in by_slurm:
-        address, listed = first_node(address), address
-        if not rank and (here := environ.get("SLURMD_NODENAME", address)) != address:
-            raise ValueError(
-                f"SLURMD_NODENAME is {here!r:.80} for rank 0, but SLURM_STEP_NODELIST, {listed!r:.80}, begins with "
-                f"another node, where the ranks would meet: set MASTER_ADDR to {here:.80} for all of them"
-            )
-        address = "127.0.0.1" if local_size == size else address  # a single machine's own name may not resolve
-    port = port_of_step(environ) if "MASTER_PORT" in by_slurm else number("MASTER_PORT", 1, 65535)
-    return dict(zip(VARIABLES, map(str, (rank, size, local_rank, local_size, address, port)), strict=True))
+        alone = values["LOCAL_WORLD_SIZE"] == values["WORLD_SIZE"]  # a single machine's own name may not resolve
+        values["MASTER_ADDR"] = "127.0.0.1" if alone else first_node(values["MASTER_ADDR"])
+    if "MASTER_PORT" in by_slurm:
+        values["MASTER_PORT"] = port_of_step(environ)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
+        if not values[name].isdecimal():
+            raise ValueError(f"{sources[name]} is {values[name]!r:.80} in the environment; it must be a whole number")
+    if int(values["RANK"]) >= (size := int(values["WORLD_SIZE"])):
+        raise ValueError(f"{sources['RANK']} is {values['RANK']} in the environment; it must be below {size}")
+    return values
 
 
-def whole(environ: Mapping[str, str], name: str, low: int = 0, high: int = MOST) -> int:
-    """The whole number that a variable holds; a ValueError if it is none from `low` to `high`."""
-    text = environ.get(name, "")
-    if not re.fullmatch(r"\d{1,10}", text, re.ASCII) or not low <= int(text) <= high:
-        raise ValueError(f"{name} is {text!r:.80} in the environment; it must be a whole number from {low} to {high}")
-    return int(text)
-
-
-def tasks_here(environ: Mapping[str, str], size: int) -> int:
-    """How many of a step's `size` tasks Slurm has started on this node, by the list of their ids, like `4,5`."""
-    if not re.fullmatch(r"\d+(,\d+)*", ids := environ["SLURM_GTIDS"], re.ASCII) or ids.count(",") >= size:
-        raise ValueError(f"SLURM_GTIDS is {ids!r:.80} in the environment; it must be like '4,5', at most {size} tasks")
-    return ids.count(",") + 1
-
-
-def first_node(listed: str) -> str:
+def first_node(nodes: str) -> str:
     """The first one of Slurm's list of nodes: `node01` of `node[01-03,7],other`."""
     numbers = r"\[(\d+)[-,\d]*\]"
-    if not (first := re.match(rf"(?:[^\[\],\s]|{numbers})+(?=,|$)", listed, re.ASCII)):
-        raise ValueError(f"SLURM_STEP_NODELIST is {listed!r:.80} in the environment; it must be like 'node[01-03,7]'")
+    if not (first := re.match(rf"(?:[^\[\],\s]|{numbers})+(?=,|$)", nodes, re.ASCII)):
+        raise ValueError(f"SLURM_STEP_NODELIST is {nodes!r:.80} in the environment; it must be like 'node[01-03,7]'")
     return re.sub(numbers, r"\1", first[0])
 
 
-def port_of_step(environ: Mapping[str, str]) -> int:
+def port_of_step(environ: Mapping[str, str]) -> str:
     """A port that all ranks of a step of Slurm choose, and hardly ever another step on the node."""
-    return FIRST_PORT + (101 * whole(environ, "SLURM_JOB_ID") + whole(environ, "SLURM_STEP_ID")) % NUM_PORTS
+    job, step = int(environ["SLURM_JOB_ID"]), int(environ["SLURM_STEP_ID"])
+    return str(FIRST_PORT + (101 * job + step) % NUM_PORTS)
 
 
 def lead_or_follow(config: EngineConfig, model_config: ModelConfig) -> EngineConfig:
-    """In rank 0's process, return the options with the number of ranks. Any other rank follows it, and then ends.
+    """Return the options with the number of ranks; each rank's process calls this first. Ranks above 0 then `follow`.
 
     Raises:
         ValueError: nothing has started this process as a rank, or there are more or fewer ranks than the options say.

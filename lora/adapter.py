@@ -39,16 +39,13 @@ REFUSED_PROMPTS: dict[str, tuple[Any, ...]] = {  # the same for prompt adapters
 def read_adapter(
     folder: str, most: int = MOST_RANK, most_tokens: int = MOST_VIRTUAL_TOKENS
 ) -> tuple[int, Callable[[str], tuple[int, float]]]:
-    """Read the config of the adapter in `folder`, of at most rank `most`, and at most `most_tokens` virtual tokens.
+    """Read the config of the adapter in `folder`, of at most rank `most`, and at most `most_tokens` virtual tokens. A
+    ValueError says in a line what is missing, or is not done here.
 
     Returns:
         N of a prompt adapter, which has no matrices, or 0. And a function that gives the rank r and the scale of a
         module: alpha / r, or alpha / sqrt(r) with rsLoRA (Kalajdzievski, 2023). As in PEFT, the first pattern that
         matches the module's name has its r, or its alpha.
-
-    Raises:
-        ValueError: there is no such folder, it has no weights in safetensors, or what its config asks for is not done
-            here. The message has one line.
     """
     if not os.path.isfile(os.path.join(folder, CONFIG)):
         lacks = f"{folder} has no {CONFIG}" if os.path.isdir(folder) else f"there is no folder {folder}"
@@ -110,11 +107,8 @@ def check_count(what: str, value: Any, option: str, most: int, possible: int) ->
 
 
 def state_of(folder: str) -> str:
-    """Says which adapter a folder has now; it is another one once its files are written anew, or replaced.
-
-    Raises:
-        ValueError: there are no such files.
-    """
+    """Says which adapter a folder has now: another one once its files are written anew, or replaced. A ValueError if
+    there are none."""
     parts = [folder := os.path.realpath(folder)]
     for name in (CONFIG, WEIGHTS):
         try:

@@ -21,26 +21,24 @@ MEMORY = 1.0  # seconds for which an adapter that could not be read is refused w
 
 
 class HostAdapters:
-    """Which adapter each row of the workers' host memory has. One that no request uses makes room for another.
+    """Keeps which adapter each row of the workers' host memory has. One that no request uses makes room for another.
 
-    Workers read an adapter beside their steps. Until all of them have read it, nobody is given it, and its row is not
-    free.
+    Workers read an adapter beside their steps. Until all of them have read it, no request gets it.
 
-    If all rows are in use, requests for further adapters wait, and others pass them. So that these cannot keep them
-    waiting for ever, the least recently used adapter then has to leave: new requests for it wait, too. Clients take
-    turns, and each turn lets in the requests for one adapter.
+    If all rows are in use, requests for further adapters wait, and others pass them. So that they do not wait for ever,
+    the least recently used adapter then has to leave: new requests for it wait, too. Clients take turns, and each turn
+    lets in the requests for one adapter.
 
     Args:
-        config: the engine's options.
-        call: has all workers call a method of `AdapterPool`, by its name and with its arguments; returns what each
-            returns. A ValueError says that the workers were started anew; then `reload` was called.
+        call: has all workers call a method of `AdapterPool`, and returns what each returns. A ValueError says that the
+            workers were started anew; then `reload` was called.
         in_use: returns whether a request has an adapter.
     """
 
     def __init__(self, config: EngineConfig, call: Callable[..., list[Any]], in_use: Callable[[Adapter], bool]):
         self.enabled, self.call, self.in_use = config.enable_lora, call, in_use
         self.free = list(range(config.host_loras))[::-1]
-        self.known: dict[Adapter, str] = {}  # and their folders; the least recently used first
+        self.loaded: dict[Adapter, str] = {}  # and their folders; the least recently used first
         self.reading: dict[Adapter, str] = {}  # those that workers read now, and their folders
         self.failed: dict[Adapter, tuple[str, float]] = {}  # what was wrong with an adapter, and when that was found
         self.interrupted: set[Adapter] = set()  # workers have died while they read these
@@ -53,30 +51,18 @@ class HostAdapters:
         self.turns: list[str] = []  # folders whose requests the latest look has returned
 
     def add(self, name: str, folder: str) -> bool | None:
-        """Have an adapter loaded before a request asks for it.
-
-        Returns:
-            whether there is room for it; None: it is being read, so ask again.
-
-        Raises:
-            ValueError: it cannot be served; see `LoRARequest` and `take`.
-        """
+        """Have an adapter loaded before a request asks for it. Returns whether there is room for it, or None while it
+        is read, so ask again. Errors are those of `take`."""
         if self.reading:
             self._ask()
         folder = os.path.realpath(folder)
-        if Adapter(state_of(folder), -1) in self.known or self._find(LoRARequest(name, 1, folder), False):
+        if Adapter(state_of(folder), -1) in self.loaded or self._find(LoRARequest(name, 1, folder), False):
             return True
         return None if Adapter(state_of(folder), -1) in self.reading else False
 
     def take(self, request: EngineCoreRequest, at_once: bool = False) -> Adapter | None:
-        """The adapter that a request asks for; None: the request has to `wait` until it is read, or for room.
-
-        Args:
-            at_once: wait here until it is read.
-
-        Raises:
-            ValueError: the engine serves none, there is no such adapter, or it is not for this model.
-        """
+        """The adapter that a request asks for; None: the request has to `wait` until it is read, or for room. With
+        `at_once` this call waits until it is read. A ValueError if there is no such adapter for this model."""
         assert request.lora
         folder = os.path.realpath(request.lora.lora_path)  # one folder may have several paths
         request.lora = dataclasses.replace(request.lora, lora_path=folder)
@@ -108,12 +94,12 @@ class HostAdapters:
         if lora.lora_path in self.reading.values():
             return None
         wanted = Adapter(state_of(lora.lora_path), -1)
-        adapter = next((known for known in self.known if known == wanted), None)
+        adapter = next((loaded for loaded in self.loaded if loaded == wanted), None)
         has_turn = not self.crowded or lora.lora_path in self.turns
-        if adapter and not has_turn and adapter is next(iter(self.known)):  # it has to leave
+        if adapter and not has_turn and adapter is next(iter(self.loaded)):  # it has to leave
             return None
         if adapter:
-            self.known[adapter] = self.known.pop(adapter)
+            self.loaded[adapter] = self.loaded.pop(adapter)
             return dataclasses.replace(adapter, name=lora.lora_name)  # one folder may have several names
         message, refused_at = self.failed.get(wanted, ("", 0.0))
         if time.monotonic() < refused_at + MEMORY:
@@ -137,22 +123,19 @@ class HostAdapters:
 
     def _make_room(self) -> bool:
         """Whether a row is free, or becomes so because no request uses its adapter."""
-        if not self.free and (unused := next((known for known in self.known if not self.in_use(known)), None)):
-            del self.known[unused]
+        if not self.free and (unused := next((loaded for loaded in self.loaded if not self.in_use(loaded)), None)):
+            del self.loaded[unused]
             self.free.append(unused.row)
         return bool(self.free)
 
     def look(self, idle: bool) -> list[EngineCoreRequest]:
         """Learn what has been read, and make room; returns the waiting requests that may ask for their adapter again.
-
-        Args:
-            idle: whether the workers run no steps, so that it does not matter how often they are asked.
-        """
+        If `idle`, workers run no steps, so that it does not matter how often they are asked."""
         if self.reading and (idle or time.monotonic() > self.looked + LOOK):
             self._ask()
         if self.crowded and not self.answered:  # what has just been read is not in use yet
             client, folders = next(iter(self.crowded.items()))
-            if (first := next(iter(folders.values()))) in self.known.values() or self._make_room():
+            if (first := next(iter(folders.values()))) in self.loaded.values() or self._make_room():
                 self.crowded[client] = self.crowded.pop(client)  # its next turn is after those of all others
                 self.answered = [first]
         self.turns, self.answered = self.answered, []
@@ -179,7 +162,7 @@ class HostAdapters:
             if message := next((result for result in of_ranks if isinstance(result, str)), None):
                 self._refuse(adapter, message)
             else:
-                self.known[dataclasses.replace(adapter, num_virtual_tokens=of_ranks[0])] = folder
+                self.loaded[dataclasses.replace(adapter, num_virtual_tokens=of_ranks[0])] = folder
 
     def _refuse(self, adapter: Adapter, message: str) -> None:
         """An adapter could not be read; all requests that wait for it are told why."""
@@ -189,13 +172,8 @@ class HostAdapters:
         self.failed[adapter] = message, now
 
     def reload(self, rpc: Callable[..., list[Any]]) -> dict[Adapter, str]:
-        """Have new workers read all adapters; returns those that they could not read, and why.
-
-        What the old ones were reading is asked for once more, but not a third time: it may be why they died.
-
-        Args:
-            rpc: `collective_rpc` of workers that are just being started; what it raises besides a ValueError is passed
-                on.
+        """Have new workers read all adapters by `rpc`, their `collective_rpc`; returns those that they could not read,
+        and why. What the old ones were reading is asked for once more, but not a third time: it may be why they died.
         """
         for adapter, folder in self.reading.items():
             if adapter in self.interrupted:
@@ -206,7 +184,7 @@ class HostAdapters:
         self.answered += self.lines.keys() & self.reading.values()
         self.reading.clear()
         lost = {}
-        for adapter, folder in [*self.known.items()]:
+        for adapter, folder in [*self.loaded.items()]:
             try:
                 if state_of(folder) != adapter.key:
                     raise ValueError(f"the adapter in {folder} was changed")
@@ -216,6 +194,6 @@ class HostAdapters:
             except ValueError as error:
                 logger.warning(f"new workers have not got an adapter: {error}")
                 lost[adapter] = str(error)
-                del self.known[adapter]
+                del self.loaded[adapter]
                 self.free.append(adapter.row)
         return lost

@@ -58,20 +58,14 @@ READERS = 4  # threads that read adapters
 
 @dataclass(eq=False)
 class TargetProduct:
-    """A product that adapters may change, which is `name` of `owner`.
-
-    Attributes:
-        covers: of each module, by the name of its weight, its pieces, and the outputs that each of them fills.
-        bounds: from 0 to the number of outputs, where the slices begin and end.
-        a, b: where they begin in an adapter's row of a pool.
-    """
+    """A product that adapters may change, which is `name` of `owner`."""
 
     owner: Owner
     name: str
     shape: tuple[int, int]  # of this rank's weight, [out, in]
-    covers: dict[str, list[tuple[TensorPiece, range]]]
-    bounds: list[int]
-    a: int = 0
+    covers: dict[str, list[tuple[TensorPiece, range]]]  # by weight, each piece and the outputs that it fills
+    bounds: list[int]  # from 0 to the number of outputs, where the slices begin and end
+    a: int = 0  # where it begins in an adapter's row of a pool
     b: int = 0
 
     def matrices(self, pool: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -82,12 +76,8 @@ class TargetProduct:
 
 
 def find_products(model: Transformer, wanted: Parts) -> list[TargetProduct]:
-    """The products of this stage, by the modules that fill them.
-
-    Args:
-        model: its weights may lie on the meta device; they are not packed yet.
-        wanted: see `modules_of`.
-    """
+    """The products of this stage, by the modules that fill them. The weights of `model` are not packed yet, and may lie
+    on the meta device; `wanted` is from `modules_of`."""
     products: dict[int, TargetProduct] = {}
     places: list[tuple[Owner, str]] = [(owner, name) for owner in model.owners() for name in owner.matrices]
     if model.group.pipeline.last and not model.row.head_norm:
@@ -188,13 +178,6 @@ class AdapterPool:
         virtual: M, virtual tokens of an adapter at most.
         source: the folder or file with the model's weights; "" if these are made up.
         before: the pool that the model had before its weights were replaced; this one takes over its memory.
-
-    Attributes:
-        head, table: the products whose adapters are the head's and the table's; None: they are not on this stage.
-        readers, loads: threads that read adapters, and what each row of `host` will get from them.
-        prompts, host_prompts: the pools' parts for virtual tokens, [.., M, hidden]; None: there are none on this stage.
-        plan: of the step that runs, `ops.plan_lora`'s; None: none of its rows has an adapter.
-        head_plan: the same for the rows whose logits are being made, and for adapters that have a head.
     """
 
     pool: torch.Tensor  # [slots, elements] on the device
@@ -205,7 +188,7 @@ class AdapterPool:
     held_heads: list[bool]  # the same of `pool`
     headed: torch.Tensor  # the same on the device, [1 + slots] int32: each adapter's own number, from 1, or 0
     readers: ThreadPoolExecutor
-    loads: dict[int, Future[int | str]]
+    loads: dict[int, Future[int | str]]  # by row of `host`
 
     def __init__(
         self, model: Transformer, wanted: Parts, slots: int, rows: int, rank: int, virtual: int, source: str,
@@ -224,8 +207,8 @@ class AdapterPool:
                 self.covered.setdefault(name, []).append(product)
         begin, count = place(self.products, rank), prompt_size(model, virtual)
         self.size = begin + aligned(count)
-        self.plan: Any = None
-        self.head_plan: Any = None
+        self.plan: Any = None  # `ops.plan_lora`'s for the step; None: none of its rows has an adapter
+        self.head_plan: Any = None  # the same for the rows whose logits are being made
         self.of_slots: torch.Tensor | None = None  # the adapter of each slot of the batch state, in steps with adapters
         if before:
             self.pool, self.host, self.headed = before.pool, before.host, before.headed
@@ -238,7 +221,7 @@ class AdapterPool:
             self.read_from, self.held = [0] * rows, [0] * slots
             self.host_heads, self.held_heads = [False] * rows, [False] * slots
             self.readers, self.loads = ThreadPoolExecutor(READERS), {}
-        self.prompts, self.host_prompts = (
+        self.prompts, self.host_prompts = (  # [.., M, hidden]; None: this stage has none
             pool[:, begin : begin + count].unflatten(1, (virtual, model.config.hidden_size)) if count else None
             for pool in (self.pool, self.host)
         )
@@ -283,6 +266,12 @@ class AdapterPool:
         # A row that samples ends with a token of its client, so decodes have no virtual tokens. But places for drafts
         # may have what another sequence left there.
         self.model.prompts = self.prompts if shape.samples < shape.tokens or shape.drafted else None
+
+    def plan_of_none(self, tokens: int) -> Any:
+        """The plan of a step of one row with so many tokens and without an adapter."""
+        of_slots, slots = torch.zeros(2, 1, dtype=torch.int32, device=self.pool.device)
+        starts = torch.tensor([0, tokens], dtype=torch.int32, device=self.pool.device)
+        return self.ops.plan_lora(of_slots, slots, starts, tokens, len(self.pool))
 
     @contextlib.contextmanager
     def making_logits(self, slots: torch.Tensor) -> Iterator[None]:
@@ -337,14 +326,8 @@ class AdapterPool:
         return {row: load.result() for row, load in self.loads.items() if load.done()}
 
     def fill_row(self, row: int, state: str) -> int:
-        """Read an adapter into a row of the host's memory; returns how many virtual tokens it has.
-
-        Args:
-            state: of the folder, by `state_of`.
-
-        Raises:
-            ValueError: it is damaged, or not for this model; the message names the tensor. The row then has no adapter.
-        """
+        """Read an adapter, whose folder has this `state_of`, into a row of the host's memory; returns how many virtual
+        tokens it has. A ValueError names the tensor that is damaged, or not for this model; the row then has none."""
         folder = state.partition("\0")[0]
         (count, shape_of), path = read_adapter(folder, self.rank, self.virtual), os.path.join(folder, WEIGHTS)
         line = self.host[row].zero_()
@@ -403,13 +386,8 @@ class AdapterPool:
         return {name: (pair["A"], pair["B"]) for name, pair in matrices.items()}
 
     def check_base(self, what: str, module: str, tensor: torch.Tensor) -> None:
-        """Check a copy of the table or the head, which PEFT saves beside its matrices: it must be the model's own.
-
-        It counts as that if training in another dtype has rounded it.
-
-        Raises:
-            ValueError: it differs, or is of another module; the message begins with `what`.
-        """
+        """Check a copy of the table or the head, which PEFT saves beside its matrices: it must be the model's own, but
+        for what training in another dtype rounds. The ValueError begins with `what`."""
         if not self.source:
             return
         paths, config = checkpoint_files(self.source), self.model.config
@@ -427,11 +405,8 @@ class AdapterPool:
     def fill(
         self, line: torch.Tensor, name: str, a: torch.Tensor, b: torch.Tensor, filled: set[tuple[TargetProduct, int]]
     ) -> None:
-        """Copy a module's A [r, in] and scale B [out, r] to their places in an adapter's row of the host's pool.
-
-        Raises:
-            ValueError: another module of the adapter has filled a slice.
-        """
+        """Copy a module's A [r, in] and scale B [out, r] to their places in an adapter's row of the host's pool; a
+        ValueError if another module of the adapter has filled a slice."""
         rank, view = len(a), self.wanted[name].view
         for product in self.covered.get(name, ()):
             all_a, all_b = product.matrices(line, self.rank)
@@ -447,11 +422,8 @@ class AdapterPool:
                         all_a[i * self.rank : i * self.rank + rank] = inputs
 
     def fill_prompt(self, row: int, file: Any, path: str, count: int) -> None:
-        """Copy the embeddings of `count` virtual tokens to their place in a row of the host's pool.
-
-        Raises:
-            ValueError: they are not for this model, or the file has something else.
-        """
+        """Copy the embeddings of `count` virtual tokens to their place in a row of the host's pool; a ValueError if
+        they are not for this model, or the file has something else."""
         model, expected = self.model, [count, self.model.config.hidden_size]
         if model.config.layer_input_size:  # PEFT gives these layers inputs in the prompt that later tokens do not get
             raise ValueError(f"{path}: {model.config.architecture} has inputs for each layer, so no prompt adapters")

@@ -1,1 +1,1 @@
-"""What watches the engine and decides nothing: logs, metrics, journal, tracing, live feed, sanitizer."""
+"""Watches the engine and decides nothing: logs, metrics, journal, tracing, live feed, sanitizer."""

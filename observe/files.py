@@ -9,7 +9,7 @@ from observe.logs import logger
 
 
 class DiagnosticFile:
-    """A file in which the engine tells about itself. If writing fails, that is logged once, and the engine goes on.
+    """A file in which the engine tells about itself. If writing fails, log it once and carry on.
 
     Args:
         option: that asks for it.

@@ -1,4 +1,4 @@
-"""Which blocks of the KV cache lose their content, for the KV sanitizer."""
+"""Notes which blocks of the KV cache lose their content, for the KV sanitizer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kv_cache import BlockManager
 
 
 class WatchedBlockManager(BlockManager):
-    """Notes in `freed`, for the KV sanitizer, which blocks hold nothing any more that somebody may read."""
+    """Notes in `freed` which blocks hold nothing any more that somebody may read."""
 
     def allocate(self, num_blocks: int) -> list[int]:
         self._drop(islice(self.idle, num_blocks))

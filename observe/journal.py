@@ -1,4 +1,4 @@
-"""What came to the scheduler and what it decided, in lines of JSON; and a replay that must decide the same.
+"""A journal of the scheduler's events and decisions, in lines of JSON; and a replay that must decide the same.
 
     python server.py --log-scheduler steps.jsonl    writes the journal
     python -m observe.journal steps.jsonl           makes every decision again, and stops where one differs
@@ -83,7 +83,7 @@ class Journal(Observer):
         scores = [[row, len(scores)] for row, scores in result.scores.items()]  # what they are decides nothing
         news = {"tokens": result.token_ids, "stopped": result.stopped, "scores": scores}
         if result.verified:  # what their log-probabilities are decides nothing
-            news["verified"] = [[row, found.drafts, found.token_ids] for row, found in result.verified.items()]
+            news["verified"] = [[row, checked.drafts, checked.token_ids] for row, checked in result.verified.items()]
         if result.guesses:
             news["guesses"] = list(result.guesses.items())
         if result.pooled:  # what was made of the prompts decides nothing, but that they are done
@@ -103,7 +103,7 @@ class Journal(Observer):
 
 
 def decisions(scheduler: Scheduler) -> dict[str, Any]:
-    """What the scheduler decided in its latest step, in JSON's types."""
+    """The scheduler's decisions in its latest step, in JSON's types."""
     flight = scheduler.in_flight[-1]
     plan = flight.plan
     moves = [plan.swap_out, plan.swap_in, plan.copies]
@@ -124,8 +124,7 @@ def decisions(scheduler: Scheduler) -> dict[str, Any]:
 
 
 def replay(lines: Items[str], watch: Callable[[Scheduler, dict[str, Any]], None] | None = None) -> Scheduler:
-    """Make the decisions of a journal again; returns the scheduler as it was after the last of them. `watch` is called
-    after each line, with it.
+    """Make the decisions of a journal again, and call `watch` after each line; returns the scheduler after the last.
 
     Raises:
         ValueError: a decision differs, or the journal is none.
@@ -173,9 +172,9 @@ def apply_event(scheduler: Scheduler, kind: str, rest: list[Any]) -> None:
     elif kind == "abort":
         scheduler.abort(*rest)
     elif kind == "late":
-        late, proposed = rest
+        awaiting, proposed = rest
         names = {(seq.group.request_id, seq.index): seq for seq in scheduler.others}
-        scheduler.awaiting_masks = {names[request_id, index] for request_id, index in late}
+        scheduler.awaiting_masks = {names[request_id, index] for request_id, index in awaiting}
         for seq in scheduler.others:
             seq.proposed = []
         for request_id, index, count in proposed:  # which they are decides nothing

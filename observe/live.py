@@ -1,7 +1,7 @@
-"""What an engine shows of itself while somebody watches: its queues, who owns which block, and what has just happened.
+"""The live view of an engine: its queues, who owns which block, and what has just happened.
 
 `api/viewers.py` asks a few times a second, and makes the events of `/live` of the answers. While nobody asks, the
-engine does nothing for it but look at `Recorder.recording` in each step.
+engine only looks at `Recorder.recording` in each step.
 
 What happens is counted, and only the latest is kept. Whoever asks brings the counts that came with its last answer, and
 is told what has come since then. So several processes may ask, and the engine keeps nothing for any of them.
@@ -43,15 +43,7 @@ def latest(items: Reversible[T], count: int) -> list[T]:
 
 
 class Recorder(Observer):
-    """Notes the steps of one engine while somebody watches, and tells what there is to see.
-
-    Args:
-        rank: of the engine among several.
-        clock: in seconds.
-
-    Attributes:
-        recording: whether somebody has asked lately; else nothing is noted.
-    """
+    """Notes the steps of the engine of a rank while somebody watches (`recording`), and tells what there is to see."""
 
     def __init__(self, scheduler: Scheduler, rank: int, clock: Callable[[], float] = time.monotonic):
         self.scheduler, self.rank, self.clock = scheduler, rank, clock
@@ -94,15 +86,11 @@ class Recorder(Observer):
                 self.totals["steps"] += 1
 
     def live(self, before: dict[int, dict[str, int]]) -> dict[str, Any]:
-        """What there is to see now, and what has happened since an earlier answer.
-
-        Args:
-            before: the `totals` of that answer, by the engine's rank.
+        """The view now, and what has happened since an earlier answer, whose `totals` of each rank are in `before`.
 
         Returns:
-            The fields of an engine in an event of `/live`, but for `blocks`; instead, what `viewers.blocks_of` takes.
-            Ids are the engine's, and with them comes whose the request is. `totals` is for the next question, and
-            `seconds` is how long the engine was kept from its steps.
+            The fields of an engine in an event of `/live`, but instead of `blocks` what `viewers.blocks_of` takes.
+            `totals` is for the next question, and `seconds` is how long the engine was kept from its steps.
         """
         begun = time.thread_time()  # which stands still while other processes have the core
         self.recording, self.until = True, self.clock() + LINGER
@@ -112,7 +100,7 @@ class Recorder(Observer):
         # A successor of the engine that said so counts from 0 again.
         new = {name: max(0, total - then.get(name, total)) for name, total in totals.items()}
         waiting = len(s.waiting) + len(s.admission.deferred)
-        found = {
+        view = {
             "rank": self.rank,
             "block_size": s.blocks.block_size,
             "num_blocks": s.blocks.num_blocks,
@@ -134,19 +122,19 @@ class Recorder(Observer):
             "counters": {name: counters[counter] for name, counter in COUNTERS.items()},
             "totals": totals,
         }
-        return found | {"seconds": time.thread_time() - begun}
+        return view | {"seconds": time.thread_time() - begun}
 
     def explain_prompts(self, name: str, most: int, client: str | None = None) -> list[dict[str, Any]]:
-        """What `explain` tells of the requests `name-0`, `name-1`, ... below `most`, but for those that are unknown.
+        """Explain the known requests `name-0`, `name-1`, ... below `most`, with a client only that client's.
 
-        With a client, another's are unknown, too. Whose they are is not told.
+        Whose they are is not told.
         """
-        found = [story for i in range(most) if (story := self.scheduler.reports.explain(f"{name}-{i}")) is not None]
-        mine = [story for story in found if client in (None, story["client"])]
+        stories = [self.scheduler.reports.explain(f"{name}-{i}") for i in range(most)]
+        mine = [story for story in stories if story is not None and client in (None, story["client"])]
         return [{key: value for key, value in story.items() if key != "client"} for story in mine]
 
     def _sequences(self) -> Iterator[tuple[Sequence, str]]:
-        """Who runs, who is swapped and who waits, each in their order, as far as an answer may list them."""
+        """Running, swapped and waiting sequences, each in their order, as far as an answer may list them."""
         s = self.scheduler
         yield from ((seq, "running") for seq in s.running)
         waiting = chain(s.waiting, s.admission.deferred)

@@ -1,4 +1,4 @@
-"""The log: what the processes of the server, and engines in scripts, say on stderr.
+"""The log on stderr, of the server's processes and of engines in scripts.
 
 A record is one line, of text or of JSON, in ASCII. In text its traceback follows, indented. So nothing that a client
 sends can look like a line of its own, and no terminal obeys it.
@@ -85,41 +85,24 @@ def set_up(level: str, format: str, name: str | None = None) -> None:
 
 
 class Repeated:
-    """Warnings that may come very often, as a stranger likes: the first is logged at once, and then one a while.
+    """Warnings that may come very often: one is logged in REPEATED_INTERVAL seconds, and the others are counted."""
 
-    Args:
-        interval: seconds for which the others are counted and only the last is kept.
-    """
-
-    def __init__(self, interval: float = REPEATED_INTERVAL):
-        self.interval, self.lock = interval, threading.Lock()
-        self.waiting, self.count, self.last = False, 0, ""
+    def __init__(self) -> None:
+        self.lock, self.unlogged, self.next = threading.Lock(), 0, 0.0
 
     def warn(self, message: str) -> None:
         """Log it, or count it."""
         with self.lock:
-            self.count, self.last = self.count + 1, message
-            waiting, self.waiting = self.waiting, True
-        if not waiting:
-            self._log()
-
-    def _log(self) -> None:
-        with self.lock:
-            count, last, self.count = self.count, self.last, 0
-            self.waiting = count > 0
-        if count:
-            logger.warning(f"{count} times in {self.interval:g} s, the last time: {last}" if count > 1 else last)
-            timer = threading.Timer(self.interval, self._log)
-            timer.daemon = True
-            timer.start()
+            if time.monotonic() < self.next:
+                self.unlogged += 1
+                return
+            before = f" ({self.unlogged} more since the last such line)" if self.unlogged else ""
+            self.unlogged, self.next = 0, time.monotonic() + REPEATED_INTERVAL
+        logger.warning(message + before)
 
 
 class StatLogger:
-    """Says what an engine has done since the last time.
-
-    Args:
-        metrics: returns the engine's gauges and counters.
-    """
+    """Says what an engine has done since the last time, by its `metrics`, gauges and counters."""
 
     def __init__(self, metrics: Callable[[], dict[str, float]]):
         self.metrics, self.before = metrics, metrics()
@@ -139,16 +122,16 @@ class StatLogger:
         running, waiting = now["num_requests_running"], now["num_requests_waiting"] + now["num_requests_swapped"]
         if not (if_idle or running or waiting or any(grown.values())):
             return
-        asked = grown["prefix_cache_queries_total"]
+        queries = grown["prefix_cache_queries_total"]
         facts: dict[str, Any] = {
             "prompt_tokens_per_second": round(grown["prompt_tokens_total"] / seconds, 1),
             "generation_tokens_per_second": round(grown["generation_tokens_total"] / seconds, 1),
             "requests_running": running,
             "requests_waiting": waiting,
             "kv_cache_usage": round(now["kv_cache_usage_perc"], 3),
-            "prefix_cache_hit_rate": round(grown["prefix_cache_hits_total"] / asked, 3) if asked else None,
+            "prefix_cache_hit_rate": round(grown["prefix_cache_hits_total"] / queries, 3) if queries else None,
         }
-        hits = f", {facts['prefix_cache_hit_rate']:.1%} of prompts cached" if asked else ""
+        hits = f", {facts['prefix_cache_hit_rate']:.1%} of prompts cached" if queries else ""
         logger.info(
             f"prompt {facts['prompt_tokens_per_second']:,.1f} tok/s, generation "
             f"{facts['generation_tokens_per_second']:,.1f} tok/s; {counted(int(running), 'request')} running, "
@@ -163,12 +146,7 @@ def counted(count: int, what: str) -> str:
 
 
 def start_log(facts: dict[str, Any], workers: str) -> str:
-    """What was started, how much fits and what took how long, in five lines; on a GPU also what memory is for.
-
-    Args:
-        facts: of an `EngineCore`.
-        workers: what its executor says of them.
-    """
+    """The lines at the start, from an engine's facts and its executor's `note`."""
     f = facts
     fit, kinds = f["num_blocks"] // f["blocks_per_request"], len(f["windows"])
     of = f" = {f['num_blocks'] * f['block_size']:,} tokens" if kinds == 1 else f" for {kinds} kinds of layers"
@@ -188,8 +166,8 @@ def start_log(facts: dict[str, Any], workers: str) -> str:
 
 
 def memory_note(memory: dict[str, int]) -> str:
-    """What a GPU's memory is for, in a line; one more warns where a step takes more than `--plan` says."""
-    if not memory["context"]:  # on a CPU none is set aside
+    """The uses of a GPU's memory, in a line; one more warns if a step takes more than `--plan` says."""
+    if not memory["context"]:  # this is a CPU
         return ""
     mib = {name: f"{size / 2**20:,.0f} MiB" if size else "nothing" for name, size in memory.items()}
     note = (

@@ -1,7 +1,7 @@
-"""What the engine counts, by vLLM's names: gauges, counters and histograms. `observe/prometheus.py` shows them.
+"""Gauges, counters and histograms of the engine, by vLLM's names. `prometheus.py` shows them.
 
-A histogram's count is raised when the thing happens, in the engine process, so all API processes tell the same. Most
-steps cost one count: as long as nobody joins or leaves the decodes, all of them have waited equally long for a token.
+Counting happens in the engine process, so all API processes tell the same. Most steps cost one count: as long as nobody
+joins or leaves the decodes, all of them have waited equally long for a token.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TOKENS = ()  # 1, 2, 5, 10, ... up to the context's length
 
 
 class Series(NamedTuple):
-    """What is told of a series beside its values."""
+    """The description of a series."""
 
     kind: Literal["gauge", "counter", "histogram", "info", "moment"]  # the last two have labels of their own
     help: str
@@ -99,11 +99,9 @@ SERIES = {
 
 
 class Histogram:
-    """How many values there were, by bucket, and their sum.
+    """Counts of values by bucket, and their sum.
 
-    Args:
-        bounds: of the buckets, rising; a value belongs to the first bucket whose bound is not less. One more bucket
-            has those above all bounds.
+    A value belongs to the first bucket whose bound is not less. One more bucket has those above all `bounds`.
     """
 
     __slots__ = ("bounds", "counts", "sum")
@@ -112,7 +110,7 @@ class Histogram:
         self.bounds, self.counts, self.sum = bounds, [0] * (len(bounds) + 1), 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
-        """There was such a value, or several."""
+        """Count such a value, or several."""
         self.counts[bisect_left(self.bounds, value)] += times
         self.sum += value * times
 
@@ -127,11 +125,7 @@ def token_bounds(most: int) -> tuple[int, ...]:
 
 
 class EngineStats:
-    """What an engine has counted since it was started.
-
-    Args:
-        max_model_len: tokens that a sequence may have.
-    """
+    """The counts of an engine since it was started; `max_model_len` tokens are the most of a sequence."""
 
     def __init__(self, max_model_len: int):
         self.counters: dict[str, float] = dict.fromkeys(COUNTERS, 0)

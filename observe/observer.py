@@ -1,4 +1,4 @@
-"""What looks on while an engine works: an observer is told what happens, and changes nothing."""
+"""The observer of an engine: it is told what happens, and changes nothing."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class Observer:
         """All cached prefixes were forgotten."""
 
     def phase_began(self) -> None:
-        """The engine's thread has begun with a phase of a step; no other one begins before that has ended."""
+        """The engine has begun a phase of a step, the only one at a time."""
 
     def phase_ended(self, name: str, plan: StepPlan | None) -> None:
-        """It has done that phase, of this step if it is known by now."""
+        """That phase has ended; `plan` is the step's, if it is known by now."""
 
     def close(self) -> None:
         """The engine has ended."""

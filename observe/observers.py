@@ -1,4 +1,4 @@
-"""Which observers an engine has: the journal of its scheduler, a timeline of its steps, and what `/live` shows."""
+"""The observers of an engine: the journal of its scheduler, a timeline of its steps, and what `/live` shows."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from scheduler import Scheduler
 
 
 def observers_of(config: EngineConfig, sizes: dict[str, Any], scheduler: Scheduler) -> tuple[Recorder, list[Observer]]:
-    """The recorder for `/live`, and all observers that the options ask for, with the recorder among them.
-
-    `sizes` are the scheduler's arguments beside the options.
+    """The recorder for `/live`, and all observers, with the recorder among them; `sizes` as in `Journal`.
 
     Raises:
         ValueError: there can be no such file as an option asks for.

@@ -1,4 +1,4 @@
-"""When the phases of a step begin, on the host and on its device: what a trace and a profile show of a worker."""
+"""The times of a step's phases on the host and on its device, for a trace or a profile."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 class DeviceClock:
-    """When events happened on the device, by the host's `time.perf_counter`."""
+    """Tells when events happened on the device, by the host's `time.perf_counter`."""
 
     def __init__(self) -> None:
         self.latest = torch.cuda.Event(enable_timing=True)
@@ -19,12 +19,10 @@ class DeviceClock:
         self.seconds = time.perf_counter()
 
     def read(self, event: Any) -> float:
-        """The time of an event, for which it waits: without rows a step has a result while it may still move blocks.
+        """The time of an event, for which it waits. Events must be read in the order in which they were recorded.
 
-        Events must be read in the order in which they were recorded.
-
-        Each time is computed from that of the event before. CUDA gives the difference in milliseconds as a float32,
-        which over an hour would no longer be exact to the microsecond.
+        Each time is computed from that of the event before, because CUDA gives the difference in milliseconds as a
+        float32, which over an hour would no longer be exact to the microsecond.
         """
         event.synchronize()
         self.seconds += self.latest.elapsed_time(event) / 1e3
@@ -33,11 +31,7 @@ class DeviceClock:
 
 
 class Phases:
-    """The phases of one step, in their order.
-
-    Args:
-        clock: of the GPU that runs the step; None on a CPU.
-    """
+    """The phases of one step, in their order; `clock` is the GPU's, and None on a CPU."""
 
     def __init__(self, clock: DeviceClock | None):
         self.clock = clock
@@ -56,8 +50,9 @@ class Phases:
         lanes = {"worker": [begin for _, begin, _ in self.marks]}
         if self.clock:
             lanes["device"] = [self.clock.read(event) for _, _, event in self.marks]
-        found = []
-        for lane, times in lanes.items():
-            spans = zip(self.marks, pairwise(times), strict=False)
-            found += [(lane, name, begin, end) for (name, _, _), (begin, end) in spans if name]
-        return found
+        return [
+            (lane, name, begin, end)
+            for lane, times in lanes.items()
+            for (name, _, _), (begin, end) in zip(self.marks, pairwise(times), strict=False)
+            if name
+        ]

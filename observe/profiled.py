@@ -1,4 +1,4 @@
-"""What torch's profiler records of a worker; `profiles.py` is the engine's side."""
+"""The profile of a worker by torch's profiler; `profiles.py` is the engine's side."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Profiled:
         self.trace(True)
 
     def stop_profile(self: Any, name: str) -> str:
-        """End the record, and write it for Perfetto; returns the name of its file in `torch_profiler_dir`.
+        """Write the record for Perfetto; returns its file's name in `torch_profiler_dir`.
 
-        It is empty where nothing was recorded, because this worker has come in the place of another one.
+        It is empty if this worker has come in the place of another one, so that nothing was recorded.
         """
         if not self.profiler:
             return ""

@@ -18,8 +18,7 @@ class Profiles:
     """Starts and stops the profiles of one engine.
 
     Args:
-        config: the engine's options.
-        call: calls a method of all workers by its name, and returns what it returns on each rank; see `Profiled`.
+        call: calls a method of all workers by its name (`Profiled`); returns the results of all ranks.
         observers: of the engine; a trace is one of them while a profile is recorded.
     """
 

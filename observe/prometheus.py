@@ -1,4 +1,4 @@
-"""What `GET /metrics` tells Prometheus: what the engines have counted, and how many requests were answered."""
+"""The text of `GET /metrics` for Prometheus: the engines' metrics, and how many requests were answered."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def exposition(
 def families(engines: Mapping[int, dict[str, Any]], prefix: str, model_name: str) -> Iterator[Metric]:
     """The series that engines have counted."""
     for name in next(iter(engines.values())):
-        series, values = SERIES[name], {str(rank): told[name] for rank, told in engines.items()}
+        series, values = SERIES[name], {str(rank): metrics[name] for rank, metrics in engines.items()}
         if series.kind in ("info", "moment"):
             first = next(iter(values.values()))
             info = GaugeMetricFamily(prefix + name, series.help, labels=["engine", *first])
@@ -56,7 +56,7 @@ def families(engines: Mapping[int, dict[str, Any]], prefix: str, model_name: str
         yield family
 
 
-def buckets(told: dict[str, Any]) -> tuple[list[tuple[str, float]], float]:
+def buckets(histogram: dict[str, Any]) -> tuple[list[tuple[str, float]], float]:
     """A histogram's buckets as Prometheus has them, each with all values below its bound, and its sum."""
-    bounds = [*map(floatToGoString, told["bounds"]), "+Inf"]
-    return list(zip(bounds, accumulate(told["counts"]), strict=True)), told["sum"]
+    bounds = [*map(floatToGoString, histogram["bounds"]), "+Inf"]
+    return list(zip(bounds, accumulate(histogram["counts"]), strict=True)), histogram["sum"]

@@ -3,12 +3,11 @@
 The idea is AddressSanitizer's (Serebryany et al., 2012): memory has a shadow that tells what each place holds, and what
 is freed is poisoned. Each KV slot has a hash of the tokens up to and including the one whose key it holds, and of the
 kind of layers that it is for. Before the model runs a step, the context of each of its rows must hash to the sequence's
-own tokens. Else it is a block that was freed too early, a stale prefix, a wrong slot, another kind's block, or another
-sequence's overwrite. Each row of recurrent states has the hash of the tokens that it has seen.
+own tokens. Each row of recurrent states has the hash of the tokens that it has seen.
 
 The hash of t_0 .. t_i is sum_j mix(t_j, j) mod 2^64, so each token just adds to it (AdHash: Bellare and Micciancio,
-"Incrementality at reduced cost", 1997). Freed blocks are also filled with NaN, and so are the states of slots that a
-sequence has left. If a kernel reads where no table points, the NaN shows in the hidden states.
+"Incrementality at reduced cost", 1997). Freed blocks and states are also filled with NaN. If a kernel reads where no
+table points, the NaN shows in the hidden states.
 """
 
 from __future__ import annotations
@@ -33,12 +32,9 @@ class SanitizerError(AssertionError):
 
 
 def mix(token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """A hash of token and position, int64. It is nearly the finalizer of splitmix64 (Steele et al., 2014).
+    """A hash of tokens and positions, int64 [same shape]. It is nearly splitmix64's finalizer (Steele et al., 2014).
 
     All virtual tokens count as one, because their ids say in which slot their adapter is.
-
-    Args:
-        token_ids, positions: integers of one shape, which the result has, too.
     """
     x = (token_ids.long().clamp(min=-1) + 1) * FACTORS[0] + positions.long() * FACTORS[1]
     x = (x ^ (x >> 30)) * FACTORS[1]
@@ -47,7 +43,7 @@ def mix(token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
 
 class Shadow:
-    """What the blocks of one pool hold, and who wrote it. It has one block more, which -1 means and nobody reads."""
+    """The content of one pool's blocks, and its writers. There is one block more, which -1 means and nobody reads."""
 
     def __init__(self, num_blocks: int, block_size: int, device: str):
         self.hashes = torch.full((num_blocks + 1, block_size), POISON, dtype=torch.int64, device=device)
@@ -102,7 +98,7 @@ class KVSanitizer:
     def follow(self, plan: StepPlan, adapters: Sequence[int] = ()) -> None:
         """Apply a plan's differences, after the worker has moved its blocks, and poison what the plan has freed.
 
-        `adapters` has a number for the adapter in each slot; with another one, the same tokens have other keys.
+        `adapters` has a number for the adapter in each slot, because with it the same tokens have other keys.
         """
         self.step = plan.step
         self.shadow.move(plan.swap_out, self.host_shadow)
@@ -121,11 +117,11 @@ class KVSanitizer:
             self.states[left], self.state_shadow.hashes[left] = torch.nan, POISON
         for row in plan.new:
             self.names[row.slot] = row.name
-            known = self.token_ids[row.slot, : len(row.token_ids)]
-            mixed = mix(known, torch.arange(len(known), device=known.device))
+            token_ids = self.token_ids[row.slot, : len(row.token_ids)]
+            mixed = mix(token_ids, torch.arange(len(token_ids), device=token_ids.device))
             self.hashes[row.slot] = 0
             self.hashes[row.slot, 0] = first = adapters[row.adapter - 1] if row.adapter else 0
-            self.hashes[row.slot, 1 : len(known) + 1] = first + mixed.cumsum(0)
+            self.hashes[row.slot, 1 : len(token_ids) + 1] = first + mixed.cumsum(0)
 
     # --- what a step reads and writes -------------------------------------------------------------------------------
 
@@ -166,10 +162,10 @@ class KVSanitizer:
             tables = self.block_tables[kind, slots, : -(-int(seq_lens.max()) // self.block_size)].long()
             held = self.shadow.hashes[tables].flatten(1) - kind * FACTORS[2]  # [B, positions]
             position = torch.arange(held.shape[1], device=held.device)
-            wrong = held != self.hashes[slots, 1 : held.shape[1] + 1]
-            wrong &= (position < seq_lens[:, None]) & (position >= first[:, None])
-            if wrong.any():
-                row, place = wrong.nonzero()[0].tolist()
+            differs = held != self.hashes[slots, 1 : held.shape[1] + 1]
+            differs &= (position < seq_lens[:, None]) & (position >= first[:, None])
+            if differs.any():
+                row, place = differs.nonzero()[0].tolist()
                 slot, block = int(slots[row]), int(tables[row, place // self.block_size])
                 mapped = slot_mapping[kind][(owners == slot) & (positions == place)].tolist()
                 raise self._wrong_read(slot, block, place, int(held[row, place]), mapped)
@@ -178,9 +174,9 @@ class KVSanitizer:
         """Check that the state of each row [B] has seen the tokens before the step's, and note that it sees these."""
         shadow, begins = self.state_shadow, seq_lens - counts
         held = shadow.hashes[slots, 0]
-        wrong = (begins > 0) & (held != self.hashes[slots, begins])
-        if wrong.any():
-            row = int(wrong.nonzero()[0])
+        differs = (begins > 0) & (held != self.hashes[slots, begins])
+        if differs.any():
+            row = int(differs.nonzero()[0])
             slot, seen = int(slots[row]), "has seen the first {tokens} tokens of request {name!r}"
             what = f"the recurrent state in row {slot} {self._content(shadow, slot, 0, int(held[row]), seen)}"
             raise self._error(slot, f"{what}, not this sequence's first {int(begins[row])}")
@@ -198,17 +194,17 @@ class KVSanitizer:
         Raises:
             SanitizerError: names the request and the step.
         """
-        wrong = hidden.isnan().any(-1)
-        if wrong.any():
+        has_nan = hidden.isnan().any(-1)
+        if has_nan.any():
             slots, counts = np.array(plan.rows).T
             raise self._error(
-                np.repeat(slots, counts)[int(wrong.nonzero()[0])],
+                np.repeat(slots, counts)[int(has_nan.nonzero()[0])],
                 "its hidden state is NaN, though its block table is right: attention has read a freed block or an "
                 "unwritten slot, or the model itself makes NaN",
             )
 
     def _wrong_read(self, slot: int, block: int, place: int, held: int, mapped: list[int]) -> SanitizerError:
-        """What a sequence would have read as its token at position `place`."""
+        """The error of a sequence that would read something else as its token at position `place`."""
         offset, seen = place % self.block_size, "holds position {position} of request {name!r}, written in step {step}"
         what, where = self._content(self.shadow, block, offset, held, seen), ""
         if mapped and mapped != [block * self.block_size + offset]:
@@ -221,8 +217,8 @@ class KVSanitizer:
         step = shadow.steps[block]
         if shadow.hashes[block, offset] == POISON:
             return "holds nothing that was written since it was freed"
-        if found := (self.hashes == held).nonzero().tolist():
-            slot, tokens = found[0]
+        if owners := (self.hashes == held).nonzero().tolist():
+            slot, tokens = owners[0]
             return of_request.format(name=self.names[slot], tokens=tokens, position=tokens - 1, step=step)
         return f"holds what request {shadow.writers[block]!r} wrote in step {step}"
 

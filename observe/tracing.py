@@ -1,8 +1,8 @@
 """A timeline of every step, for Perfetto (ui.perfetto.dev) or chrome://tracing: `--trace FILE`.
 
-Three lanes: what the engine does, what rank 0's worker does on the host, and what its device does. Of a pipeline each
-stage has two lanes of its own. The format is Chrome's JSON array of events. The file is valid JSON after every step, so
-that it can be read whenever and however the engine ends.
+It has three lanes: the engine, rank 0's worker on the host, and its device. Of a pipeline each stage has two lanes of
+its own. The format is Chrome's JSON array of events. The file is valid JSON after every step, so that it can be read
+however the engine ends.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Trace(Observer):
     def __init__(self, path: str, stages: int = 1):
         self.file = DiagnosticFile("trace", path, tail=b"\n]\n")
         self.start = self.begun = time.perf_counter()
-        each = [""] if stages == 1 else [f" {i}" for i in range(stages)]
-        self.lanes = ["engine", *(f"{lane}{stage}" for stage in each for lane in ("worker", "device"))]
+        suffixes = [""] if stages == 1 else [f" {i}" for i in range(stages)]
+        self.lanes = ["engine", *(f"{lane}{suffix}" for suffix in suffixes for lane in ("worker", "device"))]
         events = [
             {"name": "thread_name", "ph": "M", "pid": 0, "tid": tid, "args": {"name": lane}}
             for tid, lane in enumerate(self.lanes)

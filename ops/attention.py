@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ops.matmul import FLOAT_MAX, FP8_MAX, _cast, _chip
+from ops.matmul import FLOAT_MAX, FP8_MAX, HALF_MAX, _cast, _chip
 
 PROCESSORS = 132  # assumed where there is no GPU to ask
 DECODE_ROWS = 512  # rows whose items are counted, or searched, at a time: with 1024 the counting kernel spills
@@ -48,6 +48,17 @@ def _stored(x, dtype: tl.constexpr):
     if x.dtype == dtype:
         return x
     return _cast(tl.clamp(x.to(tl.float32), -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL), dtype)
+
+
+@triton.jit
+def _query(x, dtype: tl.constexpr):
+    """Queries x [..] for products with keys of a pool of `dtype`: in float16 beside FP8, which that holds exactly.
+
+    From sm_89 on one instruction makes two float16 of FP8, where bfloat16 takes four. A query above 65,504 is cut.
+    """
+    if dtype == tl.float8e4nv and x.dtype == tl.bfloat16:
+        x = tl.clamp(x.to(tl.float32), -HALF_MAX, HALF_MAX, propagate_nan=tl.PropagateNan.ALL).to(tl.float16)
+    return x
 
 
 @triton.jit

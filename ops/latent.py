@@ -19,6 +19,7 @@ from ops.attention import (
     _combine,
     _holds,
     _programs,
+    _query,
     _read,
     _stored,
     _tile_rows,
@@ -255,6 +256,8 @@ def latent_decode_kernel(
         p_q = q + i_row * (R + P) + (o_q * (R + P))[:, None]
         b_q = tl.load(p_q + o_r[None, :], mask=m_q[:, None] & m_r[None, :], other=0.0)
         b_q_rope = tl.load(p_q + R + o_p[None, :], mask=m_q[:, None] & m_p[None, :], other=0.0)
+        if BLOCK_Q < 64:  # wgmma would get converted queries from registers, which would spill
+            b_q, b_q_rope = _query(b_q, kv.dtype.element_ty), _query(b_q_rope, kv.dtype.element_ty)
         o_pos = i_len - TOKENS + (i_tile * G + o_q) // H
         b_acc = tl.zeros([BLOCK_Q, BLOCK_R], tl.float32)
         b_max = tl.full([BLOCK_Q], float("-inf"), tl.float32)

@@ -19,6 +19,7 @@ INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
 LOG2E = tl.constexpr(1.4426950408889634)
 FLOAT_MAX = tl.constexpr(3.4028234663852886e38)
 FP8_MAX = tl.constexpr(448.0)
+HALF_MAX = tl.constexpr(65504.0)
 NO_ID = tl.constexpr(2**31 - 1)
 
 ARCH = 90  # assumed where there is no GPU to ask: the compute capability of an H100

@@ -11,6 +11,7 @@ import math
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 
@@ -19,7 +20,9 @@ from ops.matmul import INTERPRET, MOST_REGISTERS, Chip, _cast, _chip, _dot, _is_
 from ops.quantized_inputs import _rounded_part, round_inputs
 from reference import BITS, Quantized
 
-PROGRAMS = 512  # programs to aim for with few rows: four for each processor, which hide each other's waits
+PROGRAMS = 512  # programs to aim for with up to 64 rows: four for each processor, which hide each other's waits
+LARGE_PROGRAMS = 264  # and with more, whose tiles are larger: two for each processor
+MANY_ROWS = 512  # from so many on, cuBLAS and a copy of the weight in 16 bits are predicted to be faster
 NF4, IQ4 = tl.constexpr(reference.NF4), tl.constexpr(reference.IQ4)
 
 
@@ -258,10 +261,10 @@ def quantized_linear_kernel(
     With factors W is as `reference.Quantized` says. If there are x_scales [M, G], x is codes, too, and stands for
     x * x_scales; see `_rounded_part`.
 
-    K is cut into SPLITS parts, each of which has a program of its own. If there are several (then M <= BLOCK_M), the
-    last program to finish adds them in their order, from partial [SPLITS, M, N] float32.
+    K is cut into SPLITS parts, each of which has a program of its own. If there are several, the last program of a tile
+    to finish adds them in their order, from partial [SPLITS, M, N] float32.
     """
-    i_m, i_n, i_s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    i_s, i_m, i_n = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
     o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
     m_m, m_n = o_m < M, o_n < N
@@ -273,7 +276,7 @@ def quantized_linear_kernel(
     if SPLITS > 1:
         o_part = o_m[:, None] * N + o_n[None, :]
         tl.store(partial + i_s * M * N + o_part, b_y, mask=m_y)
-        if not _is_last(counters + i_n, SPLITS):
+        if not _is_last(counters + i_m * tl.num_programs(2) + i_n, SPLITS):
             return
         b_y = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for i_part in range(SPLITS):
@@ -381,22 +384,26 @@ def quantized_linear(x: torch.Tensor, weight: Quantized, bias: torch.Tensor | No
     """Multiply by a weight in codes (`reference.quantized_linear`).
 
     With x in 16 bits, numbers of nf4, zeros, and the products of numbers and scales of groups that are no multiple of
-    64 are rounded to x's dtype. A NaN among codes of fp8 counts as 480.
+    64 are rounded to x's dtype. With MANY_ROWS or more all of W is. A NaN among codes of fp8 counts as 480.
     """
     (tokens, inputs), outputs = x.shape, len(weight.codes)
     assert x.is_contiguous() and weight.codes.ndim == 2 and (bias is None or bias.shape == (outputs,))
+    if tokens >= MANY_ROWS and not weight.input_kind:
+        return F.linear(x, quantized_rows(weight, torch.arange(outputs, device=x.device), x.dtype), bias)
 
     operands = _operands(x, weight, tokens)
     scales, zeros, factors, constants, block_k = operands.layout
     block_m, block_n, warps, stages = operands.tile
     row_tiles, column_tiles = triton.cdiv(tokens, block_m), triton.cdiv(outputs, block_n)
     steps, splits = triton.cdiv(inputs, block_k), 1
-    while tokens <= 64 and column_tiles * splits < PROGRAMS and splits < 8 and steps // (2 * splits) >= 4:
+    # More than 64 rows count as two tiles, so that there is one specialization for them.
+    tiles, programs = (column_tiles, PROGRAMS) if tokens <= 64 else (2 * column_tiles, LARGE_PROGRAMS)
+    while tokens < MANY_ROWS and tiles * splits < programs and splits < 8 and steps // (2 * splits) >= 4:
         splits *= 2
     y = torch.empty(tokens, outputs, dtype=x.dtype, device=x.device)
-    partial, counters = _parts(splits, column_tiles, tokens, outputs, x.device)
+    partial, counters = _parts(splits, row_tiles * column_tiles, tokens, outputs, x.device)
 
-    quantized_linear_kernel[(row_tiles, column_tiles, splits)](
+    quantized_linear_kernel[(splits, row_tiles, column_tiles)](
         operands.x, operands.x_scales, operands.codes, scales, zeros, factors, bias, y, partial, counters, tokens,
         outputs, inputs, *constants, splits, block_m, block_n, block_k,
         num_warps=warps, num_stages=stages, maxnreg=MOST_REGISTERS,

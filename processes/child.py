@@ -2,9 +2,8 @@
 
     Child             the parent's handle on such a process, which it replaces when it has died or stopped
     ParentPipe        the process's own end of the pipe to its parent
-    FrameServer       its end of its clients' connections; the others are in `processes/connection.py`
-    Board             what the API processes and their parent all see
-    Shares            what clients hold of something that all share
+    FrameServer       its end of its clients' connections, see `connection.py`
+    Board, Shares     memory that the API processes and their parent share, and clients' shares of its counts
 
 The parent never speaks HTTP and never imports torch. A child reads its options from standard input, and that pipe stays
 open as long as the parent lives: when it closes, because the parent ended or was killed, the child ends, too. A
@@ -68,16 +67,14 @@ class Child:
     the pipe, which ends the process.
 
     Args:
-        name: for messages.
         script: path of the file that it runs.
         options: what `ParentPipe` reads there.
-        startup_timeout: seconds that it may take to be ready.
         beside: further sockets that it gets.
         environment: variables that it has beside the server's.
         ends: an address and its listener that are there already, and stay when the process is stopped.
 
     Attributes:
-        address: of the process and its successors; see `processes/connection.py`.
+        address: of the process and its successors, see `connection.py`.
         patience: seconds without a heartbeat after which it is killed.
         idle: heartbeats in a row, up to the latest, that say that nobody needs the process.
     """
@@ -99,7 +96,7 @@ class Child:
         self.address, self.listener = ends or socket.socketpair()
         self.owned = [] if ends else [self.address, self.listener]
         self.facts: dict[str, Any] = {}
-        self.failure = ""  # why it has not started, if it has told
+        self.failure = ""  # why it has not started
         self.idle = 0
         self.failures, self.not_before = 0, 0.0
         self._launch()
@@ -117,10 +114,8 @@ class Child:
         self.begun, self.starting = time.monotonic(), True
         self.watchdog, self.beats = Watchdog(), 0
         fds = [end.fileno() for end in (self.listener, *self.beside)]
-        self.process = run_file(
-            self.script, environment=self.environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=fds,
-            start_new_session=True, bufsize=0,
-        )  # fmt: skip
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0, "start_new_session": True}
+        self.process = run_file(self.script, environment=self.environment, pass_fds=fds, **pipes)
         assert self.process.stdin and self.process.stdout
         self.to_child, self.from_child = self.process.stdin, self.process.stdout
         self.unread = b""  # the beginning of a line that has no end yet
@@ -153,11 +148,7 @@ class Child:
         self._write(options)
 
     def wait(self) -> None:
-        """Wait until it is ready.
-
-        Raises:
-            NotStartedError: it could not start, and either it has said why or this does.
-        """
+        """Wait until it is ready; a NotStartedError if it could not start."""
         while (ready := self.progress(LOOK)) is None:
             pass
         if not ready:
@@ -235,10 +226,6 @@ class Child:
         self._close_pipes()
         self.process.returncode = 0  # not our child: there is nothing to wait for
 
-    def reap(self) -> None:
-        """If the process has ended, note how, before somebody else waits for all children."""
-        self.process.poll()
-
     def stop(self) -> None:
         """End the process, for good."""
         self._close_pipes()
@@ -271,9 +258,8 @@ class ParentPipe:
     """A `Child`'s own end of the pipe to its parent: from now on the process ends when the parent does.
 
     Attributes:
-        options: what the process was started with, and has been told since then.
+        options, beside: the parent's (`Child`), with what it has changed since then.
         listener: where its clients come from.
-        beside: further sockets that the parent has given it.
         on_told: called when the parent has changed some of the options.
         on_close: called when the pipe closes, before the process ends.
         is_idle: whether nobody needs this process, which each heartbeat tells.
@@ -331,7 +317,7 @@ class ParentPipe:
                     time.sleep(LOOK)
 
     def end(self, code: int) -> NoReturn:
-        """End the process and kill its workers, because a stopped one would not see its parent end."""
+        """End the process and its workers, because a stopped one would not see its parent end."""
         for worker in multiprocessing.active_children():
             worker.kill()
         os._exit(code)
@@ -357,7 +343,7 @@ class FrameServer:
         with listener:
             while client := accept(listener):
                 limit_sends(client, SEND_TIMEOUT)
-                with contextlib.suppress(OSError):  # it has left already, and its reader sees that
+                with contextlib.suppress(OSError):  # its reader sees that it has left
                     client.send(ACCEPTED)
                 self.clients.add(client)
                 self.send(client, self.health)
@@ -421,13 +407,13 @@ ABSENT, STARTING, READY, DRAINING = range(4)  # states of an engine
 
 
 class Board(ctypes.Structure):
-    """What the API processes and their parent all see, in memory that was mapped before the fork.
+    """Memory that the API processes and their parent share, which was mapped before the fork.
 
     Each process counts in a place of its own. The parent clears what is in flight there when that process is gone.
 
     Attributes:
         draining: whether the server is about to end, and takes no new requests.
-        wanted: how many engines there are to be; 0: nobody has said.
+        wanted: how many engines there are to be.
         engines: the state of each engine, by its rank: ABSENT, STARTING, READY or DRAINING.
         answers, bytes: how many answers are in flight, and bytes of bodies that are being read or parsed.
         names, counts: what each process has counted by `count`, in the order in which it came first.
@@ -470,14 +456,14 @@ class Board(ctypes.Structure):
         self.told[age % self.PLACES].value = b""
 
     def count(self, name: str) -> None:
-        """Count one more of this name, of which there may be few."""
+        """Count one more of this name; there may be few names."""
         names, word = self.names[self.mine], name.encode()[: self.MOST_NAME]  # a route's path may be longer
         at = next(i for i, there in enumerate(names) if there.value in (word, b""))
         names[at].value = word
         self.counts[self.mine][at] += 1
 
     def counted(self) -> Counter[str]:
-        """How often each name was counted since the start, by all processes."""
+        """The counts of each name since the start, by all processes."""
         total = Counter[str]()
         for names, counts in zip(self.names, self.counts, strict=True):
             for name, count in zip(names, itertools.takewhile(bool, counts), strict=False):
@@ -485,7 +471,7 @@ class Board(ctypes.Structure):
         return total
 
     def tasks_of(self, age: int) -> str:
-        """What the API process number `age` computes, or the latest of it; one that stands still cannot tell itself."""
+        """The latest tasks of the API process number `age`, which cannot tell itself if it stands still."""
         return self.told[age % self.PLACES].value.decode(errors="replace")
 
     @contextlib.contextmanager
@@ -495,7 +481,7 @@ class Board(ctypes.Structure):
         try:
             yield
         finally:
-            self._tell(*(each for each in self.tasks if each is not task))
+            self._tell(*(other for other in self.tasks if other is not task))
 
     def _tell(self, *tasks: str) -> None:
         self.tasks = tasks
@@ -503,7 +489,7 @@ class Board(ctypes.Structure):
 
 
 class Shares:
-    """What the clients of this API process hold of something that all share: `counts`, by processes, has a limit.
+    """Clients' shares of something that has a limit: `counts`, by API processes.
 
     A client may have all that others leave, and at least an equal share of this process's part: it is let in while it
     holds less than that, whatever others hold. So n clients have up to limit * (1 + 1/2 + ... + 1/n) together.

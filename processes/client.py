@@ -1,13 +1,12 @@
 """The clients of an engine: one in this process, or one in another process and its successors.
 
-    EngineCoreClient    what a client of one engine, or of several, can do
+    EngineCoreClient    the methods of a client of one engine, or of several
     MPClient            the client of an engine in another process, over a `Connection`
     InprocClient        the client of an engine in the caller's own process
     Stream              the outputs of one request, or of several, as they come
-    BackgroundResources what a client has started, which ends with it
+    BackgroundResources things that a client has started, which end with it
 
-Threads and queues are plain ones, because gevent can patch those and turn the threads into greenlets, which the API
-processes want.
+Threads and queues are plain ones, which gevent can patch in the API processes.
 """
 
 from __future__ import annotations
@@ -40,10 +39,9 @@ def patience(method: str, args: Sequence[Any]) -> float:
 
 
 class EngineCoreClient(ABC):
-    """What all clients can do: vLLM's `EngineCoreClient`, with its names in brackets where they differ.
+    """The methods of all clients: vLLM's `EngineCoreClient`, with its names in brackets where they differ.
 
-    Once a client is shut down, whatever asks something of an engine raises a ValueError; `shutdown` and `abort` do
-    nothing then.
+    Once a client is shut down, `shutdown` and `abort` do nothing, and all else raises a ValueError.
     """
 
     num_engines = 1  # at the start
@@ -58,8 +56,8 @@ class EngineCoreClient(ABC):
 
         Raises:
             EngineDeadError: there is no engine.
-            ValueError: it can never run, and the engine is in this process. Another process sends an output that says
-                so, with the finish reason "error".
+            ValueError: it can never run, and the engine is in this process. Another process sends an output with the
+                finish reason "error".
         """
 
     def get_output(self, stream: Stream, timeout: float | None = None) -> EngineOutput:
@@ -80,7 +78,7 @@ class EngineCoreClient(ABC):
 
     @abstractmethod
     def utility(self, method: str, *args: Any, timeout: float | None = 10.0) -> dict[int, Any]:
-        """What one of `core.UTILITIES` returns on each engine that lives, by its rank (`call_utility`).
+        """Call one of `core.UTILITIES` on each engine that lives; returns the results by rank (`call_utility`).
 
         Raises:
             ValueError: the engine does not have it, it failed, or its arguments cannot be sent.
@@ -89,17 +87,13 @@ class EngineCoreClient(ABC):
         """
 
     def utility_on_all(self, method: str, *args: Any, timeout: float | None = None) -> dict[int, Any]:
-        """What `utility` does, for one that changes engines, one after the other. All of them have to do it.
-
-        Raises:
-            EngineDeadError: some did not answer. The others have done it.
-        """
+        """Call a utility that changes engines, on one after the other; an EngineDeadError if some did not answer."""
         return self.utility(method, *args, timeout=timeout)
 
     def collective_rpc(
         self, method: Method, timeout: float | None = None, args: Sequence[Any] = (), kwargs: Kwargs = None
     ) -> list[Any]:
-        """What a worker's method, or a function of the worker, returns on each device of all engines.
+        """Call a worker's method, or a function of the worker, on each device of all engines.
 
         Raises:
             ValueError: it failed, or it cannot be sent.
@@ -108,10 +102,6 @@ class EngineCoreClient(ABC):
         name = method if isinstance(method, str) else reference_to(method)
         by_engine = self.utility_on_all("collective_rpc", name, timeout, [*args], dict(kwargs or {}))
         return [result for results in by_engine.values() for result in results]
-
-    def dp_engines_running(self) -> bool:
-        """Whether an engine has a request to run now, from whichever client; raises what `utility` does."""
-        return any(self.utility("has_work").values())
 
     def scale_elastic_ep(self, new_data_parallel_size: int) -> None:
         """Have so many engines; they come and go while others serve.
@@ -132,13 +122,11 @@ def check_accepted(output: EngineOutput, begun: bool) -> None:
 
 
 class BackgroundResources:
-    """What a client has started. A call ends all of it, once: first what was started last.
+    """Threads and other things that a client has started. A call ends them, once: first what was started last.
 
-    The client's `shutdown` calls it. So does `weakref.finalize`, when the last reference to the client goes, and when
-    the interpreter exits. Therefore this and its threads may refer to the client only weakly.
-
-    Attributes:
-        ended: is set before anything ends.
+    The client's `shutdown` calls it, and so does `weakref.finalize`, when the last reference to the client goes or the
+    interpreter exits. Therefore this and its threads may refer to the client only weakly. `ended` is set before
+    anything ends.
     """
 
     def __init__(self, client: object):
@@ -173,7 +161,7 @@ class BackgroundResources:
             raise ValueError("this client is shut down; it can do nothing more")
 
     def __call__(self) -> None:
-        if os.getpid() != self.pid:  # this process is a fork, and what it has copies of goes on in the other one
+        if os.getpid() != self.pid:  # this process is a fork, and the other one goes on
             return
         if threading.current_thread() in self.threads:  # garbage is collected in any thread; none can join itself
             threading.Thread(target=self).start()
@@ -194,15 +182,11 @@ def weakly(method: Callable[..., None]) -> Callable[..., None]:
 
 
 class Stream:
-    """The outputs of one request as they come, or of several requests that were added with the same stream.
-
-    Attributes:
-        clients: to which the requests were added. They live as long as somebody may read what comes.
-    """
+    """The outputs of one request as they come, or of several requests that were added with the same stream."""
 
     def __init__(self) -> None:
         self.queue: queue.SimpleQueue[EngineOutput | Exception] = queue.SimpleQueue()
-        self.clients: set[object] = set()
+        self.clients: set[object] = set()  # they live as long as somebody may read what comes
 
     def put(self, item: EngineOutput | Exception) -> None:
         """Append what `get` will return or raise."""
@@ -213,7 +197,7 @@ class Stream:
         return self.queue.empty()
 
     def get(self, timeout: float | None = None) -> EngineOutput:
-        """The next output; an exception that was put here is raised in its turn. See `EngineCoreClient.get_output`."""
+        """The next output (`EngineCoreClient.get_output`); an exception that was put here is raised in its turn."""
         item = self.queue.get(timeout=timeout)
         if isinstance(item, Exception):
             raise item
@@ -228,8 +212,7 @@ class MPClient(EngineCoreClient):
         self.streams: dict[str, Stream] = {}
         self.calls: dict[int, queue.SimpleQueue[Reply | None]] = {}
         self.call_ids = itertools.count()
-        self.said: str | None = GONE  # the engine's own word on its health
-        self.of_hook = False  # and whether that blames a user's class
+        self.health = Health(GONE)  # the engine's own word
         self.resources = BackgroundResources(self)
         self.connection = Connection(address, weakly(self._receive), lost=weakly(self._lost))
         self.resources.add(self.connection.close)
@@ -237,11 +220,11 @@ class MPClient(EngineCoreClient):
     @property
     def trouble(self) -> str | None:
         """Why the engine cannot run requests now; None: it can."""
-        return SILENT if self.connection.silent else self.said
+        return SILENT if self.connection.silent else self.health.trouble
 
     def _receive(self, message: Health | Reply | Outputs) -> None:
         if isinstance(message, Health):
-            self.said, self.of_hook = message.trouble, message.of_hook
+            self.health = message
         elif isinstance(message, Reply):
             if waiter := self.calls.get(message.call_id):
                 waiter.put(message)
@@ -255,27 +238,27 @@ class MPClient(EngineCoreClient):
                     stream.put(output)
 
     def _lost(self, connection: Connection) -> None:
-        words = f": {self.said}" if self.said and not self.said.startswith(GONE) else ""  # its last ones
-        self.said = (OUT_OF_REACH if connection.far else GONE) + words
+        last, gone = self.health, OUT_OF_REACH if connection.far else GONE
+        words = f": {last.trouble}" if last.trouble and not last.trouble.startswith(GONE) else ""
+        self.health = Health(gone + words)
         streams, self.streams = self.streams, {}
         if self.suspects and not (connection.far or connection.closed.is_set()):
-            for name in streams if self.of_hook else ():
+            for name in streams if last.of_hook else ():
                 self._end(name, False)
             self.suspects.died(streams)
         for stream in streams.values():
-            stream.put(EngineDeadError(self.said))
+            stream.put(EngineDeadError(gone + words))
         for waiter in list(self.calls.values()):
             waiter.put(None)
 
     def _send(self, message: Message, register: Callable[[], None] = lambda: None) -> None:
         self.resources.check()
-        # It would wait, nobody knows for how long. But what goes to another host arrives when the network is back, or
-        # the connection is lost soon.
+        # A message to another host arrives when the network is back, or the connection is lost soon.
         if self.connection.silent and not self.connection.far:
             raise EngineDeadError(SILENT)
         self.connection.up.wait(GRACE)  # a new engine may be about to answer
         if not self.connection.send(message, register):
-            raise EngineDeadError(self.said or GONE)
+            raise EngineDeadError(self.health.trouble or GONE)
 
     def fail(self, error: Exception) -> None:
         """Raise this error for all who wait for an output."""
@@ -319,7 +302,7 @@ class MPClient(EngineCoreClient):
         finally:
             del self.calls[call_id]
         if reply is None:
-            raise EngineDeadError(self.said or GONE)
+            raise EngineDeadError(self.health.trouble or GONE)
         if reply.error:
             raise (TimeoutError if reply.raised == "TimeoutError" else ValueError)(reply.error)
         return {self.rank: reply.value}
@@ -350,7 +333,7 @@ class InprocClient(EngineCoreClient):
 
     @contextlib.contextmanager
     def _changing(self, *harmless: type[Exception]) -> Iterator[Any]:
-        """The engine, which is of no use any more after another error than these."""
+        """The engine; after another error than these it is of no use any more."""
         try:
             yield self.core
         except harmless:
@@ -365,12 +348,9 @@ class InprocClient(EngineCoreClient):
         return self.streams.setdefault(request.request_id, stream or Stream())
 
     def get_output(self, stream: Stream, timeout: float | None = None) -> EngineOutput:
-        """Run the engine until the stream has an output; `queue.Empty` also means that there is nothing to run.
+        """Run the engine until the stream has an output, at least one whole step. Raises what `EngineCore.step` does.
 
-        It runs one step at least, and a step is not cut short by the timeout.
-
-        Raises:
-            Exception: see `EngineCore.step`, after which the engine is of no use; later calls raise an EngineDeadError.
+        `queue.Empty` also means that there is nothing to run.
         """
         _ = self.core
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -403,7 +383,7 @@ class InprocClient(EngineCoreClient):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What the engine has measured and chosen."""
+        """The engine's measurements and choices."""
         return self.core.facts
 
     def utility(self, method: str, *args: Any, timeout: float | None = 10.0) -> dict[int, Any]:

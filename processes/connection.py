@@ -1,14 +1,14 @@
-"""Connections to an engine process or the coordinator: sockets, in frames of a message each, and heartbeats.
+"""Connections to an engine process or the coordinator, over sockets.
 
-A frame is four bytes of length and the message as `ring.Codec` writes it.
+A frame is four bytes of length and a message as `ring.Codec` writes it. Heartbeats are messages, too.
 
 Nothing here has a name. The parent of all these processes makes a pair of sockets, the address and the listener, which
 its children inherit. To connect is to make another pair, and to send one half of it through the address; to accept is
-to receive that half from the listener. So nothing is left in the file system, whoever is killed, nobody else can
-connect, and a client that comes while a process is being replaced waits in line for its successor.
+to receive that half from the listener. So nothing is left in the file system, nobody else can connect, and a client
+that comes while a process is being replaced waits in line for its successor.
 
-The process that accepts says so by a byte. With it may come another socket, to use instead of the half: a connection to
-a process on another host, which `processes/gate.py` has made.
+The process that accepts says so by a byte. With it may come another socket to use instead: a connection to a process on
+another host, which `gate.py` has made.
 """
 
 from __future__ import annotations
@@ -81,14 +81,13 @@ class Connection:
     """A client's end of a socket, up once the other end has said something. If it is lost, another waits in line.
 
     Args:
-        address: of the process at the other end.
         receive: called with each message that comes, in a thread of its own.
         connected: called with this whenever the other end has said something for the first time.
         lost: called with this when a connection is lost.
-        send_timeout: seconds after which a message that is not taken counts as a loss of the connection; None: never.
+        send_timeout: seconds after which a message that is not taken counts as a loss of the connection.
 
     Attributes:
-        heard: messages, among them a heartbeat now and then.
+        heard: number of messages that have come.
         silent: whether it is up, and nothing has come for STALL seconds.
         far: whether it leads to another host.
     """
@@ -105,8 +104,7 @@ class Connection:
         self.connected, self.lost = connected, lost
         self.send_timeout = send_timeout
         self.codec, self.lock = Codec(Message), threading.Lock()
-        self.closed = threading.Event()
-        self.up = threading.Event()
+        self.closed, self.up = threading.Event(), threading.Event()
         self.heard, self.silent = 0, False
         self.far = False
         self.socket = connect(address)

@@ -1,7 +1,7 @@
 """The coordinator, a process between engines and their clients.
 
-It sends the clients each engine's load (`processes/routing.py`). It tells engines in lockstep how far to step, and
-where to meet (`processes/lockstep.py`).
+It sends the clients each engine's load (`routing.py`). It tells engines in lockstep how far to step, and where to meet
+(`lockstep.py`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from executor import name_process
 from plan import Rendezvous
 from processes.child import Child, FrameServer, ParentPipe
 from processes.lockstep import Meetings, Waves
-from processes.messages import Load, Loads, Meet, Message, Resize, Routed, Subscribe, WaveReport
+from processes.messages import Load, Loads, Meet, Message, Routed, Subscribe, WaveReport
 
 INTERVAL = 0.05  # seconds between two publications of the loads, at least
 IDLE = 0, 0  # the load of an engine that has nothing to do
@@ -25,18 +25,17 @@ class Coordinator:
     """The loop of the coordinator's process.
 
     Args:
-        size: most engines that there can be.
-        sharing: how many there are now, if they share experts.
+        options: "size", the most engines that there can be; "sharing", how many there are now, if they share experts.
         listener: where its clients come from.
     """
 
-    def __init__(self, size: int, sharing: int, listener: socket.socket):
-        self.frames, self.waves = FrameServer(listener), Waves()
-        self.meetings = Meetings(sharing)
+    def __init__(self, options: dict[str, int], listener: socket.socket):
+        self.options, self.frames = options, FrameServer(listener)
+        self.waves, self.meetings = Waves(), Meetings(options["sharing"])
         self.engines: dict[socket.socket, int] = {}  # the rank of each, by its connection
         self.in_lockstep: set[socket.socket] = set()
         self.subscribers: set[socket.socket] = set()
-        self.loads: list[tuple[int, int]] = [IDLE] * size  # as `messages.Loads` has them
+        self.loads: list[tuple[int, int]] = [IDLE] * options["size"]  # as `messages.Loads` has them
         self.routed: list[tuple[bytes, int]] = []  # since loads were published
         # Whether something has come since then. Even unchanged loads tell routers that what they have sent has ended.
         self.news, self.last = False, 0.0
@@ -52,9 +51,8 @@ class Coordinator:
                 self.last = time.monotonic()
 
     def _handle(self, client: socket.socket | None, message: Message | None) -> None:
-        if isinstance(message, Resize):
-            return self._send(self.meetings.resize(message.engines))
-        assert client
+        if client is None:  # the options have changed
+            return self._send(self.meetings.resize(self.options["sharing"]))
         self.news = self.news or isinstance(message, Load | Routed | None)
         if isinstance(message, Load):
             self.engines[client] = message.rank
@@ -99,11 +97,11 @@ class CoordinatorProcess(Child):
 
 
 def coordinator_main() -> None:
-    """What the coordinator's process runs."""
+    """Run the coordinator's process."""
     name_process("coordinator")
     parent = ParentPipe()
-    coordinator = Coordinator(parent.options["size"], parent.options["sharing"], parent.listener)
-    parent.on_told = lambda: coordinator.frames.inbox.put((None, Resize(parent.options["sharing"])))
+    coordinator = Coordinator(parent.options, parent.listener)
+    parent.on_told = lambda: coordinator.frames.inbox.put((None, None))
     parent.on_told()  # something may have come before
     parent.ready({})
     coordinator.run()

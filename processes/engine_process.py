@@ -35,7 +35,6 @@ class EngineServer:
     """The loop of the engine process: reads its clients' messages between steps and sends each its outputs.
 
     Args:
-        core: the engine.
         listener: where its clients come from.
         coordinator: its address, if there are other engines.
         peers: these engines, if they share the experts.
@@ -152,7 +151,7 @@ class EngineServer:
             self.frames.send(owner, part)
 
     def _owner_of(self, request_id: str) -> socket.socket | None:
-        """The client whose request it is. There should always be one, but the engine goes on without."""
+        """The client whose request it is; there should always be one, but the engine goes on without."""
         if (owner := self.owners.get(request_id)) is None:
             logger.error(f"news of request {request_id!r:.80} are dropped, because no client has it")
         return owner
@@ -209,13 +208,13 @@ class EngineServer:
         except FatalHookError:
             raise
         except Exception as error:  # the caller hears of it, and the engine goes on
-            late = isinstance(error, TimeoutError)
-            said = str(error) if late or isinstance(error, ValueError) else repr(error)
-            self.frames.send(client, Reply(call.call_id, error=said, raised="TimeoutError" if late else ""))
+            text = str(error) if isinstance(error, (TimeoutError, ValueError)) else repr(error)
+            reply = Reply(call.call_id, error=text, raised="TimeoutError" if isinstance(error, TimeoutError) else "")
+            self.frames.send(client, reply)
 
 
 def engine_main() -> None:
-    """What the engine process runs."""
+    """Run the engine process."""
     parent = ParentPipe()
     config = EngineConfig(**parent.options)
     name_process(f"engine {config.data_parallel_rank}")
@@ -251,13 +250,7 @@ def engine_main() -> None:
 
 
 class EngineProcess(Child):
-    """An engine in a process of its own.
-
-    Args:
-        config: its options.
-        coordinator: its address, where there are several engines.
-        ends: see `Child`.
-    """
+    """An engine in a process of its own; `coordinator` is an address, where there are several engines."""
 
     def __init__(
         self,
@@ -280,13 +273,13 @@ class EngineProcess(Child):
         super().__init__(name, __file__, options, config.startup_timeout, beside, environment, ends)
 
     def on_end(self) -> None:
-        """Ranks that something else has started, and weights that came as tensors, cannot be replaced."""
+        """Raise for what cannot be replaced: ranks of another launcher, and weights that came as tensors."""
         if self.irreplaceable:
             raise ChildProcessError(f"{self.name} has ended, and {self.irreplaceable} with it")
 
     @property
     def weights(self) -> dict[str, Any]:
-        """The options by which another engine gets the weights that this one has now."""
+        """The present weights, as options for another engine."""
         if not self.starting:  # what it says first are its facts, which `progress` reads
             self.listen()
         return weights_in(self.options)
@@ -298,7 +291,7 @@ class EngineProcess(Child):
         self.irreplaceable = "weights that came as tensors" if options["weights"] == TENSORS else self.launched
 
     def on_ready(self) -> None:
-        """Have a successor keep these sizes: clients know them, and if it measured again it might come to less."""
+        """Have a successor keep these sizes, which clients know; if it measured again it might come to less."""
         self.patience = self.facts["step_timeout"]
         self.options |= sizes_of(self.facts)
         self.facts |= weights_in(self.options)

@@ -1,9 +1,7 @@
 """The engines of a server or a script: on this host and on others, always as many or a changing number.
 
-    Fleet           starts engine processes and what they need, and looks after them
-    FleetClient     the same for a script, which is also their client
-
-The process of one engine is in `processes/engine_process.py`.
+Fleet           starts engine processes (`engine_process.py`) and what they need, and looks after them
+FleetClient     the same for a script, which is also their client
 """
 
 from __future__ import annotations
@@ -53,15 +51,14 @@ IDLE_BEATS = 3  # heartbeats in a row by which an engine that drains is done; ea
 class Fleet:
     """The engines of a server and what they need, looked after as one `Child` is.
 
-    Engines of other hosts are not started here, but wanted: `gate` lets them in. With `data_parallel_size_max`, the
-    board's `wanted` says how many engines there are to be. One that is added loads beside those that serve, and gets
-    requests once it is ready. One that is taken away drains: see `DPClient`.
+    Engines of other hosts are not started here: `gate` lets them in. With `data_parallel_size_max`, the board's
+    `wanted` says how many engines there are to be. One that is added loads beside those that serve, and gets requests
+    once it is ready. One that is taken away drains: see `DPClient`.
 
     Engines that share experts are always those of the lowest ranks, and each step needs all of them. So none ends
     before those above it, and one that dies while it drains is replaced.
 
     Args:
-        config: the server's options.
         board: takes the state of each engine.
         secret: that hosts must know, where there are several.
     """
@@ -92,7 +89,7 @@ class Fleet:
         """Start the engines, and wait until they are ready, those of other hosts as well.
 
         Raises:
-            NotStartedError: one does not start, or engines differ in what clients have to know; it has been said why.
+            NotStartedError: one does not start, or engines differ in what clients have to know.
         """
         try:
             self._start()
@@ -146,14 +143,13 @@ class Fleet:
             raise NotStartedError(2)  # its gate has said why on stderr
 
     def _take_weights(self, facts: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
-        """Start engines here anew if other hosts have kept newer weights, from before this server; returns their facts.
+        """Start engines here anew if other hosts have kept newer weights; returns their facts.
 
         Raises:
             ValueError: such weights are not on this host.
         """
         newest = max(facts.values(), key=lambda theirs: theirs["weights_version"])
-        old = [rank for rank in self.engines if facts[rank]["weights"] != newest["weights"]]
-        if old:
+        if old := [rank for rank in self.engines if facts[rank]["weights"] != newest["weights"]]:
             stamp = stamp_of(newest["weights"])  # files may have other times on this host
             self.config = dataclasses.replace(self.config, **weights_in(newest) | {"weights_stamp": stamp})
         for rank in old:
@@ -172,7 +168,7 @@ class Fleet:
         self.engines[rank] = EngineProcess(config, address, self.ends[rank])
 
     def new_client(self, routers: int = 1, suspects: Suspects | None = None) -> MPClient | DPClient:
-        """A client for the process that calls this, which is one of so many; `suspects`: see `MPClient`."""
+        """A client for one of so many processes; `suspects`: see `MPClient`."""
         if not self.coordinator:
             (rank,) = self.ranks
             return MPClient(self.ends[rank][0], rank, suspects)
@@ -208,9 +204,9 @@ class Fleet:
     def _admit(self, rank: int) -> None:
         """Make an engine READY, and have it drain if its weights are out of date by then.
 
-        No update is missed. An engine tells the parent of new weights before it replies. After all replies
-        `DPClient.utility_on_all` looks for engines that have become ready meanwhile. If it finds this one, it updates
-        it, too. If not, READY is set later than that, and the check that follows here knows of the new weights.
+        No update is missed. An engine tells the parent of new weights before it replies, and after all replies
+        `DPClient.utility_on_all` updates engines that have become ready meanwhile. If READY is set later than that, the
+        check that follows here knows of the new weights.
         """
         self.board.engines[rank] = READY
         if not self._has_newest_weights(rank):
@@ -268,8 +264,9 @@ class Fleet:
             child.disown()
 
     def reap(self) -> None:
+        """Note how each process has ended, if it has, before somebody else waits for all children."""
         for child in self.children:
-            child.reap()
+            child.process.poll()
 
     def stop(self) -> None:
         for child in self.children:
@@ -280,7 +277,7 @@ class Fleet:
 
 @contextlib.contextmanager
 def launch(config: EngineConfig, board: Board, secret: str = "") -> Iterator[Fleet]:
-    """The engines and what they need, which are ready within the `with` block and end with it; see `Fleet.start`."""
+    """The engines, which are ready within the `with` block and end with it; see `Fleet.start`."""
     pid, fleet = os.getpid(), Fleet(config, board, secret)
     try:
         fleet.start()
@@ -291,23 +288,19 @@ def launch(config: EngineConfig, board: Board, secret: str = "") -> Iterator[Fle
 
 
 class FleetClient(DPClient):
-    """The client of a script's engines. It starts them, looks after them and ends them.
-
-    They are programs of their own, and do not import the script. So it needs no guard of its `__main__` for them.
+    """The client of a script's engines. It starts them, looks after them and ends them. They do not import the script.
 
     Raises:
         ValueError: the options do not fit this machine, or an engine does not start, and says why.
     """
 
     def __init__(self, config: EngineConfig):
-        check_engines(config)
-        secret, board = read_secret(config, os.environ), Board()
-        ModelConfig.from_folder(config.folder, config.hf_overrides)  # the engine process would only print a message
-        resources = BackgroundResources(self)
+        config, secret = prepare(config)
+        board, resources = Board(), BackgroundResources(self)
         with resources.all_or_nothing():
-            launched = launch(dataclasses.replace(config, runs_functions=True), board, secret)
+            engines = launch(dataclasses.replace(config, runs_functions=True), board, secret)
             try:
-                self.fleet = fleet = resources.stack.enter_context(launched)
+                self.fleet = fleet = resources.stack.enter_context(engines)
             except NotStartedError as error:
                 why = error.why or "they have said why on stderr"
                 raise ValueError(f"the engine processes have not started: {why}") from None
@@ -320,7 +313,7 @@ class FleetClient(DPClient):
 def prepare(config: EngineConfig) -> tuple[EngineConfig, str]:
     """The options with the model that is found, and the secret of the hosts; all is checked before torch is loaded.
 
-    Where a launcher has started this process as a rank other than 0, it follows rank 0 in here, and then ends.
+    A rank other than 0 of another launcher follows rank 0 in here, and then ends.
 
     Raises:
         ValueError: see `check_engines`, `read_secret`, `find_model`, `ModelConfig.from_folder` and `lead_or_follow`.
@@ -335,11 +328,10 @@ def prepare(config: EngineConfig) -> tuple[EngineConfig, str]:
 
 
 def check_engines(config: EngineConfig) -> None:
-    """Check that this host can run its engines, and that each of several gets GPUs of its own, where there are any.
+    """Check that each of several engines gets GPUs of its own, because one without would quietly run on the CPU.
 
     Raises:
-        ValueError: there are some, but not enough. An engine without one would quietly run on the CPU. Or the host has
-            a rank, but not for what it would be.
+        ValueError: there are GPUs, but not enough; or `data_parallel_rank` has no meaning here.
     """
     if config.data_parallel_rank and not config.data_parallel_external_lb:
         why = "it is for --data-parallel-external-lb (for --headless there is data_parallel_start_rank)"
@@ -350,7 +342,6 @@ def check_engines(config: EngineConfig) -> None:
     gpus = visible_gpus()
     if gpus and len(gpus) < size * ranks:
         raise ValueError(
-            f"data_parallel_size is {size} on this host, with tensor_parallel_size {config.tensor_parallel_size} and "
-            f"pipeline_parallel_size {config.pipeline_parallel_size}, which takes {size * ranks} GPUs; there are "
-            f"{len(gpus)}"
+            f"data_parallel_size is {size} on this host, and each engine has {ranks} ranks, which takes "
+            f"{size * ranks} GPUs; there are {len(gpus)}"
         )

@@ -1,14 +1,10 @@
 """Engines on other hosts: the gate lets these hosts in, and gives the server's processes connections to their engines.
 
-    Gate           listens on a port; `GateProcess` is the handle on its process
-    Places         for connections whose other ends have proved nothing yet
-
 Only the server's host listens. Another host (`processes/headless.py`) keeps one connection to it, its link. A process
 of the server reaches an engine there as it does one of its own host: it sends half of a pair of sockets through the
 engine's address (`processes/connection.py`). The gate takes the half and tells the engine's host to dial once more. The
-new connection goes through the half to the process that waits, and at the other end to the engine, which takes it for
-that of a client. So nobody stands between the two, and neither the gate nor a link is needed any more. An engine
-reaches the coordinator in the same way, the other way round.
+new connection goes through the half to the process that waits, and at the other end to the engine, as that of a client.
+Neither the gate nor the link is needed for it any more. An engine reaches the coordinator the other way round.
 """
 
 from __future__ import annotations
@@ -24,25 +20,13 @@ from typing import Any
 from config import EngineConfig
 from executor import name_process
 from observe.logs import Repeated, logger, set_up
+from processes import handshake
 from processes.child import Child, ParentPipe, weights_in
 from processes.connection import accept, to_frame
-from processes.handshake import (
-    HANDSHAKE_TIMEOUT,
-    PAUSE,
-    HandshakeError,
-    admit,
-    differences,
-    hand_over,
-    keep_up,
-    listed,
-    read_message,
-    settings_of,
-)
 from processes.messages import Attach, Dial, Join, Joined, Message, Ready
 from ring import Codec
 
-MOST_STRANGERS = 64  # connections that have proved nothing yet, and as many from each address that has proved it before
-MOST_OF_ADDRESS = 8  # of the former from one address
+MOST_STRANGERS = 64  # connections whose other ends have not yet proved that they know the secret
 
 
 class Link:
@@ -57,51 +41,6 @@ class Link:
         """Write a message; the link's reader notices if it is lost."""
         with self.lock, contextlib.suppress(OSError):
             self.sock.sendall(to_frame(self.codec, message))
-
-
-class Places:
-    """Places for connections whose other ends have not yet proved that they know the secret.
-
-    When all are taken, a new one gets the place of the one that has waited longest, because a proof takes one round
-    trip. So connections that say nothing keep nobody out.
-
-    Attributes:
-        known: addresses from which somebody has proved it. What comes from there takes no place of others.
-    """
-
-    def __init__(self) -> None:
-        self.lock, self.known = threading.Lock(), set[str]()
-        self.taken: dict[socket.socket, str] = {}  # in the order in which they came: their addresses
-
-    @contextlib.contextmanager
-    def place(self, sock: socket.socket, host: str) -> Iterator[None]:
-        """A connection has a place inside the `with` block; HandshakeError is raised if another one was given it."""
-        with self.lock:
-            self._make_room(host)
-            self.taken[sock] = host
-        try:
-            yield
-        except OSError:
-            if sock in self.taken:
-                raise
-            raise HandshakeError("others came, and it had said nothing for the longest time") from None
-        finally:
-            with self.lock:
-                self.taken.pop(sock, None)
-
-    def _make_room(self, host: str) -> None:
-        known = host in self.known
-        near = [sock for sock, theirs in self.taken.items() if theirs == host]
-        strangers = [sock for sock, theirs in self.taken.items() if theirs not in self.known]
-        if len(near) >= (MOST_STRANGERS if known else MOST_OF_ADDRESS):
-            self._drop(near[0])
-        elif not known and len(strangers) >= MOST_STRANGERS:
-            self._drop(strangers[0])
-
-    def _drop(self, sock: socket.socket) -> None:
-        del self.taken[sock]
-        with contextlib.suppress(OSError):  # the other end has hung up
-            sock.shutdown(socket.SHUT_RDWR)
 
 
 class Gate:
@@ -133,8 +72,8 @@ class Gate:
         self.on_facts: Callable[[dict[str, Any]], None] = lambda facts: None
         self.links: dict[int, Link] = {}  # by rank
         self.waiting: dict[str, tuple[int, socket.socket]] = {}  # by ticket: a client's half, and whom it wants
-        self.ranks, self.places = sorted(clients), Places()
-        self.refusals = Repeated()
+        self.ranks, self.refusals = sorted(clients), Repeated()
+        self.strangers: list[socket.socket] = []  # see `_place`
         for rank, theirs in clients.items():
             threading.Thread(target=self._take, args=(rank, theirs), daemon=True).start()
         threading.Thread(target=self._listen, args=(listener,), daemon=True).start()
@@ -160,22 +99,38 @@ class Gate:
                 if listener.fileno() < 0:
                     return
                 self.refusals.warn(f"no connection from another host can be taken: {error.strerror}")  # too many open
-                time.sleep(PAUSE)
+                time.sleep(handshake.PAUSE)
                 continue
             threading.Thread(target=self._receive, args=(sock, address[0]), daemon=True).start()
+
+    @contextlib.contextmanager
+    def _place(self, sock: socket.socket) -> Iterator[None]:
+        """Count a connection as a stranger's inside the `with` block.
+
+        If there are too many, the one that has waited longest is cut, because a proof takes one round trip. So
+        connections that say nothing keep nobody out.
+        """
+        with self.lock:
+            self.strangers.append(sock)
+            if len(self.strangers) > MOST_STRANGERS:
+                with contextlib.suppress(OSError):  # the other end has hung up
+                    self.strangers.pop(0).shutdown(socket.SHUT_RDWR)
+        try:
+            yield
+        finally:
+            with self.lock, contextlib.suppress(ValueError):  # it was cut
+                self.strangers.remove(sock)
 
     def _receive(self, sock: socket.socket, host: str) -> None:
         """Find out who has connected, and what for."""
         try:
-            with self.places.place(sock, host):
-                keep_up(sock)
-                admit(sock, self.secret)
-                self.places.known.add(host)
-                message = read_message(sock, Codec(Message), time.monotonic() + HANDSHAKE_TIMEOUT)
+            with self._place(sock):
+                handshake.keep_up(sock)
+                handshake.admit(sock, self.secret)
+                message = handshake.read_message(sock, Codec(Message), time.monotonic() + handshake.TIMEOUT)
                 sock.settimeout(None)
         except OSError as error:
-            late = f"it has not said who it is within {HANDSHAKE_TIMEOUT:g} s"
-            why = late if isinstance(error, TimeoutError) else error
+            why = f"no proof within {handshake.TIMEOUT:g} s" if isinstance(error, TimeoutError) else error
             self.refusals.warn(f"refused a connection from {host} to the port for other hosts: {why}")
             return sock.close()
         if isinstance(message, Attach):
@@ -187,23 +142,24 @@ class Gate:
 
     def _attach(self, sock: socket.socket, ticket: str) -> None:
         if not ticket:
-            return hand_over(sock, self.coordinator)
+            return handshake.hand_over(sock, self.coordinator)
         with self.lock:
             _, half = self.waiting.pop(ticket, (0, None))
         if not half:  # it has been given one already, because the host was told twice
             return sock.close()
         with half:
-            hand_over(sock, half)
+            handshake.hand_over(sock, half)
 
     def _refusal(self, link: Link, settings: dict[str, str]) -> Joined:
-        if differ := differences(settings, self.settings, f"host {link.host}", "the server's"):
+        if differ := handshake.differences(settings, self.settings, f"host {link.host}", "the server's"):
             return Joined(differ)
         if strange := sorted(set(link.ranks) - set(self.ranks)):
-            return Joined(f"host {link.host} has {listed(strange)}; other hosts are to have {listed(self.ranks)}")
+            allowed = f"other hosts are to have {handshake.listed(self.ranks)}"
+            return Joined(f"host {link.host} has {handshake.listed(strange)}; {allowed}")
         taken = [rank for rank in link.ranks if rank in self.links and self.links[rank].node != link.node]
         if taken:  # perhaps by one that is gone, which will be noticed
-            other = self.links[taken[0]].host
-            return Joined(f"host {link.host} has {listed(taken)}, and so has {other}, which came first", False)
+            first = f"so has {self.links[taken[0]].host}, which came first"
+            return Joined(f"host {link.host} has {handshake.listed(taken)}, and {first}", final=False)
         return Joined(weights={rank: weights_in(self.facts[rank]) for rank in link.ranks if rank in self.facts})
 
     def _follow(self, link: Link, settings: dict[str, str]) -> None:
@@ -217,12 +173,12 @@ class Gate:
         if answer.refusal:
             logger.warning(f"refused a host: {answer.refusal}")
             return link.sock.close()
-        logger.info(f"host {link.host} has joined with {listed(link.ranks)}")
+        logger.info(f"host {link.host} has joined with {handshake.listed(link.ranks)}")
         for rank, ticket in wanted:
             link.send(Dial(rank, ticket))
         codec = Codec(Message)
         with link.sock, contextlib.suppress(OSError):
-            while isinstance(message := read_message(link.sock, codec), Ready):
+            while isinstance(message := handshake.read_message(link.sock, codec), Ready):
                 with self.lock:
                     self.facts[message.rank] = message.facts
                     on_facts = self.on_facts
@@ -233,7 +189,7 @@ class Gate:
             for rank in mine:
                 del self.links[rank]
         if mine:
-            logger.warning(f"host {link.host} is lost, and {listed(mine)} with it until it is back")
+            logger.warning(f"host {link.host} is lost, and {handshake.listed(mine)} with it until it is back")
 
     def _look(self) -> None:
         if set(self.facts) >= set(self.ranks):
@@ -253,7 +209,7 @@ class GateProcess(Child):
     ):
         self.port = listener
         options = {
-            "secret": secret, "settings": settings_of(config), "ranks": list(clients), "facts": {},
+            "secret": secret, "settings": handshake.settings_of(config), "ranks": list(clients), "facts": {},
             "log_level": config.log_level, "log_format": config.log_format,
         }  # fmt: skip
         beside = [listener, coordinator, *clients.values()]
@@ -274,12 +230,12 @@ class GateProcess(Child):
 
 
 def gate_main() -> None:
-    """What the gate's process runs."""
+    """Run the gate's process."""
     name_process("gate")
     parent = ParentPipe()
     options, (listener, coordinator, *clients) = parent.options, parent.beside
     set_up(options["log_level"], options["log_format"])
-    facts = {int(rank): told for rank, told in options["facts"].items()}
+    facts = {int(rank): theirs for rank, theirs in options["facts"].items()}
     by_rank = dict(zip(options["ranks"], clients, strict=True))
     gate = Gate(options["secret"], options["settings"], listener, by_rank, coordinator, facts)
     gate.complete.wait()

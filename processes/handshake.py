@@ -1,10 +1,7 @@
-"""How hosts of one server know each other: the secret, the options that must be the same, and what opens a connection.
+"""The handshake of one server's hosts: a secret, options that must be the same, and the opening of a connection.
 
 Whoever connects first proves that it knows the secret, by a hash (HMAC) over numbers that both sides have just drawn.
 Then the gate proves it, too. The secret itself is never sent. What follows is not encrypted.
-
-A connection outlives a network that is cut for less than LINK_TIMEOUT, because TCP sends again. After that both ends
-give it up, and the host dials until it is back.
 """
 
 from __future__ import annotations
@@ -26,7 +23,7 @@ from ring import Codec
 
 MAGIC = b"manta hosts 0001"
 NONCE = 32  # bytes
-HANDSHAKE_TIMEOUT = 5.0  # seconds in which whoever connects has to prove that it knows the secret
+TIMEOUT = 5.0  # seconds in which whoever connects has to prove that it knows the secret
 MOST_BYTES = 1 << 24  # of a frame, which holds an engine's facts at most
 LINK_TIMEOUT = 20  # seconds for which a network may be cut before connections through it are given up
 PAUSE = 1.0  # seconds between two attempts to connect
@@ -41,7 +38,7 @@ SHARED = (
 
 
 class HandshakeError(ConnectionError):
-    """The other side is not who it should be, or cannot work together with this one. It would not help to try again."""
+    """The other side is not who it should be, or cannot work with this one. It would not help to try again."""
 
 
 def read_secret(config: EngineConfig, environ: MutableMapping[str, str]) -> str:
@@ -52,45 +49,41 @@ def read_secret(config: EngineConfig, environ: MutableMapping[str, str]) -> str:
     Raises:
         ValueError: it is missing or too short, or the file cannot be read.
     """
-    given, path = environ.pop(SECRET, None), config.data_parallel_secret_file
+    secret, path = environ.pop(SECRET, None), config.data_parallel_secret_file
     if not config.headless and (config.data_parallel_external_lb or config.local_engines >= config.max_engines):
         return ""
     if path is not None:
         try:
-            given = Path(path).read_text(encoding="utf-8").strip()
+            secret = Path(path).read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"data_parallel_secret_file is {path!r}, which cannot be read: {error}") from None
-    if given is None and config.data_parallel_backend == "ray":
+    if secret is None and config.data_parallel_backend == "ray":
         return os.urandom(NONCE).hex()
-    if given is None:
+    if secret is None:
         raise ValueError(f"neither data_parallel_secret_file nor {SECRET} is given; all hosts need the same secret")
-    if len(given) < SHORTEST_SECRET:  # the message does not show it
-        raise ValueError(
-            f"the secret (data_parallel_secret_file or {SECRET}) has {len(given)} characters; it must have at least "
-            f"{SHORTEST_SECRET}"
-        )
-    return given
+    if len(secret) < SHORTEST_SECRET:
+        where = f"the secret (data_parallel_secret_file or {SECRET})"
+        raise ValueError(f"{where} has {len(secret)} characters; it must have at least {SHORTEST_SECRET}")
+    return secret
 
 
 def settings_of(config: EngineConfig) -> dict[str, str]:
-    """What must be the same on all hosts, by names; of the model's files a hash, of the weights their sizes alone."""
-    told, large = hashlib.blake2b(digest_size=8), (".safetensors", ".gguf")
+    """Settings that must be the same on all hosts; a hash of the model's files, with the weights' sizes alone."""
+    files, large = hashlib.blake2b(digest_size=8), (".safetensors", ".gguf")
     kinds = (*large, ".json", ".jinja", ".model")
     for path in sorted(path for path in Path(config.folder).iterdir() if path.suffix in kinds):
-        told.update(path.name.encode())
-        told.update(str(path.stat().st_size).encode() if path.suffix in large else path.read_bytes())
+        files.update(path.name.encode())
+        files.update(str(path.stat().st_size).encode() if path.suffix in large else path.read_bytes())
     options = {name: repr(getattr(config, name)) for name in SHARED}
     if config.scheduling_policy == "auto":  # for a server with several keys it has been settled already
         options["scheduling_policy"] = repr("fcfs")
-    return {"version": VERSION, "hash of the model's files": told.hexdigest()} | options
+    return {"version": VERSION, "hash of the model's files": files.hexdigest()} | options
 
 
 def differences(theirs: dict[str, str], mine: dict[str, str], their_name: str, my_name: str) -> str:
-    """Where two hosts' settings differ, in words that name both; empty if they are equal."""
-    names = [name for name in {**mine, **theirs} if theirs.get(name) != mine.get(name)]
-    return "; ".join(
-        f"{name} is {theirs.get(name)} on {their_name} and {mine.get(name)} on {my_name}" for name in names
-    )
+    """Two hosts' settings that differ, in words; empty if none does."""
+    both = {name: (theirs.get(name), mine.get(name)) for name in {**mine, **theirs}}
+    return "; ".join(f"{name} is {a} on {their_name} and {b} on {my_name}" for name, (a, b) in both.items() if a != b)
 
 
 def place_of(config: EngineConfig) -> str:
@@ -102,18 +95,12 @@ def listed(ranks: Sequence[int]) -> str:
 
 
 def read_exactly(sock: socket.socket, size: int, until: float | None = None) -> bytes:
-    """Read so many bytes and no more.
-
-    Raises:
-        ConnectionError: the other end closes before that.
-        TimeoutError: they have not come until this moment of `time.monotonic()`.
-    """
+    """Read so many bytes and no more; a TimeoutError if they have not come until then by `time.monotonic`."""
     data = b""
     while len(data) < size:
         if until is not None:
             sock.settimeout(max(until - time.monotonic(), 1e-3))
-        part = sock.recv(size - len(data))
-        if not part:
+        if not (part := sock.recv(size - len(data))):
             raise ConnectionError("the other side has closed the connection")
         data += part
     return data
@@ -135,12 +122,8 @@ def _proof(secret: str, role: bytes, first: bytes, second: bytes) -> bytes:
 
 
 def admit(sock: socket.socket, secret: str) -> None:
-    """The gate's side of a new connection.
-
-    Raises:
-        OSError: the other side does not know the secret, or says what nobody understands, or nothing in time.
-    """
-    until, mine = time.monotonic() + HANDSHAKE_TIMEOUT, os.urandom(NONCE)
+    """Do the gate's part of a handshake; an OSError if the other side does not know the secret, or not in time."""
+    until, mine = time.monotonic() + TIMEOUT, os.urandom(NONCE)
     sock.sendall(MAGIC + mine)
     if read_exactly(sock, len(MAGIC), until) != MAGIC:
         raise HandshakeError("it does not speak the protocol")
@@ -153,13 +136,13 @@ def admit(sock: socket.socket, secret: str) -> None:
 
 
 def prove(sock: socket.socket, secret: str) -> None:
-    """The dialling side of a new connection.
+    """Do the dialling side's part of a handshake.
 
     Raises:
         HandshakeError: the other side does not know the secret, or is no gate.
         OSError: the connection is lost.
     """
-    until, mine = time.monotonic() + HANDSHAKE_TIMEOUT, os.urandom(NONCE)
+    until, mine = time.monotonic() + TIMEOUT, os.urandom(NONCE)
     if read_exactly(sock, len(MAGIC), until) != MAGIC:
         raise HandshakeError("it is not a server of this protocol")
     theirs = read_exactly(sock, NONCE, until)
@@ -170,15 +153,14 @@ def prove(sock: socket.socket, secret: str) -> None:
 
 
 def keep_up(sock: socket.socket) -> None:
-    """Have a connection outlive a network that is cut for less than LINK_TIMEOUT."""
+    """Have a connection outlive a network that is cut for less than LINK_TIMEOUT. TCP sends again what was lost."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (  # not every system has them all
-        ("TCP_KEEPIDLE", LINK_TIMEOUT // 4), ("TCP_KEEPINTVL", LINK_TIMEOUT // 4), ("TCP_KEEPCNT", 3),
-        ("TCP_USER_TIMEOUT", 1000 * LINK_TIMEOUT),
-    ):  # fmt: skip
-        if hasattr(socket, name):
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    quarter = LINK_TIMEOUT // 4
+    options = {"KEEPIDLE": quarter, "KEEPINTVL": quarter, "KEEPCNT": 3, "USER_TIMEOUT": 1000 * LINK_TIMEOUT}
+    for name, value in options.items():
+        if option := getattr(socket, f"TCP_{name}", None):  # not every system has them all
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def hand_over(sock: socket.socket, through: socket.socket) -> None:

@@ -16,21 +16,10 @@ from typing import Any
 from config import PROG, EngineConfig
 from executor import name_process
 from observe.logs import console, logger
+from processes import handshake
 from processes.child import Child
 from processes.connection import accept, to_frame
 from processes.engine_process import EngineProcess
-from processes.handshake import (
-    HANDSHAKE_TIMEOUT,
-    PAUSE,
-    HandshakeError,
-    hand_over,
-    keep_up,
-    listed,
-    place_of,
-    prove,
-    read_message,
-    settings_of,
-)
 from processes.messages import Attach, Dial, Join, Message, Ready
 from ring import Codec
 
@@ -61,10 +50,10 @@ class Node:
     def _dial(self, first: Message) -> socket.socket:
         """A connection to the gate, which begins with this message."""
         where = str(self.config.data_parallel_address), self.config.data_parallel_rpc_port
-        sock = socket.create_connection(where, HANDSHAKE_TIMEOUT)
+        sock = socket.create_connection(where, handshake.TIMEOUT)
         try:
-            keep_up(sock)
-            prove(sock, self.secret)
+            handshake.keep_up(sock)
+            handshake.prove(sock, self.secret)
             sock.sendall(to_frame(Codec(Message), first))
         except BaseException:
             sock.close()
@@ -72,28 +61,28 @@ class Node:
         return sock
 
     def _keep_link(self) -> None:
-        settings, server = settings_of(self.config), f"the server at {place_of(self.config)}"
+        settings, server = handshake.settings_of(self.config), f"the server at {handshake.place_of(self.config)}"
         while not self.refused:
             try:
                 with self._dial(Join(self.name, self.ranks, settings)) as link:
                     self._follow(link)
-            except HandshakeError as error:
+            except handshake.HandshakeError as error:
                 self.refused = f"{server} does not let this host in: {error}"
                 self.answered.set()
             except OSError as error:
                 before, self.trouble = self.trouble, f"{server} is out of reach: {error}"
                 if self.trouble != before:
                     logger.warning(f"{self.trouble}; this host goes on dialling")
-            time.sleep(PAUSE)
+            time.sleep(handshake.PAUSE)
 
     def _follow(self, link: socket.socket) -> None:
         """Do what the gate says until the link is lost; raises what `read_message` does."""
         codec = Codec(Message)
-        answer = read_message(link, codec, time.monotonic() + HANDSHAKE_TIMEOUT)
+        answer = handshake.read_message(link, codec, time.monotonic() + handshake.TIMEOUT)
         link.settimeout(None)
         if answer.refusal:
-            raise (HandshakeError if answer.final else ConnectionError)(answer.refusal)
-        logger.info(f"joined the server at {place_of(self.config)} with {listed(self.ranks)}")
+            raise (handshake.HandshakeError if answer.final else ConnectionError)(answer.refusal)
+        logger.info(f"joined the server at {handshake.place_of(self.config)} with {handshake.listed(self.ranks)}")
         self.trouble = ""
         with self.lock:
             self.link, self.weights = link, answer.weights
@@ -102,7 +91,7 @@ class Node:
         self.answered.set()
         try:
             while True:
-                message = read_message(link, codec)
+                message = handshake.read_message(link, codec)
                 threading.Thread(target=self._answer, args=(link, message), daemon=True).start()
         finally:
             with self.lock:
@@ -119,7 +108,7 @@ class Node:
         """Connect an engine with somebody who waits for it at the gate."""
         self.launched.wait()
         if sock := self._try_to_dial(Attach(dial.ticket), lambda: self.link is link):
-            hand_over(sock, self.engines[dial.rank].address)
+            handshake.hand_over(sock, self.engines[dial.rank].address)
 
     def _take(self, listener: socket.socket) -> None:
         """Take the engines' connections to the coordinator."""
@@ -130,7 +119,7 @@ class Node:
     def _connect(self, half: socket.socket) -> None:
         with half:
             if sock := self._try_to_dial(Attach(), lambda: not self.refused):
-                hand_over(sock, half)
+                handshake.hand_over(sock, half)
 
     def _try_to_dial(self, first: Message, wanted: Callable[[], bool]) -> socket.socket | None:
         """A connection, as soon as there can be one, if it is still wanted then."""
@@ -138,7 +127,7 @@ class Node:
             try:
                 return self._dial(first)
             except OSError:  # the link tells what is wrong
-                time.sleep(PAUSE)
+                time.sleep(handshake.PAUSE)
         return None
 
     def wait(self, seconds: float) -> None:
@@ -154,8 +143,7 @@ class Node:
 
         Raises:
             ConnectionError: the server does not let this host in any more.
-            ChildProcessError: an engine does not start any more.
-            SystemExit: one does not start at all.
+            ChildProcessError, SystemExit: an engine does not start any more, or not at all.
         """
         self.engines = engines
         self.launched.set()
@@ -164,11 +152,11 @@ class Node:
             self._tell(rank)
         while not self.refused:
             for rank, engine in engines.items():
-                known = dict(engine.facts)
+                before = dict(engine.facts)
                 engine.check()
-                if engine.facts != known:
+                if engine.facts != before:
                     self._tell(rank)
-            time.sleep(PAUSE)
+            time.sleep(handshake.PAUSE)
         raise ConnectionError(self.refused)
 
 
@@ -179,8 +167,8 @@ def follow(config: EngineConfig, secret: str) -> None:
         node = Node(config, secret)
         node.wait(config.startup_timeout)
         for rank in node.ranks:
-            own = dataclasses.replace(config, data_parallel_rank=rank, **node.weights.get(rank, {}))
-            engines[rank] = EngineProcess(own, node.address)
+            of_rank = dataclasses.replace(config, data_parallel_rank=rank, **node.weights.get(rank, {}))
+            engines[rank] = EngineProcess(of_rank, node.address)
         node.run(engines)
     finally:
         for engine in engines.values():

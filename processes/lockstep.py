@@ -6,16 +6,14 @@
 Each of these engines holds some of the experts. So while one of them has work, the others run empty steps. vLLM's
 `DPCoordinator` calls such a time a wave, and its engines ask each other every 32 steps whether to go on. Here the
 coordinator announces how many steps every engine runs, `Wave.end`, and raises that number before it is reached as long
-as an engine has work. It never sinks, and no engine steps past it, so all of them stop at the same step, however late
-their messages are.
+as an engine has work. No engine steps past it, so all stop at the same step, however late their messages are.
 
 When an engine is gone, or its workers are, the others can't end the step that they are in. All of them give it up,
 start their workers anew and compute the tokens of their requests again. The coordinator hears of it first, and tells
 the others. As soon as all engines wait, it names a place where the new workers meet, and a new count of steps begins.
 
-Their number changes in the same way: a new engine comes to the meeting, and one that is taken away is gone. The server
-tells the coordinator how many there are to be. Each engine is told the number when they meet, and divides the experts
-by it.
+Their number changes in the same way: a new engine comes to the meeting, and one that is taken away is gone. Each engine
+is told the number when they meet, and divides the experts by it.
 """
 
 from __future__ import annotations
@@ -48,7 +46,7 @@ class Lockstep:
         return self.steps < self.end
 
     def join(self) -> WaveReport:
-        """What to send to a coordinator that does not know this engine yet."""
+        """The report to a coordinator that does not know this engine yet."""
         self.asked = False
         return self._say(False)
 
@@ -64,7 +62,7 @@ class Lockstep:
         self.end, self.asked = max(self.end, wave.end), False
 
     def report(self, has_work: bool) -> WaveReport | None:
-        """What to send to the coordinator before the next step, if anything."""
+        """The report to the coordinator before the next step, if there is any."""
         if not has_work or self.asked or not self.joined or self.end - self.steps > WAVE_STEPS // 2:
             return None
         self.asked = True
@@ -166,10 +164,10 @@ class Meetings:
                 return {}
             self.waiting.discard(rank)
             return self._break_off()
-        said = message.rank, message.turn
-        if self.turns.get(client) == said:  # it has said so twice, because the connection was new
+        turn = message.rank, message.turn
+        if self.turns.get(client) == turn:  # it has said so twice, because the connection was new
             return {}
-        self.turns[client] = said
+        self.turns[client] = turn
         if not message.turn:
             self.met = max(self.met, message.engines)
             return {client: Rendezvous()} if self.waiting or self.met > self.size else {}
@@ -180,7 +178,7 @@ class Meetings:
         return {other: Rendezvous() for other, (rank, _) in self.turns.items() if rank not in self.waiting}
 
     def _gather(self) -> dict[socket.socket, Rendezvous]:
-        """What to send if all wait."""
+        """The messages if all wait."""
         if not self.waiting.issuperset(range(self.size)):
             return {}
         self.waiting.difference_update(range(self.size))

@@ -1,4 +1,4 @@
-"""What processes tell each other beside plans and results."""
+"""Messages between processes, other than plans and results."""
 
 from __future__ import annotations
 
@@ -68,13 +68,6 @@ class Meet:
 
 
 @dataclass(slots=True)
-class Resize:
-    """Server to coordinator: from the next meeting on so many engines share the experts."""
-
-    engines: int
-
-
-@dataclass(slots=True)
 class Join:
     """Host with engines to the server's gate, as the first on its link: it has engines of these ranks."""
 
@@ -115,7 +108,7 @@ class Attach:
     ticket: str = ""  # of `Dial`; empty: for the coordinator
 
 
-ToCoordinator = Load | Subscribe | Routed | WaveReport | Meet | Resize
+ToCoordinator = Load | Subscribe | Routed | WaveReport | Meet
 FromCoordinator = Loads | Wave | Rendezvous
 AmongHosts = Join | Joined | Ready | Dial | Attach
 Message = plan.Message | ToCoordinator | FromCoordinator | AmongHosts

@@ -1,4 +1,4 @@
-"""What `LLM` has for engines that do not generate: embeddings, labels and scores of prompts."""
+"""The methods of `LLM` for engines that do not generate: embeddings, labels and scores of prompts."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class PoolingFaces:
         tokenization_kwargs: dict[str, Any] | None = None,
         prompt_name: str | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """What the model makes of each prompt, as `outputs.data`: an embedding, or what its classification head says.
+        """A vector of each prompt, `outputs.data`: its embedding, or what the model's classification head says.
 
         Args:
             prompts, use_tqdm: see `generate`.
@@ -122,10 +122,10 @@ class PoolingFaces:
         tokenization_kwargs: dict[str, Any] | None = None,
         prompt_name: str | None = None,
     ) -> list[ScoringRequestOutput]:
-        """How well each of `text_2` goes with its partner in `text_1`, or with the only one there.
+        """Score how well each of `text_2` goes with its partner in `text_1`, or with the only one there.
 
-        For an embedder that is the cosine of the two embeddings, and a result has the tokens of both texts. For a
-        classifier with one label, it is what the classifier says of both as one prompt: `prompt_name` is for the first.
+        An embedder's score is the cosine of the two embeddings, and a result has the tokens of both texts. A classifier
+        with one label scores both as one prompt: `prompt_name` is for the first.
 
         Raises:
             ValueError: the numbers of texts differ, the task of this engine is another one, or see `generate`.
@@ -137,13 +137,13 @@ class PoolingFaces:
         if not all(isinstance(text, str) for text in (*first, *second)):
             raise ValueError("text_1 or text_2 has what is no string")
         first, keep = first * (len(second) // len(first)), self._kept(tokenization_kwargs)
-        if self.llm_engine.client.facts["task"] == "score":
-            before, encoder = opening(self.llm_engine.client.facts, prompt_name), self.tokenizer
-            pairs = [(before + a, b) for a, b in zip(first, second, strict=True)]
-            ids = [
-                encoder.encode_pair(*pair) if keep is None else encoder.encode_cut(pair, keep, "right")[0]
-                for pair in pairs
-            ]
+        facts, encoder = self.llm_engine.client.facts, self.tokenizer
+        if facts["task"] == "score":
+            pairs = [(opening(facts, prompt_name) + a, b) for a, b in zip(first, second, strict=True)]
+            if keep is None:
+                ids = [encoder.encode_pair(*pair) for pair in pairs]
+            else:
+                ids = [encoder.encode_cut(pair, keep, "right")[0] for pair in pairs]
             results = self._pool(ids, pooling_params, use_tqdm)
             return [one.having(ScoringOutput(*one.outputs.data or [math.nan])) for one in results]  # it has one label
         distinct = list(dict.fromkeys(first + second))
@@ -160,11 +160,11 @@ class PoolingFaces:
             raise ValueError(f"{method} is for engines whose task is {' or '.join(tasks)}; this one's is {task!r}")
 
     def _kept(self, tokenization_kwargs: dict[str, Any] | None) -> int | None:
-        """How many tokens of a prompt are kept; None: all."""
-        given, limit = dict(tokenization_kwargs or {}), self.llm_engine.client.facts["max_model_len"]
-        keep = given.pop("truncate_prompt_tokens", None)
-        if given:
-            raise ValueError(f"tokenization_kwargs has {next(iter(given))!r:.80}; known: truncate_prompt_tokens")
+        """Tokens of a prompt that are kept; None: all."""
+        options, limit = dict(tokenization_kwargs or {}), self.llm_engine.client.facts["max_model_len"]
+        keep = options.pop("truncate_prompt_tokens", None)
+        if options:
+            raise ValueError(f"tokenization_kwargs has {next(iter(options))!r:.80}; known: truncate_prompt_tokens")
         if keep is None:
             return None
         if type(keep) is not int or keep == 0 or not -1 <= keep <= limit:
@@ -192,15 +192,15 @@ class PoolingFaces:
     def _pool(
         self, prompt_ids: list[list[int]], params: PoolingParams | list[PoolingParams] | None, use_tqdm: bool
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """What the engine makes of each prompt; raises what `generate` does."""
-        each = params if isinstance(params, list) else [params or PoolingParams()] * len(prompt_ids)
-        if len(each) != len(prompt_ids):
-            raise ValueError(f"pooling_params has {len(each)} entries for {len(prompt_ids)} prompts")
+        """Have the engine make a vector of each prompt; raises what `generate` does."""
+        column = params if isinstance(params, list) else [params or PoolingParams()] * len(prompt_ids)
+        if len(column) != len(prompt_ids):
+            raise ValueError(f"pooling_params has {len(column)} entries for {len(prompt_ids)} prompts")
         self._check_awake()
         results: dict[str, PoolingRequestOutput[PoolingOutput]] = {}
         live, stream, client = set(), Stream(), self.llm_engine.client
         try:
-            for ids, param in zip(prompt_ids, each, strict=True):
+            for ids, param in zip(prompt_ids, column, strict=True):
                 request = EngineCoreRequest(next(self.ids), ids, SamplingParams(), pooling=param)
                 client.add_request(request, stream)
                 live.add(request.request_id)

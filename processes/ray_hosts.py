@@ -3,9 +3,8 @@
     Launcher    the server's handle on the process that has Ray do so, and again where an engine has ended
     RayHost     the actor, which is such a host
 
-Ray chooses the node and starts the actor there. From then on the engine is one on another host like any
-(`processes/headless.py`). The server's own process does not join the cluster, because Ray's threads would not outlive
-the fork that makes API processes.
+Ray chooses the node and starts the actor there. The server's own process does not join the cluster, because Ray's
+threads would not outlive the fork that makes API processes.
 """
 
 from __future__ import annotations
@@ -19,22 +18,12 @@ from typing import Any
 
 from config import VERSION, EngineConfig
 from executor import name_process
-from executors.ray_executor import (
-    devices_of,
-    find_model_here,
-    for_actors,
-    in_short,
-    inherited,
-    join_cluster,
-    new_actor,
-    room_of_nodes,
-    settle,
-)
+from executors import ray_executor
 from observe.logs import logger, set_up
 from processes.child import LOOK, Child, ParentPipe
 from processes.headless import follow
 
-LONGEST_PAUSE = 64.0  # seconds before an engine that has ended is started again; it doubles from one second on
+PAUSE = 5.0  # seconds before an engine that has ended is started again, or the cluster is looked for
 
 
 class Launcher(Child):
@@ -65,35 +54,32 @@ class RayHosts:
     """The actors of a server's engines, as the launcher's process sees them.
 
     Args:
-        insist: whether to wait for nodes that are missing, which were there once.
+        insist: whether to wait for nodes that are missing.
 
     Raises:
         ValueError: there is no cluster, or its nodes have too little room for the engines; see `join_cluster`.
     """
 
     def __init__(self, config: EngineConfig, secret: str, insist: bool):
-        join_cluster("data_parallel_backend")
+        ray_executor.join_cluster("data_parallel_backend")
         import ray
 
         self.secret, self.here = secret, ray.get_runtime_context().get_node_id()
-        self.kind, need = devices_of(config)
+        self.kind, need = ray_executor.devices_of(config)
         self.need = need * config.world_size  # of an engine
         self.address = config.data_parallel_address or ray.util.get_node_ip_address()
-        rooms = [*room_of_nodes(self.kind).values()]
+        rooms = [*ray_executor.room_of_nodes(self.kind).values()]
         if not insist and sum(room // self.need for room in rooms) < config.data_parallel_size:
             raise ValueError(
                 f"data_parallel_size is {config.data_parallel_size}, and each engine needs {self.need} {self.kind}s of "
                 f"one node of the Ray cluster; the nodes have {rooms}"
             )
-        self.config = dataclasses.replace(
-            for_actors(config, self.kind), data_parallel_backend="mp", headless=True, data_parallel_size_local=1,
-            data_parallel_address=self.address,
-        )  # fmt: skip
-        ranks = range(config.data_parallel_size)
+        host: dict[str, Any] = {"data_parallel_backend": "mp", "headless": True, "data_parallel_size_local": 1}
+        host["data_parallel_address"] = self.address
+        self.config = dataclasses.replace(ray_executor.for_actors(config, self.kind), **host)
         self.actors: dict[int, Any] = {}  # which Ray would end if nobody referred to them
         self.runs: dict[Any, int] = {}  # Ray's reference to the end of each `RayHost.run`, and its engine
-        self.begun, self.pauses = dict.fromkeys(ranks, 0.0), dict.fromkeys(ranks, 1.0)
-        self.due = dict.fromkeys(ranks, 0.0)  # of engines that do not run: when to start them
+        self.due = dict.fromkeys(range(config.data_parallel_size), 0.0)  # when to start each engine that does not run
 
     def run(self, tell: Callable[[dict[str, Any]], None]) -> None:
         """Start the engines, and again whenever one has ended, and `tell` why it has.
@@ -106,10 +92,10 @@ class RayHosts:
         while any(node["Alive"] for node in ray.nodes() if node["NodeID"] == self.here):
             for rank in [rank for rank, due in self.due.items() if time.monotonic() >= due]:
                 del self.due[rank]
-                self.actors[rank] = new_actor(RayHost, self.kind, self.need, "SPREAD")
+                self.actors[rank] = ray_executor.new_actor(RayHost, self.kind, self.need, "SPREAD")
                 config = dataclasses.replace(self.config, data_parallel_start_rank=rank)
-                run = self.actors[rank].run.remote(VERSION, config, self.secret, inherited())
-                self.runs[run], self.begun[rank] = rank, time.monotonic()
+                run = self.actors[rank].run.remote(VERSION, config, self.secret, ray_executor.inherited())
+                self.runs[run] = rank
             if not self.runs:  # Ray would not wait
                 time.sleep(LOOK)
                 continue
@@ -119,12 +105,9 @@ class RayHosts:
                     ray.get(run)
                 except ray.exceptions.RayError as error:
                     cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
-                    why = f"engine {rank}, which Ray has started, has ended: {in_short(cause)}"
-                if time.monotonic() > self.begun[rank] + LONGEST_PAUSE:
-                    self.pauses[rank] = 1.0
-                pause, self.pauses[rank] = self.pauses[rank], min(2 * self.pauses[rank], LONGEST_PAUSE)
-                self.due[rank] = time.monotonic() + pause
-                logger.warning(f"{why}; it is started again in {pause:g} s")
+                    why = f"engine {rank}, which Ray has started, has ended: {ray_executor.in_short(cause)}"
+                self.due[rank] = time.monotonic() + PAUSE
+                logger.warning(f"{why}; it is started again in {PAUSE:g} s")
                 tell({"trouble": why})
         raise ConnectionError("this machine's node of the Ray cluster has ended")
 
@@ -143,9 +126,9 @@ class RayHost:
 
         threading.Thread(target=leave_with_raylet, daemon=True).start()
         here, rank = ray.util.get_node_ip_address(), config.first_rank
-        settle(version, config, here, environment, "node")
+        ray_executor.settle(version, config, here, environment, "node")
         try:
-            follow(find_model_here(config, here), secret)
+            follow(ray_executor.find_model_here(config, here), secret)
         except SystemExit as error:
             why = getattr(error, "why", "") or "it has said why there"
             raise ValueError(f"engine {rank} does not start on the node {here}: {why}") from None
@@ -160,7 +143,7 @@ def leave_with_raylet() -> None:
 
 
 def launcher_main() -> None:
-    """What the launcher's process runs."""
+    """Run the launcher's process."""
     name_process("launcher")
     parent = ParentPipe()
     config = EngineConfig(**parent.options["config"])
@@ -173,7 +156,7 @@ def launcher_main() -> None:
             if not insist:
                 parent.fail(str(error))
             logger.warning(f"{error}; this is tried again")
-            time.sleep(LONGEST_PAUSE / 16)
+            time.sleep(PAUSE)
     parent.ready({"address": hosts.address})
     try:
         hosts.run(parent.tell)

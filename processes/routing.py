@@ -58,7 +58,7 @@ class Router:
         self.loads = [WAITING * waiting + running for waiting, running in loads]
 
     def choose(self, tokens: Sequence[int], salt: str, width: int, alive: Sequence[int]) -> int:
-        """The engine, one of `alive`, for a prompt with `width` sequences."""
+        """Choose the engine, one of `alive`, for a prompt with `width` sequences."""
         hashes: list[bytes] = []
         if self.affinity:
             chain(hashes, tokens, self.block_size, salt)
@@ -92,8 +92,7 @@ class DPClient(EngineCoreClient):
 
     Args:
         addresses: of the engines, also of those that are yet to come.
-        coordinator: its address; None: loads are not known, because there is one engine.
-        router: of this process.
+        coordinator: its address; None: there is one engine.
         board: has the state of each engine.
         sizes: the numbers of engines that there may be; None: it does not change.
         resources: what a subclass has started for this client.
@@ -123,9 +122,7 @@ class DPClient(EngineCoreClient):
             self.resources.add(weakly(self._hang_up))  # if this lives no more, its clients do not either
             self._look()
             if coordinator:
-                self.coordinator = Connection(
-                    coordinator, weakly(self._receive), lambda connection: connection.send(Subscribe())
-                )
+                self.coordinator = Connection(coordinator, weakly(self._receive), lambda here: here.send(Subscribe()))
                 self.resources.add(self.coordinator.close)
             if sizes:
                 self.resources.run(watch_over, weakly(self._look), self.resources.ended, INTERVAL)
@@ -139,7 +136,7 @@ class DPClient(EngineCoreClient):
 
     def _look(self) -> None:
         """Connect to engines that have become ready, and hang up on those that drain."""
-        with self.looking:  # or an engine would get two connections, of which one is never closed
+        with self.looking:  # or an engine would get two connections, and one would never be closed
             for rank, address in enumerate(self.addresses):
                 state, client = self.board.engines[rank], self.clients.get(rank)
                 if state == READY and not client:
@@ -158,7 +155,7 @@ class DPClient(EngineCoreClient):
     def trouble(self) -> str | None:
         """Why no engine can run requests now; None: one can."""
         troubles = {rank: client.trouble for rank, client in self._ready().items()}
-        return None if None in troubles.values() else "; ".join(f"engine {i}: {said}" for i, said in troubles.items())
+        return None if None in troubles.values() else "; ".join(f"engine {i}: {why}" for i, why in troubles.items())
 
     def add_request(self, request: EngineCoreRequest, stream: Stream | None = None) -> Stream:
         self.resources.check()
@@ -200,9 +197,7 @@ class DPClient(EngineCoreClient):
             raise EngineDeadError(self.trouble or GONE)
         return replies
 
-    def _ask(
-        self, clients: dict[int, MPClient], method: str, args: Sequence[Any], timeout: float | None
-    ) -> dict[int, Any]:
+    def _ask(self, clients: dict[int, MPClient], method: str, args: Any, timeout: float | None) -> dict[int, Any]:
         replies: dict[int, Any] = {}
         for _, client in sorted(clients.items()):
             if not client.connection.silent:

@@ -20,9 +20,9 @@ MOST_SUSPECTS = 10_000  # kinds of requests that are remembered
 class Suspects:
     """Finds the request that ends engine processes, among those that were on their way.
 
-    Such requests end with an error, but may be sent again. So a request is known by what it asks for. Once two engine
-    processes have ended under it, it is sent only while no other such request is on its way. If an engine ends again,
-    the request is guilty, and is refused for a while. A request that is answered is cleared.
+    Such requests may be sent again, so they are known by what they ask for. Once two engine processes have ended under
+    one, it is sent only while no other such request is on its way. If an engine ends again, it is guilty, and refused
+    for a while. A request that is answered is cleared.
     """
 
     def __init__(self) -> None:
@@ -32,13 +32,9 @@ class Suspects:
         self.guilty: dict[bytes, float] = {}  # until when it is refused
 
     def add(self, request: EngineCoreRequest) -> EngineOutput | None:
-        """A request is about to be sent. Returns an output if it is refused.
-
-        Raises:
-            EngineDeadError: another suspect is on its way.
-        """
-        asked = repr((request.params, request.salt, request.pooling, request.lora)).encode()
-        kind = hashlib.blake2b(array("q", request.prompt_token_ids).tobytes() + asked, digest_size=16).digest()
+        """Note that a request is about to be sent, or return its refusal; EngineDeadError: it must wait for another."""
+        options = repr((request.params, request.salt, request.pooling, request.lora)).encode()
+        kind = hashlib.blake2b(array("q", request.prompt_token_ids).tobytes() + options, digest_size=16).digest()
         with self.lock:
             if time.monotonic() < self.guilty.get(kind, 0.0):
                 why = f"{MIN_DEATHS} engine processes have ended while they ran this request, so it is refused for now"
@@ -52,13 +48,13 @@ class Suspects:
         return self.deaths.get(kind, 0) >= MIN_DEATHS - 1
 
     def end(self, request_id: str, answered: bool) -> None:
-        """A request is on its way no more."""
+        """Note that a request is on its way no more."""
         with self.lock:
             if (kind := self.flying.pop(request_id, None)) and answered:
                 self.deaths.pop(kind, None)
 
     def died(self, request_ids: Collection[str]) -> None:
-        """An engine process has ended that had these requests."""
+        """Note that an engine process has ended that had these requests."""
         with self.lock:
             names = {self.flying.pop(name): name for name in request_ids if name in self.flying}
             again = [kind for kind in names if self._suspect(kind)]
@@ -67,8 +63,8 @@ class Suspects:
             for kind in [*self.deaths][:-MOST_SUSPECTS]:
                 del self.deaths[kind]
             if names:
-                said = ", ".join(f"{name} ({self.deaths.get(kind, 1)})" for kind, name in names.items())
-                logger.warning(f"an engine process has ended under these requests (how often so far): {said:.500}")
+                counts = ", ".join(f"{name} ({self.deaths.get(kind, 1)})" for kind, name in names.items())
+                logger.warning(f"an engine process has ended under these requests (how often so far): {counts:.500}")
             now = time.monotonic()
             self.guilty = {kind: until for kind, until in self.guilty.items() if now < until}
             if len(again) == 1:

@@ -60,7 +60,7 @@ class AdapterSlots:
         slot = self.slots.pop(adapter, -1)
         if slot < 0:
             if not self.free:
-                unused = next(known for known in self.slots if known not in self.users)
+                unused = next(adapter for adapter in self.slots if adapter not in self.users)
                 self.free.append(self.slots.pop(unused))
             slot = self.free.pop()
             plan.adapters.append((adapter.row, slot))
@@ -73,7 +73,7 @@ class AdapterSlots:
         adapter = seq.group.adapter
         return 0 if adapter is None else 1 + self.slots[adapter]
 
-    def known(self, seq: Sequence) -> list[int]:
+    def row_tokens(self, seq: Sequence) -> list[int]:
         """`NewRow.token_ids` of a sequence that has come in."""
         if not (virtual := seq.group.num_virtual):
             return list(seq.tokens)

@@ -144,10 +144,10 @@ class BeamSearches:
         for output in outputs:
             while (name := f"{whole.request_id}/{search.num_asked}") in self.scheduler.requests:  # a client's own id
                 search.num_asked += 1
-            own = whole.salt, whole.priority, whole.client, None, whole.adapter
-            group = SequenceGroup(name, [*whole.prompt, *output], search.params, *own, grammar=whole.grammar)
-            place = (search.seq.key[1], search.num_asked) if output else None
-            group.delay, group.beam = whole.delay, Beam(len(output), candidates, place)
+            group = SequenceGroup(name, [*whole.prompt, *output], search.params, whole.salt, adapter=whole.adapter)
+            group.priority, group.client, group.delay = whole.priority, whole.client, whole.delay
+            group.grammar = whole.grammar
+            group.beam = Beam(len(output), candidates, (search.seq.key[1], search.num_asked) if output else None)
             search.num_asked += 1
             self.scheduler.add(group)
             self.observe("added", group)

@@ -167,8 +167,8 @@ class Fair(Policy):
             if seq.batch is None and (want := seq.num_known - seq.num_computed) > 1:
                 wants[seq.group.client] += want
                 tokens += 1
-        if wants and (found := entrant()):
-            first, want = found
+        if wants and (entry := entrant()):
+            first, want = entry
             wants[first.group.client] += want
         shares: dict[str, int] = {}
         if len(wants) < 2:
@@ -193,5 +193,4 @@ class Fair(Policy):
     def account(self, group: SequenceGroup) -> dict[str, Any]:
         """The number and counter of a request's client."""
         client = self.clients[group.client]
-        facts = {"number": client.number, "counter": client.counter, "virtual_time": self.virtual_time}
-        return {"fairness": facts}
+        return {"fairness": {"number": client.number, "counter": client.counter, "virtual_time": self.virtual_time}}

@@ -40,10 +40,10 @@ class DecodeBatch:
         seq.computed_before -= self.steps
         seq.batch, seq.row = self, len(self)
         seq.next_delivery = self.steps + 1
-        own = self._own()
-        own.seqs.append(seq)
-        own.rows.append((seq.slot, 1))
-        own.names.append((seq.group.request_id, seq.index))
+        current = self._unshared()
+        current.seqs.append(seq)
+        current.rows.append((seq.slot, 1))
+        current.names.append((seq.group.request_id, seq.index))
         self.expect(seq)
 
     def leave(self, seq: Sequence) -> None:
@@ -55,14 +55,14 @@ class DecodeBatch:
         moved.row = seq.row
         seq.computed_before += self.steps
         seq.batch = None
-        own = self._own()
-        columns: tuple[list, ...] = own.seqs, own.rows, own.names
+        current = self._unshared()
+        columns: tuple[list, ...] = current.seqs, current.rows, current.names
         for column in columns:
             column[seq.row] = column[-1]
             column.pop()
-        own.departures += 1
+        current.departures += 1
 
-    def _own(self) -> DecodeRows:
+    def _unshared(self) -> DecodeRows:
         """The current lists, to be changed: copies, if they were handed out."""
         if self.shared:
             c, self.shared = self.current, False

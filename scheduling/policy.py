@@ -113,7 +113,7 @@ class Policy(SequenceQueue):
 
 CHECKS: dict[str, Check | None] = {  # what of a policy `load_named` guards, and what these must return
     **dict.fromkeys(name for name in vars(Policy) | vars(SequenceQueue) if name[0] != "_"),
-    **dict.fromkeys(("shares", "account", "instead"), lambda found, *of: "" if isinstance(found, dict) else "a dict"),
+    **dict.fromkeys(("shares", "account", "instead"), lambda facts, *of: "" if isinstance(facts, dict) else "a dict"),
     "rank": lambda rank, group: "" if isinstance(rank, Real) and rank == rank else "a number",
     "yields": lambda yields, *seqs: "True or False" if yields is None else "",
     "__init__": None,

@@ -60,9 +60,9 @@ class Reserve:
 
     def _to_come(self, seq: Sequence) -> int:
         """Blocks that the rest of a sequence's prompt will take, of the kinds with a window."""
-        known, computed, size = seq.num_known, seq.num_computed, self.block_size
-        if known - computed <= 1 or not self.space.windowed or not seq.tables:
+        num_known, computed, size = seq.num_known, seq.num_computed, self.block_size
+        if num_known - computed <= 1 or not self.space.windowed or not seq.tables:
             return 0
-        most = most_blocks(self.space.windows, known, self.space.chunk, size, self.space.device.num_lookahead_slots)
+        most = most_blocks(self.space.windows, num_known, self.space.chunk, size, self.space.device.num_lookahead_slots)
         kinds = zip(self.space.windows, most, seq.tables, strict=True)
         return sum(max(0, n - len(table) + max(0, computed - w) // size) for w, n, table in kinds if w)

@@ -62,9 +62,9 @@ def test_generators_at_once_give_what_the_llm_gives(llm_async, llm):
         jobs = [collect(llm_async, prompt, GREEDY, f"r{i}") for i, prompt in enumerate(prompts)]
         return prompts, await asyncio.gather(*jobs)
 
-    prompts, told = asyncio.run(main())
+    prompts, streams = asyncio.run(main())
     wanted = llm.generate(prompts, GREEDY, use_tqdm=False)
-    for i, (outputs, want) in enumerate(zip(told, wanted, strict=True)):
+    for i, (outputs, want) in enumerate(zip(streams, wanted, strict=True)):
         last = outputs[-1]
         assert last.outputs == want.outputs and last.prompt == want.prompt and last.request_id == f"r{i}"
         assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
@@ -83,17 +83,17 @@ def test_samples_and_stop_strings(llm_async, llm):
     wanted = [wanted, *llm.generate(["ROMEO:\n"] * 2, cut, use_tqdm=False)]
 
     async def main():
-        jobs = [collect(llm_async, "ROMEO:\n", each, f"r{i}") for i, each in enumerate([params, *cut])]
-        told = await asyncio.gather(*jobs)
+        jobs = [collect(llm_async, "ROMEO:\n", setting, f"r{i}") for i, setting in enumerate([params, *cut])]
+        streams = await asyncio.gather(*jobs)
         await idle(llm_async)
-        return told
+        return streams
 
-    assert [outputs[-1].outputs for outputs in asyncio.run(main())] == [each.outputs for each in wanted]
+    assert [outputs[-1].outputs for outputs in asyncio.run(main())] == [output.outputs for output in wanted]
     assert wanted[2].outputs[0].stop_reason == later
 
 
 def test_a_bad_request_is_refused_by_name(llm_async):
-    for args, more, name in (
+    for args, fields, name in (
         ((5, GREEDY, "r"), {}, "prompt"),
         (([10**6], GREEDY, "r"), {}, "prompt"),
         (("a", None, "r"), {}, "sampling_params"),
@@ -101,7 +101,7 @@ def test_a_bad_request_is_refused_by_name(llm_async):
         (("a", GREEDY, "r"), {"priority": 1}, "priority"),
     ):
         with pytest.raises(ValueError, match=name):
-            asyncio.run(collect(llm_async, *args, **more))
+            asyncio.run(collect(llm_async, *args, **fields))
     assert not llm_async.live and not llm_async.client.engine.streams
 
 
@@ -295,5 +295,5 @@ def test_an_engine_that_cannot_be_is_an_error(tmp_path):
     for name in ("config.json", "tokenizer.json"):
         shutil.copy(f"{DEMO}/{name}", tmp_path)
     (tmp_path / "generation_config.json").write_text('{"temperature": -1}')
-    with pytest.raises(EngineDeadError, match=r"^the engine process has not started: temperature is -1; it must be a number"):
+    with pytest.raises(EngineDeadError, match=r"^the engine process has not started: temperature"):
         AsyncLLM(EngineArgs(str(tmp_path), device="cpu", load_format="dummy"))

@@ -106,9 +106,9 @@ def test_batch_invariant_logits_are_equal_to_the_bit(make_llm, work, dtype, cach
         logits = model.logits
 
         def record(hidden: torch.Tensor) -> torch.Tensor:
-            found = logits(hidden)
-            rows.update(row.view(torch.uint8).numpy().tobytes() for row in found)
-            return found
+            values = logits(hidden)
+            rows.update(row.view(torch.uint8).numpy().tobytes() for row in values)
+            return values
 
         model.logits = record
         outputs = [o for batch in batches for o in llm.generate(prompts[batch], params[batch], use_tqdm=False)]
@@ -424,15 +424,15 @@ def test_the_client_in_process_has_the_methods_of_the_one_across_processes(llm):
     client, params = llm.client, SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     streams = [client.add_request(EngineCoreRequest(f"client-{i}", [5 + i, 80, 300], params)) for i in range(3)]
     client.abort("client-1")
-    told = []
+    outputs = []
     for stream in (streams[2], streams[0]):  # whoever waits runs the engine for all
         tokens, finished = [], False
         while not finished:
             output = client.get_output(stream)
             tokens, finished = tokens + output.token_ids, output.finished
-        told.append(tokens)
+        outputs.append(tokens)
     prompts = [[7, 80, 300], [5, 80, 300]]
-    assert told == [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+    assert outputs == [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
     with pytest.raises(queue.Empty):
         client.get_output(streams[1])
     assert client.utility("metrics")[0]["num_requests_running"] == 0

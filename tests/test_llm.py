@@ -95,13 +95,13 @@ def test_truncate_prompt_tokens_keeps_the_last_ones(llm):
 def test_the_templates_own_end_of_a_turn_ends_a_chat(llm, monkeypatch):
     other = next(id for id in sorted(llm.tokenizer.special_ids) if id > 1)  # 0 and 1 are the model's own ends
     template = "{% for m in messages %}{{ m.content }}" + llm.tokenizer.token(other) + "\n{% endfor %}"
-    ends, past_ends, asked = replace(GREEDY, ignore_eos=False), replace(GREEDY, ignore_eos=True), []
-    monkeypatch.setattr(llm, "generate", lambda ids, params, use_tqdm, lora: asked.append(params) or [])
+    ends, past_ends, calls = replace(GREEDY, ignore_eos=False), replace(GREEDY, ignore_eos=True), []
+    monkeypatch.setattr(llm, "generate", lambda ids, params, use_tqdm, lora: calls.append(params) or [])
     for params in (ends, None, (past_ends, replace(ends, stop_token_ids=[9]))):
         llm.chat([QUESTION, QUESTION], params, chat_template=template)
     llm.chat(QUESTION, ends)
-    assert [asked[0].stop_token_ids, asked[1].stop_token_ids] == [(other,), (other,)]
-    assert [each.stop_token_ids for each in asked[2]] == [(), (9, other)] and asked[3] is ends
+    assert [calls[0].stop_token_ids, calls[1].stop_token_ids] == [(other,), (other,)]
+    assert [p.stop_token_ids for p in calls[2]] == [(), (9, other)] and calls[3] is ends
 
 
 def test_chat_takes_another_template(llm):
@@ -110,11 +110,11 @@ def test_chat_takes_another_template(llm):
         (output,) = llm.chat(QUESTION, GREEDY, use_tqdm=False, chat_template=template, add_generation_prompt=opening,
                              chat_template_kwargs={"mood": "glad"})  # fmt: skip
         assert output.prompt_token_ids == llm.tokenizer.encode(text, add_special_tokens=False)
-    own = llm.chat(QUESTION, GREEDY, use_tqdm=False)[0].prompt_token_ids
-    assert llm.chat(QUESTION, GREEDY, use_tqdm=False, chat_template=None)[0].prompt_token_ids == own
+    ids = llm.chat(QUESTION, GREEDY, use_tqdm=False)[0].prompt_token_ids
+    assert llm.chat(QUESTION, GREEDY, use_tqdm=False, chat_template=None)[0].prompt_token_ids == ids
     parts = [{"role": "user", "content": [{"type": "text", "text": QUESTION[0]["content"]}]}]
     both = llm.chat([QUESTION, parts], GREEDY, use_tqdm=False)
-    assert [output.prompt_token_ids for output in both] == [own, own]
+    assert [output.prompt_token_ids for output in both] == [ids, ids]
     tools = [{"type": "function", "function": {"name": "add"}}]
     named = llm.chat(QUESTION, GREEDY, use_tqdm=False, tools=tools, chat_template="{{ tools[0].function.name }}")
     assert named[0].prompt_token_ids == llm.tokenizer.encode("add", add_special_tokens=False)
@@ -139,7 +139,7 @@ def test_a_bad_conversation_is_refused_by_name(llm, messages, template, message)
 def test_texts_are_scored_in_pairs_or_one_against_all(make_llm):
     questions, answers = ["What is the capital of France?", "And of Germany?"], ["It is Paris.", "It is Berlin."]
     with make_llm(task="embed", max_model_len=128) as embedder:
-        left, right = ([one.outputs.embedding for one in embedder.embed(each)] for each in (questions, answers))
+        left, right = ([one.outputs.embedding for one in embedder.embed(texts)] for texts in (questions, answers))
         for first, pairs in ((questions, [(0, 0), (1, 1)]), (questions[0], [(0, 0), (0, 1)])):
             scores = [output.outputs.score for output in embedder.score(first, answers, use_tqdm=False)]
             assert scores == pytest.approx([cosine(left[i], right[j]) for i, j in pairs], abs=1e-4)
@@ -161,11 +161,11 @@ def test_a_text_is_a_conversation_whose_answer_may_fill_the_context(llm, monkeyp
 
 
 def test_generate_says_once_that_its_default_has_cut_an_answer(llm, monkeypatch, capfd):
-    said: list[str] = []
-    monkeypatch.setattr(engine, "warn_once", said.append)
+    lines: list[str] = []
+    monkeypatch.setattr(engine, "warn_once", lines.append)
     for params in (SamplingParams(ignore_eos=True, max_tokens=17), SamplingParams(ignore_eos=True), GREEDY):
         llm.generate(["To be", "or"], params, use_tqdm=False)
-    (line,) = {*said}
+    (line,) = {*lines}
     assert line.startswith("an answer ended at 16 tokens, the default of `SamplingParams.max_tokens`")
     capfd.readouterr()
     assert llm.generate([]) == [] and capfd.readouterr().err == ""  # not even a bar
@@ -279,15 +279,15 @@ def test_a_folder_without_a_tokenizer_serves_token_ids(llm, tmp_path):
 def test_beam_search_has_vllms_records(llm, penalty):
     prompt = llm.tokenizer.encode(llm.tokenizer.render(QUESTION), add_special_tokens=False)
     fields = {"max_tokens": 8, "length_penalty": penalty}
-    own = SamplingParams(use_beam_search=True, n=3, **fields)
+    beams = SamplingParams(use_beam_search=True, n=3, **fields)
     params = BeamSearchParams(beam_width=3, **fields)
-    (wanted,) = llm.generate([prompt], own, use_tqdm=False)
-    found = llm.beam_search([prompt, {"prompt": "To be"}], params)
-    assert len(found) == 2 and [len(output.sequences) for output in found] == [3, 3]
+    (wanted,) = llm.generate([prompt], beams, use_tqdm=False)
+    outputs = llm.beam_search([prompt, {"prompt": "To be"}], params)
+    assert len(outputs) == 2 and [len(output.sequences) for output in outputs] == [3, 3]
     kept = llm.beam_search([prompt], replace(params, include_stop_str_in_output=True))[0].sequences
     eos = llm.core.model_config.eos_token_ids
-    assert any(beam.finish_reason == "stop" for beam in found[0].sequences)
-    for beam, whole, answer in zip(found[0].sequences, kept, wanted.outputs, strict=True):
+    assert any(beam.finish_reason == "stop" for beam in outputs[0].sequences)
+    for beam, whole, answer in zip(outputs[0].sequences, kept, wanted.outputs, strict=True):
         ended = answer.finish_reason == "stop"
         assert whole.tokens == prompt + answer.token_ids
         assert beam.tokens == (whole.tokens[:-1] if ended else whole.tokens)
@@ -333,11 +333,11 @@ def engine_of_mine():
 
 def run(engine: LLMEngine) -> dict[str, list]:
     """All that `step` returns of each request."""
-    told: dict[str, list] = {}
+    texts: dict[str, list] = {}
     while engine.has_unfinished_requests():
         for output in engine.step():
-            told.setdefault(output.request_id, []).append(output)
-    return told
+            texts.setdefault(output.request_id, []).append(output)
+    return texts
 
 
 def test_an_engine_tells_all_that_a_request_has_so_far(llm, engine_of_mine):
@@ -345,17 +345,17 @@ def test_an_engine_tells_all_that_a_request_has_so_far(llm, engine_of_mine):
     engine.add_request("a", "To be", GREEDY)
     engine.add_request("b", {"prompt": "Enter"}, replace(GREEDY, max_tokens=3, n=2, temperature=0.9, seed=5))
     assert engine.has_unfinished_requests() and engine.get_num_unfinished_requests() == 2
-    told = run(engine)
+    outputs = run(engine)
     assert engine.step() == [] and engine.get_num_unfinished_requests() == 0
     (wanted,) = llm.generate("To be", GREEDY, use_tqdm=False)
-    grown = [output.outputs[0].token_ids for output in told["a"]]
+    grown = [output.outputs[0].token_ids for output in outputs["a"]]
     assert grown == [wanted.outputs[0].token_ids[: i + 1] for i in range(6)]
-    assert [output.finished for output in told["a"]] == [False] * 5 + [True]
-    assert told["a"][-1].outputs == wanted.outputs and told["a"][-1].prompt == "To be"
-    texts = [output.outputs[0].text for output in told["a"]]
+    assert [output.finished for output in outputs["a"]] == [False] * 5 + [True]
+    assert outputs["a"][-1].outputs == wanted.outputs and outputs["a"][-1].prompt == "To be"
+    texts = [output.outputs[0].text for output in outputs["a"]]
     assert all(wanted.outputs[0].text.startswith(text) for text in texts) and texts[0] != texts[-1]
-    assert [len(answer.token_ids) for answer in told["b"][-1].outputs] == [3, 3]
-    assert told["a"][0].metrics.finished_time is None and told["a"][-1].metrics.finished_time is not None
+    assert [len(answer.token_ids) for answer in outputs["b"][-1].outputs] == [3, 3]
+    assert outputs["a"][0].metrics.finished_time is None and outputs["a"][-1].metrics.finished_time is not None
 
 
 def test_what_an_engine_gave_up_is_told_no_more(engine_of_mine, monkeypatch):
@@ -384,13 +384,13 @@ def test_an_engine_ends_at_a_stop_string_and_lets_requests_go(llm, engine_of_min
         engine.add_request(name, "ROMEO:\n", params)
     with pytest.raises(ValueError, match="request id 'gone' is in use"):
         engine.add_request("gone", "a", params)
-    told = engine.step() + engine.step()
-    assert {output.request_id for output in told} == {"stopped", "gone", "one of two", "two of two"}
+    rest = engine.step() + engine.step()
+    assert {output.request_id for output in rest} == {"stopped", "gone", "one of two", "two of two"}
     engine.abort_request("gone")
     engine.abort_request(["one of two", "two of two", "unknown"])
-    told = run(engine)
-    assert set(told) == {"stopped"}
-    last = told["stopped"][-1].outputs[0]
+    rest = run(engine)
+    assert set(rest) == {"stopped"}
+    last = rest["stopped"][-1].outputs[0]
     assert (last.text, last.finish_reason) == (free[: free.index(free[12:17])], "stop")
     engine.step()
     assert not engine.client.core.has_work() and engine.client.core.metrics()["num_requests_running"] == 0

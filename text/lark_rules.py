@@ -43,20 +43,20 @@ def property_schema(schema: Schema, key: str) -> Schema:
 
 
 def referred(schema: Schema) -> Schema:
-    """The same schema with only those definitions that it refers to, itself or by way of others."""
+    """Drop the definitions that a schema does not refer to, itself or by way of others."""
     shared = {name: schema[name] for name in SHARED if isinstance(schema.get(name), dict)}
     kept: dict[str, Any] = {name: schema[name] for name in schema if name not in shared}
     rest: list[Any] = [{**kept}] if shared else []
     while rest:
-        each = rest.pop()
-        if isinstance(each, dict) and isinstance(reference := each.get("$ref"), str):
+        part = rest.pop()
+        if isinstance(part, dict) and isinstance(reference := part.get("$ref"), str):
             place, name, *_ = (*pointer(reference), "", "")
             if not place:  # it may mean any of them
                 return schema
             if name in shared.get(place, ()) and name not in kept.setdefault(place, {}):
                 kept[place][name] = shared[place][name]
                 rest.append(kept[place][name])
-        rest += each.values() if isinstance(each, dict) else each if isinstance(each, list) else ()
+        rest += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
     return kept
 
 
@@ -67,7 +67,7 @@ def pointer(reference: str) -> list[str]:
 
 
 def at(root: Any, reference: str) -> Any:
-    """What a reference within a schema points to; None if that is nothing, or elsewhere."""
+    """The target of a reference within a schema; None if there is none, or it lies elsewhere."""
     names = pointer(reference)
     target: Any = root if names or reference == "#" else None
     with contextlib.suppress(LookupError, TypeError, ValueError):
@@ -98,18 +98,18 @@ def followed(schema: Any, root: Any) -> Iterator[tuple[Any, bool]]:
     seen: set[int] = set()
     rest = [schema]
     while rest:
-        each = rest.pop()
-        if isinstance(each, dict) and isinstance(reference := each.get("$ref"), str):
+        part = rest.pop()
+        if isinstance(part, dict) and isinstance(reference := part.get("$ref"), str):
             target = at(root, reference)
             if id(target) not in seen:
                 rest.append(target)
             seen.add(id(target))
-            yield each, False
-        elif isinstance(each, dict) and (lists := [each[name] for name in ALTERNATIVES if list_of(each, name)]):
+            yield part, False
+        elif isinstance(part, dict) and (lists := [part[name] for name in ALTERNATIVES if list_of(part, name)]):
             rest += lists[0]
-            yield each, False
+            yield part, False
         else:
-            yield each, True
+            yield part, True
 
 
 def branches(schema: Schema) -> list[Schema]:
@@ -125,11 +125,11 @@ def choices(schema: Schema) -> list[Any]:
 def types_of(schema: Schema) -> set[str]:
     """The JSON types of the values that a schema allows; all types where it does not say."""
     types: set[str] = set()
-    for each in [schema] if "type" in schema else branches(schema):
-        if isinstance(each.get("type"), str | list):
-            types |= named_types(each["type"]) & ALL_TYPES
+    for branch in [schema] if "type" in schema else branches(schema):
+        if isinstance(branch.get("type"), str | list):
+            types |= named_types(branch["type"]) & ALL_TYPES
         else:
-            types |= {type_of(value) for value in choices(each)} or ALL_TYPES
+            types |= {type_of(value) for value in choices(branch)} or ALL_TYPES
     return types or {*ALL_TYPES}
 
 
@@ -152,7 +152,7 @@ class Held:
         self.root, self._steps, self._tags = root, [each for each, _ in steps], dict[str, Held]()
 
     def by_tag(self, tag: str, listed: bool) -> Held:
-        """The same of one of its items or values."""
+        """The types of one of its items or values."""
         if tag not in self._tags:
             inner = [each.get("items") if listed else (each.get("properties") or {}).get(tag) for each in self._steps]
             self._tags[tag] = Held(next((each for each in inner if isinstance(each, dict)), {}), self.root)
@@ -266,14 +266,14 @@ class Lark:
         """A string without quotes, and its end; none of `ends` may be in it."""
         barred = f"(?s:.*)(?:{'|'.join(map(re.escape, ends))})(?s:.*)"
         written = []
-        for each in branches(schema):
-            if "null" in types_of(each):
+        for branch in branches(schema):
+            if "null" in types_of(branch):
                 written.append(then('"null"', self.syntax(end)))
-            texts = [json.dumps(brief(text, "the value", *ends)) for text in choices(each) if isinstance(text, str)]
+            texts = [json.dumps(brief(text, "the value", *ends)) for text in choices(branch) if isinstance(text, str)]
             if texts:
                 written.append(then(f"({' | '.join(texts)})", self.syntax(end)))
-            elif "string" in types_of(each):
-                allowed = " & ".join((*map(in_slashes, self._patterns(each)), f"~{in_slashes(barred)}"))
+            elif "string" in types_of(branch):
+                allowed = " & ".join((*map(in_slashes, self._patterns(branch)), f"~{in_slashes(barred)}"))
                 written.append(self._ended(allowed, end))
         return self.one_of(written)
 

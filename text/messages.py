@@ -180,7 +180,7 @@ def forms(messages: list[dict[str, Any]], template: ChatTemplate) -> Iterator[li
 
 
 def in_turn(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same with one system message at most, which is the first; others are the user's. Neighbours become one."""
+    """Keep one system message at most, the first; others become the user's. Neighbours of one role become one."""
     start = [*itertools.takewhile(lambda message: message["role"] in SYSTEM_ROLES, messages)]
     rest = messages[len(start) :]
     late = (message | {"role": "user"} if message["role"] in SYSTEM_ROLES else message for message in rest)
@@ -188,7 +188,7 @@ def in_turn(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def one_call_each(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same with one call in a message at most, and after each its result."""
+    """Split messages so that each has one call at most, and after it its result."""
     turns: list[dict[str, Any]] = []
     waiting: dict[str | int, dict[str, Any]] = {}  # by call, messages whose results have not come yet
     for message in messages:
@@ -342,7 +342,7 @@ def _call(item: dict[str, Any], i: int) -> dict[str, Any]:
 
 
 def _call_output(item: dict[str, Any], i: int) -> dict[str, Any]:
-    """What came of a call: a text, parts of text, or an object, which becomes its JSON."""
+    """The result of a call: a text, parts of text, or an object, which becomes its JSON."""
     output = item.get("output")
     text = json.dumps(output, ensure_ascii=False) if isinstance(output, dict) else "\n".join(_texts(item, "output", i))
     return {**_strings(item, i, "call_id"), "output": text, "status": "completed"}
@@ -508,9 +508,9 @@ def _turns(blocks: list[Any], role: str, i: int) -> list[dict[str, Any]]:
     texts: list[str] = []
     thoughts: list[str] = []
     before: list[dict[str, Any]] = []
-    known = {kind: row for kind, row in BLOCKS.items() if role in row.roles}
+    allowed = {kind: row for kind, row in BLOCKS.items() if role in row.roles}
     for j, block in enumerate(blocks):
-        kind = _kind(block, known, place := f"message {i}: content[{j}]")
+        kind = _kind(block, allowed, place := f"message {i}: content[{j}]")
         if kind == "compaction" and (summary := _shown(block, place)):
             turn, texts, thoughts = {"role": role, "content": ""}, [], []
             before = [{"role": "user", "content": summary, "compacts": True}]

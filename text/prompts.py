@@ -67,7 +67,7 @@ def read_prompt(prompt: Prompt, tokenizer: Tokenizer) -> tuple[str | None, list[
 
 
 def opening(facts: Mapping[str, Any], name: str | None) -> str:
-    """What goes before each text to embed: the prompt of a name, the default for None; a ValueError if none has it."""
+    """The prompt that goes before each text to embed, by its name, or the default for None; a ValueError if unknown."""
     prompts, name = facts["prompts"], facts["default_prompt_name"] if name is None else name
     if name and name not in prompts:
         names = ", ".join(map(repr, prompts)) or "no prompts"

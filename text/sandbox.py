@@ -51,7 +51,7 @@ class Grammar(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """What a grammar may take in the sandbox."""
+    """Limits of a grammar in the sandbox."""
 
     cpu_time: int = 5  # seconds of a core
     time: float = 15.0  # seconds by the clock, on a machine that has much else to do
@@ -68,7 +68,7 @@ class Refused(ValueError):
 
 
 def text_of(wanted: StructuredOutputsParams) -> str:
-    """What is asked for, as llguidance's grammar.
+    """Write structured outputs as llguidance's grammar.
 
     Raises:
         Refused: it is malformed.
@@ -96,8 +96,8 @@ def compile_text(tokenizer: Any, text: str, words: int, size: int) -> Grammar:
     except BaseException as error:  # the library's panics are not even Exceptions
         raise Refused(f"structured_outputs cannot be compiled: {brief(str(error))}") from None
     if matcher.is_error() or not first.any():
-        said = brief(matcher.get_error()) or "they allow no text"
-        raise Refused(f"structured_outputs cannot be compiled: {said}")
+        why = brief(matcher.get_error()) or "they allow no text"
+        raise Refused(f"structured_outputs cannot be compiled: {why}")
     return Grammar(matcher, first, size)
 
 
@@ -195,10 +195,10 @@ class Sandbox:
             sock.sendall(json.dumps([dataclasses.asdict(wanted), self.limits]).encode() + b"\n")
             if not (line := file.readline()):
                 raise ConnectionError("the process has ended")
-        said = json.loads(line)
-        if "error" in said:
-            raise Refused(said["error"])
-        return said["text"], said["size"]
+        reply = json.loads(line)
+        if "error" in reply:
+            raise Refused(reply["error"])
+        return reply["text"], reply["size"]
 
 
 def hang_up(sock: socket.socket) -> None:
@@ -232,7 +232,7 @@ def reason(code: int, limits: Limits) -> str:
 
 
 def sandbox_main() -> None:
-    """What the sandbox's process runs, until nobody is left who could send a grammar."""
+    """Run the sandbox's process, until nobody is left who could send a grammar."""
     name_process("grammars")
     end_with_parent(signal.SIGKILL)
     folder, vocab_size, eos_token_ids = json.loads(sys.argv[1])
@@ -255,8 +255,8 @@ def watch(tokenizer: Any, words: int, client: socket.socket) -> None:
     end_with_parent(signal.SIGKILL)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the library writes there how it dies
     with client.makefile("rb") as lines:
-        asked, sizes = json.loads(lines.readline())
-    wanted, limits = StructuredOutputsParams(**asked), Limits(*sizes)
+        fields, sizes = json.loads(lines.readline())
+    wanted, limits = StructuredOutputsParams(**fields), Limits(*sizes)
     process = multiprocessing.get_context("fork").Process(
         target=attempt, args=(tokenizer, words, client, wanted, limits)
     )

@@ -68,8 +68,8 @@ class Markers:
         self.longest = max(map(len, texts), default=0)
 
     def split(self, text: str, start: int = 0, grows: bool = False) -> tuple[int, int]:
-        """Where the first of them begins and ends in `text` from `start`; where none is, both are the place from which
-        the text may be the beginning of one. One that may still become a longer one, if the text `grows`, is none."""
+        """Find the first marker in `text` from `start`: where it begins and ends. Without one, both are the place from
+        which the text may be the beginning of one. If the text `grows`, one that may become a longer one is none."""
         first = self.pattern.search(text, start)
         if first and not (grows and text[first.start() : first.start() + self.longest] in self.beginnings):
             return first.span()
@@ -143,7 +143,7 @@ class Source:
         return char
 
     def after_space(self) -> int:
-        """Where the first character stands that is no white space; the end of `text` if there is none."""
+        """The place of the first character that is no white space; the end of `text` if there is none."""
         found = NO_SPACE.search(self.text, self.at)
         return found.start() if found else len(self.text)
 
@@ -198,8 +198,8 @@ class Source:
         """Read a short text, as a name or a key, up to one of the stops, which stays unread; NoCall if none is near."""
         pattern = markers(frozenset(stops)).pattern
         while True:
-            if found := pattern.search(self.text, self.at, self.at + LONGEST_NAME):
-                return self.take(found.start())
+            if stop := pattern.search(self.text, self.at, self.at + LONGEST_NAME):
+                return self.take(stop.start())
             if self.ended or len(self.text) - self.at > LONGEST_NAME:
                 self.at = len(self.text) if self.ended else self.at
                 raise NoCall

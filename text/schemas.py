@@ -10,13 +10,11 @@ import dataclasses
 import json
 import re
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from itertools import chain
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from sampling_params import StructuredOutputsParams
-from text.lark_rules import ALL_TYPES, SHARED, Schema, at, choices, followed, list_of, named_types, texts_of, types_of
+from text.lark_rules import ALL_TYPES, SHARED, Schema, at, choices, list_of, named_types
 
 # Between the parts of JSON: enough to write it in lines, but not to fill an answer with it. The rule is llama.cpp's.
 WHITESPACE = r"[ ]|\n{1,2}[ \t]{0,20}"
@@ -25,7 +23,6 @@ FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4",
 DATA = ("const", "default", "enum", "examples")  # keywords that hold no schemas
 # Keywords that hold schemas by name.
 NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
-TYPES = ("null", "boolean", "number", "string", "array", "object")
 # Keywords that hold neither patterns nor numbers to count to: no schema of them and of SMALL characters takes long.
 SMALL, SMALL_DEPTH = 2048, 16
 LARGE = 2**18  # characters of a schema that nobody looks through but the process that tries it
@@ -38,14 +35,7 @@ UNHELD: dict[str, Any] = {  # keywords that llguidance does not know, and the va
 }  # fmt: skip
 # Keywords of parts which would each have to know the properties of the others.
 IN_PLACE = re.compile(r'"(?:allOf|if|not|dependencies|dependentSchemas)":')
-MOST_STEPS = 2**15  # of comparing schemas; what takes more is taken to overlap, or to have an end
-STEP = 32  # values, or characters of a pattern, that take about as long as a step
 MOST_OF_PATTERNS = 2**15  # characters that are looked at; errors in others show when they are compiled
-# The bound that holds where the other does not.
-OPPOSITES = {
-    "minimum": "exclusiveMaximum", "exclusiveMinimum": "maximum",
-    "maximum": "exclusiveMinimum", "exclusiveMaximum": "minimum",
-}  # fmt: skip
 
 
 def grammar_text(wanted: StructuredOutputsParams) -> str:
@@ -116,7 +106,7 @@ def json_parts(wanted: StructuredOutputsParams, left: list[str] | None = None) -
 
 
 def relaxed(wanted: StructuredOutputsParams) -> tuple[StructuredOutputsParams, list[str]]:
-    """The same without what no grammar can hold an answer to, and the keywords that say it."""
+    """Structured outputs without the keywords that no grammar can enforce, and these keywords."""
     left: list[str] = []
     schema, _ = json_parts(wanted, left)
     if not left:
@@ -152,19 +142,19 @@ def read_tags(text: str | dict[str, Any]) -> Iterator[tuple[str, str, Any, str]]
 
 
 def parts_of(schema: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
-    """The same schema with each schema directly in it changed."""
+    """Change each schema that lies directly in a schema."""
     changed = {}
     for key, value in schema.items():
         if key in NAMED and isinstance(value, dict):
-            value = {name: change(each) for name, each in value.items()}
+            value = {name: change(part) for name, part in value.items()}
         elif key not in DATA and key != "not":
-            value = [change(each) for each in value] if isinstance(value, list) else change(value)
+            value = [change(part) for part in value] if isinstance(value, list) else change(value)
         changed[key] = value
     return changed
 
 
 def closed(schema: Any) -> Any:
-    """The same schema, but its objects have no properties that they do not name."""
+    """Forbid an object's properties that its schema does not name, in all of a schema."""
     if not isinstance(schema, dict):
         return schema
     changed = parts_of(schema, closed)
@@ -172,18 +162,14 @@ def closed(schema: Any) -> Any:
 
 
 def plain(schema: Any, left: list[str] | None = None, is_closed: bool = False) -> Any:
-    """The same schema in keywords that llguidance knows; if `is_closed`, objects get no properties beside those named.
+    """Write a schema in keywords that llguidance knows; if `is_closed`, objects get no properties beside those named.
 
     The list `left` gets the keywords that have to be left out; where it is not given, there may be none. A ValueError:
-    it is malformed, lies too deep, has no end, or says what no grammar can hold an answer to.
+    it lies too deep, or says what no grammar can hold an answer to.
     """
     rewriting = Rewriting(schema, left is None)
     try:
-        if Rewriting(schema).is_endless(schema):
-            raise ValueError("the schema has no end: each of its values must hold another one")
         made = rewriting.change(closed(schema) if is_closed and not IN_PLACE.search(json.dumps(schema)) else schema)
-    except (AttributeError, TypeError):
-        raise ValueError("a keyword of the schema has a value that it cannot have") from None
     except RecursionError:
         raise ValueError("its lists and objects lie too deep in each other") from None
     if rewriting.left and left is None:
@@ -193,78 +179,42 @@ def plain(schema: Any, left: list[str] | None = None, is_closed: bool = False) -
     return made
 
 
-class Kind(NamedTuple):
-    """A schema without alternatives."""
-
-    schema: Schema
-    types: Set[str]
-    data: Set[str] = frozenset()  # the values as JSON, where they are listed
-    required: Set[str] = frozenset()  # properties
-
-    def value(self, key: str) -> Any:
-        """The schema of a property."""
-        named, others = self.schema.get("properties") or {}, self.schema.get("additionalProperties", True)
-        return named.get(key, True if "patternProperties" in self.schema else others)
-
-
-def wide(types: Set[str]) -> Set[str]:
-    """Types, with the one that is a part of another."""
-    return types | {"integer"} if "number" in types else types
-
-
-def together(values: Iterable[list[Kind]]) -> Iterator[tuple[str, frozenset[int]]]:
-    """By type, the places of those that may have a value in common: a listed one, or any if one of them lists none."""
-    groups: dict[str, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
-    for place, kinds in enumerate(values):
-        for kind in kinds:
-            for name in kind.types:
-                for value in kind.data or ("",):
-                    groups[name][value].add(place)
-    for name, by_value in groups.items():
-        for places in [set().union(*by_value.values())] if "" in by_value else by_value.values():
-            yield name, frozenset(places)
-
-
 class Rewriting:
-    """What becomes of the parts of a schema. `left` names the keywords that are left out.
+    """Rewrites the parts of a schema. `left` names the keywords that are left out.
 
-    Formats that nobody checks say nothing. Where a rewritten `not` allows less than it did, the rest is refused.
+    Formats that nobody checks say nothing.
     """
 
-    def __init__(self, root: Any, strict: bool = False):
-        self.strict, self.root, self.steps, self.room, self.patterns = strict, root, 0, MOST_STEPS, MOST_OF_PATTERNS
+    def __init__(self, root: Any, strict: bool):
+        self.strict, self.root, self.steps, self.patterns = strict, root, 0, MOST_OF_PATTERNS
         self.left: dict[str, None] = {}
-        self.kinds: dict[int, list[Kind]] = {}
-
-    def _step(self) -> None:
-        """Look at another part of the schema. There may be many, and an API process serves others as well."""
-        self.steps += 1
-        if self.steps % 64 == 0:
-            time.sleep(0)
 
     def change(self, schema: Any) -> Any:
-        """The same schema in other words."""
+        """Rewrite a schema and all schemas in it."""
         if not isinstance(schema, dict):
             return schema
-        self._step()
-        found, rules = {**schema}, [*list_of(schema, "allOf")]
-        if "not" in found and (other := negated(found["not"])) is not None:
-            del found["not"]
-            rules.append(other)
-        for key, words in (("propertyNames", self._names), ("oneOf", self._any_of)):
-            if key in found and (said := words(schema)) is not None:
-                del found[key]
-                rules += [] if said is True else [said]
-        if "type" in found and (types := sorted(named_types(found["type"]))) != [found["type"]]:
-            found["type"] = types
-        if found.get("format", FORMATS[0]) not in FORMATS:
-            del found["format"]
-        for key in [key for key, value in found.items() if not self._is_held(key, value)]:
-            if found.pop(key) != UNHELD.get(key, found):
+        self.steps += 1
+        if self.steps % 64 == 0:
+            time.sleep(0)  # there may be many parts, and an API process serves others as well
+        changed, rules = {**schema}, list[Any](list_of(schema, "allOf"))
+        if changed.get("not") in ({}, True):  # so zod says that there is no value
+            del changed["not"]
+            rules.append(False)
+        if "oneOf" in changed:
+            rules.append({"anyOf": changed.pop("oneOf")})
+        if "propertyNames" in changed and (names := self._names(schema)) is not None:
+            del changed["propertyNames"]
+            rules += [names] if names else []
+        if "type" in changed and (types := sorted(named_types(changed["type"]))) != [changed["type"]]:
+            changed["type"] = types
+        if changed.get("format", FORMATS[0]) not in FORMATS:
+            del changed["format"]
+        for key in [key for key, value in changed.items() if not self._is_held(key, value)]:
+            if changed.pop(key) != UNHELD.get(key, changed):
                 self.left[key] = None
             if key == "patternProperties":
-                found.pop("additionalProperties", None)  # it would forbid what the patterns allowed
-        return parts_of(found | ({"allOf": rules} if rules else {}), self.change)
+                changed.pop("additionalProperties", None)  # it would forbid what the patterns allowed
+        return parts_of(changed | ({"allOf": rules} if rules else {}), self.change)
 
     def _is_held(self, key: str, value: Any) -> bool:
         """Whether llguidance can hold an answer to what a keyword says: of patterns, whether it can read them."""
@@ -281,138 +231,24 @@ class Rewriting:
         except BaseException:  # the library's panics are not even Exceptions
             return False
 
-    def _names(self, schema: Schema) -> Any:
-        """What `propertyNames` says, in patterns of names; True if that is nothing, None if it takes more."""
+    def _names(self, schema: Schema) -> dict[str, Any] | None:
+        """Write `propertyNames` as a pattern of names; empty if it allows all, None if it takes more."""
         names = schema["propertyNames"]
-        options = self._leaves(names)
-        if len(options) != 1 or not isinstance(options[0], dict) or self.room < 0:
+        if isinstance(names, dict) and isinstance(reference := names.get("$ref"), str):
+            names = at(self.root, reference)
+        if not isinstance(names, dict) or self.patterns < 0:
             return None
-        said = {key: value for key, value in options[0].items() if key not in (*NOTES, *SHARED)}
-        if named_types(said.pop("type", "string")) != {"string"}:
+        rules = {key: value for key, value in names.items() if key not in (*NOTES, *SHARED)}
+        if named_types(rules.pop("type", "string")) != {"string"}:
             return None
-        if not said:
-            return True
-        pattern: Any = said.get("pattern") if len(said) == 1 else None
-        if said.keys() <= {"enum", "const"}:
-            pattern = f"^(?:{'|'.join(re.escape(name) for name in choices(said) if isinstance(name, str))})$"
-        elif said.keys() <= {"minLength", "maxLength"}:
-            pattern = f"^(?s:.{{{said.get('minLength', 0)},{said.get('maxLength', '')}}})$"
+        if not rules:
+            return {}
+        pattern: Any = rules.get("pattern") if len(rules) == 1 else None
+        if rules.keys() <= {"enum", "const"}:
+            pattern = f"^(?:{'|'.join(re.escape(name) for name in choices(rules) if isinstance(name, str))})$"
+        elif rules.keys() <= {"minLength", "maxLength"}:
+            pattern = f"^(?s:.{{{rules.get('minLength', 0)},{rules.get('maxLength', '')}}})$"
         if pattern is None or "patternProperties" in schema:
             return None
-        self.room -= len(pattern) // STEP  # many schemas may refer to one
+        self.patterns -= len(pattern)  # many schemas may refer to one
         return {"patternProperties": {pattern: True}, "additionalProperties": False}
-
-    def _any_of(self, schema: Schema) -> Any:
-        """`oneOf` as `anyOf`, which says less unless its schemas exclude each other; llguidance can tell a few more."""
-        options, types = schema["oneOf"], wide(named_types(schema.get("type", "any")))
-        kinds = [(number, kind) for number, option in enumerate(options) for kind in self._kinds(option)]
-        needed = frozenset(texts_of(schema, "required"))
-        counts = Counter(chain(needed, *(kind.required for _, kind in kinds)))
-        names = sorted(counts, key=lambda name: (-counts[name], name))  # what many need tells many apart
-        groups = ((name, [kinds[i] for i in places]) for name, places in together([kind] for _, kind in kinds))
-        apart = all(self._apart(group, names * (name == "object"), needed) for name, group in groups if name in types)
-        if not apart or self.room < 0:
-            if self.strict:
-                return None
-            self.left["oneOf"] = None
-        return {"anyOf": options}
-
-    def _apart(self, kinds: list[tuple[int, Kind]], names: list[str], needed: Set[str]) -> bool:
-        """Whether no object follows two schemas, as far as the properties `names` tell that must be in one of the two.
-
-        Each schema has a number, and those of one number may overlap. The object is known to have what is `needed`.
-        """
-        self.room -= len(kinds)
-        if self.room < 0 or len({number for number, _ in kinds}) == 1:
-            return self.room >= 0
-        for i, name in enumerate(names):
-            groups = {places for _, places in together(self._kinds(kind.value(name)) for _, kind in kinds)}
-            if name not in needed:
-                groups.add(frozenset(place for place, (_, kind) in enumerate(kinds) if name not in kind.required))
-            if max(map(len, groups), default=0) < len(kinds):
-                rest = names[i + 1 :]
-                return all(self._apart([kinds[place] for place in places], rest, needed) for places in groups if places)
-        return False
-
-    def _kinds(self, schema: Any) -> list[Kind]:
-        """What the values of a schema may be; nothing, where `room` ends."""
-        if schema is False or self.room < 0:
-            return []
-        self._step()
-        if not isinstance(schema, dict):
-            self.room -= 1
-            return [Kind({}, ALL_TYPES)]
-        if (key := id(schema)) not in self.kinds:  # all of them are parts of one schema, which stays
-            leaves = self._leaves(schema)
-            if leaves and leaves[0] is schema:
-                data, required = {*map(json.dumps, choices(schema))}, {*texts_of(schema, "required")}
-                self.kinds[key] = [Kind(schema, wide(types_of(schema)), data, required)]
-            else:
-                around = wide(named_types(schema.get("type", "any")))
-                each = chain.from_iterable(map(self._kinds, leaves))
-                self.kinds[key] = [kind._replace(types=kind.types & around) for kind in each]
-        kinds = self.kinds[key]
-        self.room -= sum(1 + (len(kind.data) + len(kind.required)) // STEP for kind in kinds)
-        return kinds
-
-    def _leaves(self, schema: Any) -> list[Any]:
-        """The schemas without alternatives, one of which a value must follow; not all, where `room` ends."""
-        leaves = []
-        for each, is_leaf in followed(schema, self.root):
-            self.room -= each is not schema
-            leaves += [each] if is_leaf else []
-            if self.room < 0:
-                break
-        return leaves
-
-    def is_endless(self, schema: Any, path: frozenset[str] = frozenset()) -> bool:
-        """Whether each value must hold another one. `path` are the references that have led here."""
-        self._step()
-        self.room -= 1
-        if not isinstance(schema, dict) or choices(schema) or self.room < 0:
-            return False
-        if isinstance(reference := schema.get("$ref"), str):
-            return reference in path or self.is_endless(at(self.root, reference), path | {reference})
-        self.room -= len(list_of(schema, "type"))
-        types, properties = named_types(schema.get("type", "any")), schema.get("properties") or {}
-        parts = (properties.get(key) for key in (list_of(schema, "required") if types == {"object"} else ()))
-        items = [schema.get("items")] if types == {"array"} and schema.get("minItems") else []
-        ways = chain(
-            (list_of(schema, key) or [True] for key in ("anyOf", "oneOf")),
-            ([part] for part in chain(parts, items, list_of(schema, "allOf"))),
-        )
-        return any(all(self.is_endless(each, path) for each in way) for way in ways)
-
-
-def negated(schema: Any) -> Any:
-    """A schema of values that the given one refuses, or of some of them; None if that takes a `not`."""
-    if not isinstance(schema, dict):
-        return not schema
-    if not schema.keys() - {*NOTES}:
-        return False
-    ways = [against(key, value) for key, value in schema.items() if key not in NOTES]  # each breaks one of its rules
-    possible = [way for way in ways if way is not None and way is not False]
-    if not possible:
-        return None if None in ways else False
-    return possible[0] if len(possible) == 1 else {"anyOf": possible}
-
-
-def against(key: str, value: Any) -> Any:
-    """A schema of values that break one rule, or of some of them; None if that takes a `not`."""
-    if key == "not":
-        return value
-    if key in OPPOSITES:
-        return {"type": "number", OPPOSITES[key]: value}
-    if key == "type":
-        refused = {value} if isinstance(value, str) else set(value)
-        others = [name for name in TYPES if name not in refused and not (name == "number" and "integer" in refused)]
-        return {"type": others} if others else False
-    if key == "required":
-        return {"type": "object", "anyOf": [{"properties": {name: False}} for name in value]} if value else False
-    if key == "allOf":
-        others = [other for each in value if (other := negated(each)) is not None]
-        return {"anyOf": others} if others else None
-    if key == "anyOf":
-        others = [negated(each) for each in value]
-        return None if None in others else {"allOf": others}
-    return None

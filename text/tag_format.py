@@ -83,7 +83,7 @@ class TagFormat(ToolParser):
             mark = ""
             for texts in zip(ends, others or ends, strict=True):
                 mark = yield from source.closes(*texts)
-            if others and not mark:  # what says of which type the value is
+            if others and not mark:  # it says which type the value has
                 end = self.tag_end or self.name_end[-1]
                 yield from source.short(end)
                 yield from source.follows(end)
@@ -149,7 +149,7 @@ class TagFormat(ToolParser):
             yield from source.follows(self.value_end)
 
     def _meaning(self, calls: Calls, keys: Collection[str]) -> Waiting[str]:
-        """What the mark that comes next, at `Source.mark`, means for the value that is being read.
+        """Tell what the mark that comes next, at `Source.mark`, means for the value that is being read.
 
         A value ends before the next argument, or before the end of the call, if nothing behind that could be the end of
         this value. A text may tell of calls, whose arguments then begin and end within it.
@@ -265,8 +265,8 @@ class TagFormat(ToolParser):
         around = between if self.names[0] not in ("", self.begins[0]) else ""
         if self.names[0] and self.names[0] not in self.begins:  # all calls stand between one pair of tags
             return then(around, repeated(call, between, several), around, lark.syntax(self.end))
-        each = then(around, call, around, lark.syntax(self.end))
-        return repeated(each, then(between, lark.syntax(self.begins[0])), several)
+        wrapped = then(around, call, around, lark.syntax(self.end))
+        return repeated(wrapped, then(between, lark.syntax(self.begins[0])), several)
 
     def _call(self, lark: Lark, tool: Tool) -> str:
         name = lark.text(brief(tool.name, "the tool", "\n", self.name_end, self.key, *self.ends))
@@ -292,10 +292,10 @@ class TagFormat(ToolParser):
         if is_text(schema) and self.quotes:
             quoted = lark.unquoted(schema, self.quotes[1:], self.quotes[1] + end)
             value = lark.one_of((value, then(lark.syntax(self.quotes[0]), quoted)))
-        types = {"number" if each == "integer" else each for each in types_of(schema) - {"string"}}
-        said = f"({' | '.join(map(lark.text, sorted(types)))})"
+        types = {"number" if kind == "integer" else kind for kind in types_of(schema) - {"string"}}
+        written = f"({' | '.join(map(lark.text, sorted(types)))})"
         before = (key_end + self.padding).replace("\n", self.newline)
-        return then(lark.syntax(self.key), lark.text(key), filled(lark, before, said), value)
+        return then(lark.syntax(self.key), lark.text(key), filled(lark, before, written), value)
 
 
 DEEPEST = 64  # tags within each other
@@ -333,9 +333,9 @@ class NestedFormat(TagFormat):
         source, types, kept = calls.source, held.types, list[str]()
         source.mark = source.at
         yield from source.space()
-        found = yield from source.follows(self.key + "/", self.key)
+        mark = yield from source.follows(self.key + "/", self.key)
         source.back()
-        if types & {"array", "object"} and (found == self.key or (found and "string" not in types)):
+        if types & {"array", "object"} and (mark == self.key or (mark and "string" not in types)):
             yield from self._tags(calls, held, end, types, depth + 1)
             return
 

@@ -1,8 +1,8 @@
 """Chat templates: Jinja as transformers 5 sets it up, with bounds on what a template may write and how long it may run.
 
-A template comes with the model, from whoever made it, and it is a program: it has loops and macros. Jinja's sandbox
-keeps it from Python's insides. Every turn of a loop and every call looks at the clock, and lets other requests of the
-process run now and then. Memory is bounded by what a template writes, not by what it computes on the way.
+Jinja's sandbox keeps a template from Python's insides. After each piece that it writes, `run_template` looks at the
+clock, and now and then lets other requests of the process run. What it computes between two pieces has no bound,
+because templates are the operator's: of the model's folder, or of clients that he trusts with it.
 """
 
 from __future__ import annotations
@@ -10,39 +10,17 @@ from __future__ import annotations
 import datetime
 import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_SOURCE = 2**18  # characters of a template, which compile in some 3 s; real ones have some thousands
-MAX_BITS = 2**14  # of a whole number; more than Python would print
-SLICE = 0.01  # seconds that a template runs before others may
-
-
-class TimedContext(Context):
-    """The variables of one run of a template, and the time that it has left."""
-
-    environment: TemplateEnvironment
-
-    def __init__(self, environment: TemplateEnvironment, *args: Any, **kwargs: Any):
-        super().__init__(environment, *args, **kwargs)
-        self.deadline = time.monotonic() + environment.max_seconds
-        self.wake = min(self.deadline, time.monotonic() + SLICE)
-
-    def tick(self) -> None:
-        """Look at the clock, and let other greenlets run now and then; their time does not count."""
-        if (now := time.monotonic()) > self.wake:
-            if now > self.deadline:
-                raise TemplateError(f"it took more than {self.environment.max_seconds} seconds")
-            time.sleep(0)
-            rested = time.monotonic()
-            self.deadline += rested - now
-            self.wake = min(self.deadline, rested + SLICE)
+MAX_SECONDS = 10.0  # that a template may run
+PIECES_AT_ONCE = 64  # that a template writes before others are served
 
 
 class GenerationTag(Extension):
@@ -56,60 +34,14 @@ class GenerationTag(Extension):
 
 
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
-    """Jinja as transformers 5 sets it up for chat templates; one writes at most `max_chars` in `max_seconds`."""
+    """Jinja as transformers 5 sets it up for chat templates; each may write `max_chars`."""
 
-    context_class = TimedContext
-    intercepted_binops = frozenset({"*", "**"})  # go to `call_binop`
-
-    def __init__(self, max_chars: int, max_seconds: float):
-        super().__init__(
-            trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols],
-            optimized=False,  # or filters of constants would run while a template is compiled
-        )  # fmt: skip
-        self.max_chars, self.max_seconds = max_chars, max_seconds
+    def __init__(self, max_chars: int):
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols])
+        self.max_chars = max_chars
         now = datetime.datetime.now
         self.globals |= {"raise_exception": _raise_exception, "strftime_now": lambda format: now().strftime(format)}
         self.filters["tojson"] = _tojson
-
-    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        """A template's tree, in which each turn of a loop begins with a call, and so with a look at the clock."""
-        tree = super()._parse(source, name, filename)
-        for loop in tree.find_all(nodes.For):
-            turn = nodes.Call(nodes.EnvironmentAttribute("turn"), [], [], None, None)
-            loop.body.insert(0, nodes.ExprStmt(turn).set_lineno(loop.lineno))
-        return tree
-
-    def turn(self) -> None:
-        """A turn of a loop begins."""
-
-    def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Call a macro, a function or a method."""
-        assert isinstance(context, TimedContext)
-        context.tick()
-        return super().call(context, function, *args, **kwargs)
-
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """A product or a power, which alone could take for ever."""
-        if isinstance(left, int) and isinstance(right, int):
-            bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
-            if bits > MAX_BITS:
-                raise TemplateError(f"it made a number of more than {MAX_BITS} bits")
-        elif operator == "*":
-            for sequence, times in ((left, right), (right, left)):
-                if isinstance(sequence, str | bytes | list | tuple) and isinstance(times, int):
-                    self.allow(len(sequence) * times)
-        return super().call_binop(context, operator, left, right)
-
-    def allow(self, chars: int) -> None:
-        """Refuse to make so many characters."""
-        if chars > self.max_chars:
-            raise TemplateError(f"it wrote more than max_template_chars, {self.max_chars} characters")
-
-    def concat(self, pieces: Iterable[str]) -> str:
-        """The text of a macro, or of a block that is captured."""
-        pieces = list(pieces)
-        self.allow(sum(map(len, pieces)))
-        return "".join(pieces)
 
 
 def _raise_exception(message: str) -> None:
@@ -180,7 +112,7 @@ def read_template(environment: TemplateEnvironment, source: str) -> ChatTemplate
     walked: list[nodes.Node] = [loop.iter for loop in tree.find_all(nodes.For)]
     walked += [used for used in tree.find_all(nodes.Filter) if used.name in PART_FILTERS]
     takes_parts = any(is_value(unfiltered(node), "content", contents) for node in walked)
-    asked = any(is_value(t.node, "content", contents) for t in tree.find_all(nodes.Test) if t.name in TEXT_TESTS)
+    asks_kind = any(is_value(t.node, "content", contents) for t in tree.find_all(nodes.Test) if t.name in TEXT_TESTS)
     developer = any(constant.value == "developer" for constant in tree.find_all(nodes.Const))
     firsts: list[nodes.Node | None] = [item.node for item in tree.find_all(nodes.Getitem) if is_value(item, 0, set())]
     firsts += [used.node for used in tree.find_all(nodes.Filter) if used.name == "first"]
@@ -189,7 +121,7 @@ def read_template(environment: TemplateEnvironment, source: str) -> ChatTemplate
     compared = [test for test in tree.find_all(nodes.Compare) if is_value(test.expr, "role", names)]
     constants = (const.value for test in compared for operand in test.ops for const in operand.find_all(nodes.Const))
     roles = frozenset(value for value in constants if isinstance(value, str))
-    return ChatTemplate(template, source, takes_parts, not takes_parts or asked, developer, roles, one and not all_)
+    return ChatTemplate(template, source, takes_parts, not takes_parts or asks_kind, developer, roles, one and not all_)
 
 
 def unfiltered(node: nodes.Node | None) -> nodes.Node | None:
@@ -201,15 +133,20 @@ def unfiltered(node: nodes.Node | None) -> nodes.Node | None:
 
 def run_template(template: Template, variables: dict[str, Any]) -> str:
     """The text that a template writes; a ValueError if it fails, refuses its variables, or goes beyond a limit."""
+    assert isinstance(template.environment, TemplateEnvironment)
+    most, deadline = template.environment.max_chars, time.monotonic() + MAX_SECONDS
     pieces, chars = [], 0
     try:
-        context = template.new_context(variables)
-        assert isinstance(context, TimedContext)
-        for piece in template.root_render_func(context):
-            context.tick()
+        for piece in template.generate(variables):
             pieces.append(piece)
             chars += len(piece)
-            context.environment.allow(chars)
+            if chars > most:
+                raise TemplateError(f"it wrote more than max_template_chars, {most} characters")
+            if (now := time.monotonic()) > deadline:
+                raise TemplateError(f"it took more than {MAX_SECONDS} seconds")
+            if len(pieces) % PIECES_AT_ONCE == 0:
+                time.sleep(0)
+                deadline += time.monotonic() - now  # the time of others does not count
     except Exception as error:  # a template is a program: str + None in it is a TypeError, and so on
         raise ValueError(f"chat template: {error}") from None
     return "".join(pieces)

@@ -41,7 +41,7 @@ class Tool(NamedTuple):
 
 @dataclass(slots=True)
 class Ahead:
-    """What `TagFormat` has looked up in an answer ahead of its reading, so that it is looked up once.
+    """Results that `TagFormat` has looked up in an answer ahead of its reading, so that it looks once.
 
     Places count as `Source.place` does.
     """
@@ -226,9 +226,9 @@ class JsonFormat(ToolParser):
     def _arguments(self, source: Source, first: str) -> Waiting[str]:
         """Read whole arguments, which some models write as JSON in a string."""
         if first not in ('"', "'"):
-            if not (found := (yield from source.collect(lambda make: source.value(make, *self.ends)))):
+            if not (arguments := (yield from source.collect(lambda make: source.value(make, *self.ends)))):
                 raise NoCall
-            return "{}" if found == "null" else found
+            return "{}" if arguments == "null" else arguments
         text = yield from source.string()
         with contextlib.suppress(ValueError):
             return mend(text)
@@ -267,21 +267,21 @@ class HeaderFormat(ToolParser):
     older: JsonFormat | None = None
 
     def read(self, calls: Calls, begin: str) -> Steps[None]:
-        source, each = calls.source, self.begins[-1]
+        source, begins_call = calls.source, self.begins[-1]
         stops = (self.after.strip(), *self.ends, *self.begins)
         yield from source.follows(begin)
         char = yield from source.space()
         if self.older and char and char in "[{":
             yield from self.older.read(calls, char)
             return
-        if begin != each and not (yield from source.follows(each)):
+        if begin != begins_call and not (yield from source.follows(begins_call)):
             raise NoCall
         while True:
             header = yield from source.short("{", *self.ends)
-            if not (found := self.header.fullmatch(header)):
+            if not (match := self.header.fullmatch(header)):
                 raise NoCall
-            arguments = "" if found["name"] else (yield from source.collect(lambda make: source.value(make, *stops)))
-            name, id = found["name"] or calls.tool_with(arguments), found.groupdict().get("id") or ""
+            arguments = "" if match["name"] else (yield from source.collect(lambda make: source.value(make, *stops)))
+            name, id = match["name"] or calls.tool_with(arguments), match.groupdict().get("id") or ""
             calls.expect(name, f"functions.{name}:{id}" if arguments else id)  # as the template shows it later
             if not arguments and (yield from source.char()) == "{":
                 yield from source.value(calls.arguments, *stops)
@@ -291,7 +291,7 @@ class HeaderFormat(ToolParser):
             yield from source.closes(self.call_end)
             source.mark = source.at
             yield from source.space()
-            if not (yield from source.follows(each)):
+            if not (yield from source.follows(begins_call)):
                 break
         source.back()
         yield from source.closes(self.end)
@@ -300,9 +300,9 @@ class HeaderFormat(ToolParser):
         if self.older and lark.token_ids("[ARGS]") is None:
             return self.older.write(lark, tools, several)
         call = lark.one_of(self._call(lark, tool) for tool in tools)
-        begin, *more = map(lark.syntax, reversed(self.begins))
+        begin, *section = map(lark.syntax, reversed(self.begins))
         calls = repeated(call, then(lark.text(self.between), begin), several)
-        return then(begin if more else "", calls, lark.syntax(self.end))
+        return then(begin if section else "", calls, lark.syntax(self.end))
 
     def _call(self, lark: Lark, tool: Tool) -> str:
         name = lark.text(brief(tool.name, "the tool", *"{[:\n", *self.ends))
@@ -393,9 +393,9 @@ class PythonFormat(ToolParser):
     def _fields(self, lark: Lark, schema: Schema, strict: bool) -> str:
         """The names and values of a call's arguments, or of an object."""
         fields = []
-        for key, each, required in lark.properties(schema):
+        for key, inner, required in lark.properties(schema):
             name = lark.text(brief(key, "the parameter", *BARRED) + self.between)
-            fields.append((then(name, self._value(lark, each, strict)), required))
+            fields.append((then(name, self._value(lark, inner, strict)), required))
         return lark.listed(fields, lark.text("," if self.raw else ", "))
 
     def _value(self, lark: Lark, schema: Schema, strict: bool) -> str:
@@ -449,15 +449,15 @@ class HarmonyFormat:
         source.mark = source.at
         header = ""
         yield from source.space()
-        found = yield from source.follows("to=", *self.begins)
-        if found == "<|message|>":
-            header = found
-        elif found:  # where `<|start|>` has begun it, a role comes first
+        mark = yield from source.follows("to=", *self.begins)
+        if mark == "<|message|>":
+            header = mark
+        elif mark:  # where `<|start|>` has begun it, a role comes first
             with contextlib.suppress(NoCall):
                 rest = yield from source.short("<|message|>", "<|start|>", *self.ends)
-                header = found + rest if (yield from source.follows("<|message|>")) else ""
+                header = mark + rest if (yield from source.follows("<|message|>")) else ""
                 header = re.sub(r"<\|channel\|>.*(?=<\|channel\|>)", "", header, flags=re.DOTALL)  # the last one counts
-        if not header and not (source.ended and found.startswith("<")):
+        if not header and not (source.ended and mark.startswith("<")):
             source.back()
         source.mark = None
         return header
@@ -479,15 +479,15 @@ class HarmonyFormat:
                 calls.expect(name)
                 if (yield from source.char()) == "{":  # in JSON, markers are text
                     yield from source.value(calls.arguments, *self.ends)
-                elif found := (yield from source.follows(*self.begins, *self.ends)):
-                    source.at -= len(found)
+                elif mark := (yield from source.follows(*self.begins, *self.ends)):
+                    source.at -= len(mark)
                     yield calls.arguments("{}")
             if source.mark is not None:
                 source.back()
         stops, make = markers(frozenset((*self.begins, *self.ends))), reasoning if source.in_reasoning else content
-        found = yield from source.until(stops, make, is_cut=bool(name))
+        mark = yield from source.until(stops, make, is_cut=bool(name))
         source.in_reasoning = False
-        if found:
+        if mark:
             yield from source.space()
         end = yield from source.follows(*self.ends)
         yield content(end * marked)

@@ -387,15 +387,15 @@ class AnswerReader:
             if part != AnswerPart():
                 parts.append(part)
         joined = []
-        for (kind, _), (first, *more) in groupby(parts, kind_of):
-            if more:
-                setattr(first, kind, "".join(getattr(part, kind) for part in (first, *more)))
+        for (kind, _), (first, *others) in groupby(parts, kind_of):
+            if others:
+                setattr(first, kind, "".join(getattr(part, kind) for part in (first, *others)))
             joined.append(first)
         return joined
 
 
 def kind_of(part: AnswerPart) -> tuple[str, int | None]:
-    """What a part has more of: parts of one kind that follow one another can be one."""
+    """The kind of a part, and its call: parts of one kind that follow one another can be one."""
     return next((kind for kind in ("content", "reasoning", "arguments") if getattr(part, kind)), ""), part.call
 
 
@@ -470,8 +470,8 @@ def read_calls(calls: Calls, format: ToolParser, begin: str, make: Make) -> Step
             calls.again += size
             for text in (begin, "[]", format.end):
                 yield from source.space()
-                found = yield from source.follows(text)
-            if TOKEN.fullmatch(found) and make is content and (yield from source.char()) not in tuple("`'\""):
+                mark = yield from source.follows(text)
+            if TOKEN.fullmatch(mark) and make is content and (yield from source.char()) not in tuple("`'\""):
                 source.mark = None
                 return True
             source.back()
@@ -549,7 +549,7 @@ def read_whole(
 ) -> tuple[list[AnswerPart], bool]:
     """Read an answer that is all there; returns its parts, and whether what seemed to be its last call is none.
 
-    A call whose arguments are no JSON object, as those of one that is cut, is left in its content. What stands before
+    A call whose arguments are no JSON object, because it is cut, say, is left in the content. What stands before
     the end of reasoning is reasoning, even where nothing has begun it, and calls in it are none. `make_reader` is
     `new_reader` with all of its arguments but the last two.
     """
@@ -567,7 +567,7 @@ def read_whole(
         for part in parts:
             if part.call is not None:
                 arguments[part.call] = arguments.get(part.call, "") + part.arguments
-        broken = [call for call, each in arguments.items() if not is_object(each)]
+        broken = [call for call, json_text in arguments.items() if not is_object(json_text)]
         if not broken:
             return parts, len(arguments) == before
         before = broken[0]

@@ -96,8 +96,8 @@ def read_settings(folder: Path) -> Settings:
     named = read_json(str(folder), "special_tokens_map.json", {}) | config
     names = special_tokens(named)
     special = set(names.values())
-    for each in ("additional_special_tokens", "extra_special_tokens"):
-        tokens = named.get(each) or ()
+    for name in ("additional_special_tokens", "extra_special_tokens"):
+        tokens = named.get(name) or ()
         special |= {text_of(token) for token in (tokens.values() if isinstance(tokens, dict) else tokens)}
     added = {}
     for text, id in read_json(str(folder), "added_tokens.json", {}).items():
@@ -125,13 +125,13 @@ def special_tokens(config: dict[str, Any]) -> dict[str, str]:
 def read_plain(path: Path, settings: Settings) -> tuple[Tokenizer, dict[str, str]]:
     """A `tokenizer.json`, with what transformers reads in other files, too: tokens, and which of them are special."""
     tokenizer, listed = Tokenizer.from_file(str(path)), settings.config.get("added_tokens_decoder") or {}
-    known = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
+    listed_tokens = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
     new = {id: token.content for id, token in settings.added.items() if tokenizer.token_to_id(token.content) is None}
     # What added_tokens.json says of a token that is there counts less.
     added = {token.content: token for id, token in sorted(settings.added.items()) if id in new or str(id) in listed}
     for text in sorted(settings.special):
         if text in added or tokenizer.token_to_id(text) is not None:
-            added.setdefault(text, known.get(text) or AddedToken(text, normalized=False)).special = True
+            added.setdefault(text, listed_tokens.get(text) or AddedToken(text, normalized=False)).special = True
     tokenizer.add_tokens(list(added.values()))
     check_ids(tokenizer, new)
     set_prefix(tokenizer, settings.config)
@@ -210,10 +210,10 @@ def read_sentencepiece(path: Path, settings: Settings) -> tuple[Tokenizer, dict[
     added = {}
     for id, (text, _, kind) in enumerate(pieces):
         if kind in (CONTROL, UNKNOWN) or (kind == USER_DEFINED and isinstance(inner, models.BPE)):
-            said = settings.added.get(id) or AddedToken(text, special=kind != USER_DEFINED)
+            settings_of_token = settings.added.get(id) or AddedToken(text, special=kind != USER_DEFINED)
             # A user's token is found in the text as pieces spell it ("▁▁"), unless the normalizer changes more.
             spelled_alike = kind == USER_DEFINED and not (charsmap or squeeze)
-            flags = {flag: getattr(said, flag) for flag in ("special", "lstrip", "rstrip", "single_word")}
+            flags = {flag: getattr(settings_of_token, flag) for flag in ("special", "lstrip", "rstrip", "single_word")}
             added[id] = AddedToken(text, normalized=spelled_alike, **flags)
     names = {}
     for name, number, default in (("unk", 40, 0), ("bos", 41, 1), ("eos", 42, 2)):
@@ -331,8 +331,8 @@ def read_merges(path: Path, settings: Settings) -> tuple[Tokenizer, dict[str, st
     lines = merges_path.read_text(encoding="utf-8").split("\n")
     lines = lines[1:] if lines[0].startswith("#version") else lines
     merges = [tuple(line.split(" ")) for line in lines if line]
-    if wrong := next((merge for merge in merges if len(merge) != 2), None):
-        raise ValueError(f"merges.txt has the line {' '.join(wrong)!r:.80}; a line must have two tokens")
+    if malformed := next((merge for merge in merges if len(merge) != 2), None):
+        raise ValueError(f"merges.txt has the line {' '.join(malformed)!r:.80}; a line must have two tokens")
     vocab = read_json(str(path.parent), path.name)
     tokenizer = byte_level(vocab, merges, SPLITS[kind], bool(settings.config.get("add_prefix_space")))
     names, added = {}, {}

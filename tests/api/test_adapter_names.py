@@ -155,19 +155,19 @@ def test_what_is_wrong_with_prompt_adapters_is_said_at_start(engines: Engines, t
 def test_a_request_names_its_adapter_as_its_model(engines: Engines, route: str) -> None:
     makes_vectors = route not in ANSWERING
     http_client = client_of(engines, lora_modules=("a=/a",), task="embed" if makes_vectors else "generate")
-    for model, asked in (("a", LoRARequest("a", 1, "/a")), ("manta", None), ("other", None), (None, None)):
+    for model, adapter in (("a", LoRARequest("a", 1, "/a")), ("manta", None), ("other", None), (None, None)):
         response = http_client.post(route, json=ROUTES[route] | {"model": model})
         assert response.status_code == 200 and response.json["model"] == (model or "manta")
-        assert set(engines.asked) == {asked}
+        assert set(engines.asked) == {adapter}
         engines.asked.clear()
-    wrong = http_client.post(route, json=ROUTES[route] | {"model": "b"})
-    assert wrong.status_code == 404 and "there is no model 'b' here; there is manta, other, a" in wrong.text
+    unknown = http_client.post(route, json=ROUTES[route] | {"model": "b"})
+    assert unknown.status_code == 404 and "there is no model 'b' here; there is manta, other, a" in unknown.text
     assert not engines.asked
 
 
 def test_models_are_listed_with_their_parents(engines: Engines, folder: Path) -> None:
-    given = ("a=/a", json.dumps({"name": "org/b", "path": "/b", "base_model_name": "base"}))
-    http_client = client_of(engines, lora_modules=given, lora_dir=str(folder))
+    modules = ("a=/a", json.dumps({"name": "org/b", "path": "/b", "base_model_name": "base"}))
+    http_client = client_of(engines, lora_modules=modules, lora_dir=str(folder))
     cards = http_client.get("/v1/models").json["data"]
     assert [(card["id"], card["root"], card["parent"]) for card in cards] == [
         ("manta", "manta", None), ("other", "manta", None), ("a", "/a", "manta"), ("org/b", "/b", "base"),
@@ -214,9 +214,9 @@ def test_what_stands_for_a_module() -> None:
     assert read_module("a=/b=c") == Module("a", "/b=c")
     assert read_module("a=b") == Module("a", os.path.abspath("b"))
     assert read_module('{"name": "a", "path": "/b"}') == Module("a", "/b")
-    for wrong in ("a", "=b", "a=", "{", '{"name": "a"}', '{"name": "a", "path": 5}', '{"name": "a", "path": ""}'):
+    for value in ("a", "=b", "a=", "{", '{"name": "a"}', '{"name": "a", "path": 5}', '{"name": "a", "path": ""}'):
         with pytest.raises(ValueError, match=r"lora_modules has .*; it must be NAME=PATH, or an object like"):
-            read_module(wrong)
+            read_module(value)
     with pytest.raises(ValueError, match="unknown field `more`"):
         read_module('{"name": "a", "path": "/b", "more": 1}')
 
@@ -270,8 +270,8 @@ def test_what_cannot_be_loaded(engines: Engines, body: dict[str, Any], words: st
 def test_what_engines_refuse_gets_no_name(engines: Engines, tmp_path: Path) -> None:
     http_client, engines.error = client_of(engines), f"{tmp_path}/adapter_config.json: r is 64"
     for path, status in ((str(tmp_path), 400), ("/not/an/adapter", 404)):
-        found = refusal(post(http_client, "/v1/load_lora_adapter", lora_name="a", lora_path=path), status)
-        assert (found["message"], found["param"]) == ("adapter_config.json: r is 64", "lora_path")
+        error = refusal(post(http_client, "/v1/load_lora_adapter", lora_name="a", lora_path=path), status)
+        assert (error["message"], error["param"]) == ("adapter_config.json: r is 64", "lora_path")
     engines.error, engines.rooms = "", [True, False]
     refused = post(http_client, "/v1/load_lora_adapter", lora_name="a", lora_path="/a")
     assert "max_cpu_loras" in refusal(refused, 503)["message"]

@@ -62,18 +62,18 @@ class Agent(NamedTuple):
 
 
 def claude_blocks(message: dict[str, Any]) -> list[Block]:
-    found: list[Block] = []
+    blocks: list[Block] = []
     for block in message["content"]:
         if block["type"] == "tool_use":
             assert set(block) == {"type", "id", "name", "input"} and block["id"]
-            found.append(("call", block["name"], block["input"]))
+            blocks.append(("call", block["name"], block["input"]))
         else:
-            found.append((block["type"], block[block["type"]]))
+            blocks.append((block["type"], block[block["type"]]))
             assert set(block) == {"type", block["type"]} | ({"signature"} if block["type"] == "thinking" else set())
-    calls = any(kind == "call" for kind, *_ in found)
+    calls = any(kind == "call" for kind, *_ in blocks)
     assert message["stop_reason"] == ("tool_use" if calls else "end_turn") and message["stop_sequence"] is None
     assert message["usage"]["input_tokens"] > 0 and message["usage"]["output_tokens"] > 0
-    return found
+    return blocks
 
 
 def claude_joined(found: list[dict[str, Any]]) -> dict[str, Any]:
@@ -126,17 +126,17 @@ CLAUDE = Agent(
 def codex_blocks(response: dict[str, Any]) -> list[Block]:
     check("Response")(response)
     assert response["status"] == "completed" and response["usage"]["total_tokens"] > 0
-    found: list[Block] = []
+    blocks: list[Block] = []
     for item in response["output"]:
         if item["type"] == "function_call":
             namespace = [item["namespace"]] if item.get("namespace") else []
-            found.append(("call", ".".join([*namespace, item["name"]]), json.loads(item["arguments"])))
+            blocks.append(("call", ".".join([*namespace, item["name"]]), json.loads(item["arguments"])))
         elif item["type"] == "custom_tool_call":
-            found.append(("call", item["name"], item["input"]))
+            blocks.append(("call", item["name"], item["input"]))
         else:
             (part,) = item["content"]
-            found.append(({"reasoning": "thinking", "message": "text"}[item["type"]], part["text"]))
-    return found
+            blocks.append(({"reasoning": "thinking", "message": "text"}[item["type"]], part["text"]))
+    return blocks
 
 
 PARTS = {
@@ -221,10 +221,10 @@ def reply(http_client: FlaskClient, agent: Agent, turns: list[dict[str, Any]], *
     """The blocks of a reply, which is streamed, as the programs have it, and whole: both must be the same."""
     whole = send(http_client, agent, turns, stream=False, **more)
     assert whole.status_code == 200, whole.text
-    found = send(http_client, agent, turns, **more)
-    assert found.headers.get("X-Manta-Ignored") == whole.headers.get("X-Manta-Ignored")
+    response = send(http_client, agent, turns, **more)
+    assert response.headers.get("X-Manta-Ignored") == whole.headers.get("X-Manta-Ignored")
     blocks = agent.blocks(whole.json)
-    assert blocks == agent.blocks(agent.joined(typed_events(found)))
+    assert blocks == agent.blocks(agent.joined(typed_events(response)))
     return blocks
 
 
@@ -233,8 +233,8 @@ def test_three_turns(http_client: FlaskClient, engine: ScriptedClient, agent: Ag
         engine.says = says
         assert reply(http_client, agent, agent.turns[at]) == blocks
         prompt = TOKENIZER.decode(engine.added[-1][0])
-        for told in (*(text for turn in agent.told[: at + 1] for text in turn), *TOOLS):
-            assert told in prompt, told
+        for text_told in (*(text for turn in agent.told[: at + 1] for text in turn), *TOOLS):
+            assert text_told in prompt, text_told
     assert engine.added[0][0] == engine.added[1][0]
 
 
@@ -286,12 +286,12 @@ def test_what_else_claude_code_asks_for(http_client: FlaskClient, engine: Script
     search = {"type": "web_search_20250305", "name": "web_search", "max_uses": 8}
     alone: dict[str, Any] = {"thinking": MISSING, "context_management": MISSING, "safeguards": MISSING}
     title = {"effort": "high", "format": CLAUDE_FORMAT}
-    for more in (
+    for fields in (
         {"tools": [search], "tool_choice": {"type": "auto"}}, {"tools": MISSING, "output_config": title},
         {"tools": MISSING, "thinking": {"type": "adaptive", "display": "omitted"}},
         {"thinking": {"type": "enabled", "budget_tokens": 31999, "display": "updates"}, "output_config": MISSING},
     ):  # fmt: skip
-        assert reply(http_client, CLAUDE, CLAUDE_TURNS[0][:1], **alone | more) == [("text", "Hello")]
+        assert reply(http_client, CLAUDE, CLAUDE_TURNS[0][:1], **alone | fields) == [("text", "Hello")]
     prompt, params, _ = engine.added[-1]
     assert params.max_tokens == ROOM["max_model_len"] - len(prompt)  # less than it asks for
 
@@ -354,15 +354,15 @@ def test_a_body_with_something_wrong_is_answered_or_refused(
     if route.endswith("count_tokens"):
         body = {key: body[key] for key in ("model", "messages", "system", "tools")}
     draw, outcomes = random.Random(route), {200: 0, 400: 0}
-    cases = [(path, wrong) for path in places(body) for wrong in WRONG]
-    for path, wrong in draw.sample(cases, int(share * len(cases))):
-        sent = damaged(body, path, wrong)
-        found = http_client.post(route, json=sent)
-        status = found.status_code if found.status_code != 404 or path != ("model",) else 400
-        assert status in outcomes, (path, wrong, found.text)
+    cases = [(path, bad) for path in places(body) for bad in WRONG]
+    for path, bad in draw.sample(cases, int(share * len(cases))):
+        sent = damaged(body, path, bad)
+        response = http_client.post(route, json=sent)
+        status = response.status_code if response.status_code != 404 or path != ("model",) else 400
+        assert status in outcomes, (path, bad, response.text)
         outcomes[status] += 1
-        if status == 200 and found.mimetype == "text/event-stream":
-            assert typed_events(found)[-1]["type"] in LAST_EVENTS, (path, wrong)
+        if status == 200 and response.mimetype == "text/event-stream":
+            assert typed_events(response)[-1]["type"] in LAST_EVENTS, (path, bad)
         if draw.random() < 0.1:
             assert http_client.post(route, json=body).status_code == 200
     assert min(outcomes.values()) > len(cases) * share / 10, outcomes

@@ -44,14 +44,14 @@ def test_it_runs_while_nobody_reads_it() -> None:
     engine.tell(2)
     assert http_client.get(url).json["status"] == "in_progress" and len(engine.open) == 1
     reader = http_client.get(f"{url}?stream=true&starting_after=3").iter_encoded()
-    late = [next(reader), next(reader)]
+    later = [next(reader), next(reader)]
     engine.tell(7)
-    late += reader
+    later += reader
     every = typed_events(http_client.get(f"{url}?stream=true"))
     for i, event in enumerate(every):
         check("ResponseStreamEvent")(event)
         assert event["sequence_number"] == i
-    assert [json.loads(frame.partition(b"data: ")[2]) for frame in late] == every[4:]
+    assert [json.loads(frame.partition(b"data: ")[2]) for frame in later] == every[4:]
     whole = http_client.get(url).json
     assert whole == every[-1]["response"] and whole["status"] == "incomplete"
     assert whole["output"][0]["content"][0]["text"] == TOKENIZER.decode(TOKENS[:9])
@@ -97,8 +97,8 @@ def test_what_is_kept_of_it_is_bounded() -> None:
     assert http_client.get(url).json["status"] == "incomplete"
     error = refusal(http_client.get(url + "?stream=true"))  # the first events are no longer there
     first = int(error["message"].partition("from ")[2].split()[0])
-    *_, last = found = typed_events(http_client.get(f"{url}?stream=true&starting_after={first}"))
-    assert found[0]["sequence_number"] == first + 1 > 100 and last["type"] == "response.incomplete"
+    *_, last = events = typed_events(http_client.get(f"{url}?stream=true&starting_after={first}"))
+    assert events[0]["sequence_number"] == first + 1 > 100 and last["type"] == "response.incomplete"
     several = client_of(engine := Gated(), max_stored_responses=2)
     urls = [run(several)]
     engine.tell(9)

@@ -129,9 +129,9 @@ def test_arguments_of_calls_may_hold_what_a_body_may(text: str, message: str) ->
     body = with_arguments(text)
     items = {"input": [{"type": "function_call", "arguments": text}] * 2}
     blocks = {"messages": [{"content": [{"type": "tool_use", "input": text}] * 2}]}
-    for each in (body, items, blocks):
+    for talk in (body, items, blocks):
         with pytest.raises(ApiError, match=message) as caught:
-            parse_json(json.dumps(each).encode(), CONFIG)
+            parse_json(json.dumps(talk).encode(), CONFIG)
         assert caught.value.status == 400
     for text in ('{"a": "[[[[,,,,"}' * 1000, "[" * MAX_BROKEN, json.dumps("[" * MAX_VALUES), "[" * 20 + "]" * 20):
         body = with_arguments(text[: MAX_BROKEN // 2])

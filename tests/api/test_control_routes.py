@@ -130,10 +130,10 @@ def test_which_routes_change_the_server() -> None:
 def test_all_options_can_be_asked_but_no_keys() -> None:
     http_client = client_of(ScriptedClient(), admin_key=("secret",), metrics_key="secret", max_queue=7)
     for query in ("?config_format=json", ""):
-        told = http_client.get("/server_info" + query, headers={"X-Api-Key": "secret"}).json["vllm_config"]
+        options = http_client.get("/server_info" + query, headers={"X-Api-Key": "secret"}).json["vllm_config"]
         if not query:  # a text, as in vLLM
-            told = ast.literal_eval(told)
-        assert (told["model"], told["max_queue"]) == (DEMO, 7) and "secret" not in str(told)
+            options = ast.literal_eval(options)
+        assert (options["model"], options["max_queue"]) == (DEMO, 7) and "secret" not in str(options)
 
 
 def test_a_server_that_others_reach_says_who_may_use_and_change_it(caplog: pytest.LogCaptureFixture) -> None:

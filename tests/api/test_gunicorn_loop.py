@@ -77,12 +77,12 @@ def test_the_request_that_an_api_process_stands_still_over_is_named(standing: tu
         with contextlib.suppress(OSError, HTTPException):
             connection.getresponse()
     eventually(lambda: name in log.read_text())
-    told = f"POST {COMPLETIONS} \\({name}, {len(body)} bytes, client [0-9a-f]{{32}}\\)$"
-    pattern = r" ERROR server: api (\d+) has stood still for 1 s and is replaced \(pid \d+\); it was on " + told
-    found = re.search(pattern, log.read_text(), re.MULTILINE)
-    assert found
+    task = f"POST {COMPLETIONS} \\({name}, {len(body)} bytes, client [0-9a-f]{{32}}\\)$"
+    pattern = r" ERROR server: api (\d+) has stood still for 1 s and is replaced \(pid \d+\); it was on " + task
+    match = re.search(pattern, log.read_text(), re.MULTILINE)
+    assert match
     if what != "a signal that nobody has foreseen":
-        at = rf"api {found[1]}: +File .* in stand_still"
+        at = rf"api {match[1]}: +File .* in stand_still"
         eventually(lambda: re.search(at, log.read_text()[before:]))
     with contextlib.closing(HTTPConnection("127.0.0.1", port, timeout=60)) as connection:  # to its successor
         connection.request("GET", "/health")

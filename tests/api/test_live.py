@@ -201,8 +201,8 @@ def test_queues_are_listed_in_their_order_and_counted_in_full() -> None:
     assert [row["id"] for row in look["requests"]] == first
     assert [row["state"] for row in look["requests"]] == ["running"] * 2 + ["waiting"] * (MAX_REQUESTS - 2)
     running, waiting = look["requests"][0], look["requests"][-1]
-    told = {"id": "0", "client": "me", "state": "running", "prompt": 5, "computed": 5, "output": 1, "preemptions": 0}
-    assert running == {"key": 1, "adapter": None} | told
+    row = {"id": "0", "client": "me", "state": "running", "prompt": 5, "computed": 5, "output": 1, "preemptions": 0}
+    assert running == {"key": 1, "adapter": None} | row
     assert (waiting["computed"], waiting["output"], waiting["key"]) == (0, 0, int(waiting["id"]) + 1)
 
 
@@ -216,9 +216,9 @@ def test_a_finished_request_tells_its_times_and_its_ends() -> None:
         engine.now += 1.0
         engine.step()
     c, b, a = engine.look(before)["finished"]
-    told = {"prompt": 9, "preemptions": 0, "adapter": None}
-    assert a == {"id": "a", "client": "of a", "reason": "length", "output": 8, "ttft": 1.0, "e2e": engine.now} | told
-    assert c == {"id": "c", "client": "of c", "reason": "abort", "output": 0, "ttft": None, "e2e": 0.0} | told
+    row = {"prompt": 9, "preemptions": 0, "adapter": None}
+    assert a == {"id": "a", "client": "of a", "reason": "length", "output": 8, "ttft": 1.0, "e2e": engine.now} | row
+    assert c == {"id": "c", "client": "of c", "reason": "abort", "output": 0, "ttft": None, "e2e": 0.0} | row
     assert b["ttft"] > 1.0 and b["e2e"] == b["ttft"] + 3
     assert engine.scheduler.reports.explain("b")["first_token_seconds"] == b["ttft"]
 
@@ -312,12 +312,12 @@ def test_ten_viewers_cost_the_engine_one_question_a_tick(watching: Any) -> None:
     mine = api.board.tag("address", "")  # of those who have none
     for name, client in (("x", mine), ("y", "another's")):
         engine.engines[0].add(f"cmpl-{name}-0", prompt(9), client=client, max_tokens=4, ignore_eos=True)
-    for asked in range(1, 4):
+    for count in range(1, 4):
         engine.ticks.release()
         events = [next(stream) for stream in streams]
-        assert engine.asked == asked and all(event == events[0] for event in events)
+        assert engine.asked == count and all(event == events[0] for event in events)
         assert [request["id"] for request in events[0]["engines"][0]["requests"]] == ["cmpl-x", None]
-        assert [len(event["engines"][0]["steps"]) for event in events] == [asked > 1] * 10
+        assert [len(event["engines"][0]["steps"]) for event in events] == [count > 1] * 10
         engine.engines[0].step()
 
 
@@ -329,7 +329,7 @@ def test_an_event_has_the_fields_that_it_promises(watching: Any) -> None:
     engine.engines[1].step()
     engine.ticks.release()
     event = next(stream)
-    assert set(event) == {"time", "engines"} and [found["rank"] for found in event["engines"]] == [0, 1]
+    assert set(event) == {"time", "engines"} and [engine["rank"] for engine in event["engines"]] == [0, 1]
     assert event["engines"][1] == {
         "rank": 1, "block_size": 4, "num_blocks": 8, "num_host_blocks": 4, "max_num_seqs": 8,
         "counts": {"waiting": 0, "running": 1, "swapped": 0},

@@ -51,8 +51,8 @@ def test_each_token_is_scored_once_however_it_is_scheduled(fields):
         assert engine.scores[str(i)] == (scores_of(ids, i % 3) if i % 2 else [])
         for index, answer in engine.answers[str(i)].items():
             assert answer == expected(ids, 12, 64, seed=sample_seed(index))
-            found = engine.token_logprobs[str(i), index]
-            assert found == (scores_of(ids + answer, i % 4, len(ids)) if i > 3 else [])
+            scores = engine.token_logprobs[str(i), index]
+            assert scores == (scores_of(ids + answer, i % 4, len(ids)) if i > 3 else [])
     if "num_blocks" in fields and fields.get("scheduling_policy") != "fair":
         assert engine.scheduler.reports.metrics()["num_preemptions_total"] > 0
     check_integrity(engine.scheduler)
@@ -182,14 +182,14 @@ def test_rows_that_want_none_decode_in_the_batch():
 def test_a_stop_string_cuts_the_log_probabilities_to_the_tokens_kept(llm):
     ids = llm.tokenizer.encode("to be or not to be")
     params = SamplingParams(stop="not", logprobs=0)
-    found = [Logprobs(-1.0 - i, [], []) for i in range(len(ids))]
+    scores = [Logprobs(-1.0 - i, [], []) for i in range(len(ids))]
     generation = Generation([5], params, llm.tokenizer)
-    generation.push(EngineOutput("a", ids[:1], cumulative_logprob=-1.0, logprobs=found[:1]))
-    assert (generation.logprobs, generation.num_new) == (found[:1], 1)
-    generation.push(EngineOutput("a", ids[1:], cumulative_logprob=-99.0, logprobs=found[1:]))
+    generation.push(EngineOutput("a", ids[:1], cumulative_logprob=-1.0, logprobs=scores[:1]))
+    assert (generation.logprobs, generation.num_new) == (scores[:1], 1)
+    generation.push(EngineOutput("a", ids[1:], cumulative_logprob=-99.0, logprobs=scores[1:]))
     kept = len(generation.token_ids)
     assert generation.finished and 1 < kept < len(ids) and generation.num_new == kept - 1
-    assert generation.logprobs == found[:kept] and generation.cumulative_logprob == sum(range(-kept, 0))
+    assert generation.logprobs == scores[:kept] and generation.cumulative_logprob == sum(range(-kept, 0))
 
 
 def test_an_answer_without_tokens_ranks_last(llm):
@@ -210,8 +210,8 @@ def test_a_prompts_log_probabilities_come_in_parts(llm):
     assert choices.metrics.first_token_time is not None and choices.metrics.num_cached_tokens == 2
     choices.fail("broken")
     none, *others = choices.output().prompt_logprobs
-    found = [{token: (p.logprob, p.rank) for token, p in place.items()} for place in others]
-    assert none is None and found == [{6: (-1.0, 3), 9: (-0.5, 1)}, {7: (-1.0, 3), 9: (-0.5, 1)}, {8: (-2.0, 1)}]
+    tables = [{token: (p.logprob, p.rank) for token, p in place.items()} for place in others]
+    assert none is None and tables == [{6: (-1.0, 3), 9: (-0.5, 1)}, {7: (-1.0, 3), 9: (-0.5, 1)}, {8: (-2.0, 1)}]
     assert [list(place) for place in others] == [[6, 9], [7, 9], [8]]
     assert others[0][9].decoded_token == llm.tokenizer.decode([9], skip_special_tokens=False)
     assert choices.output().outputs[0].logprobs is None
@@ -245,9 +245,9 @@ def check(output: RequestOutput, want: torch.Tensor, k: int, prompt_k: int) -> N
         row, wanted = want[i - 1], prompt_k if i < len(output.prompt_token_ids) else k
         top = row.sort(descending=True, stable=True)
         assert next(iter(place)) == ids[i] and wanted <= len(place) <= wanted + 1
-        for token, found in place.items():
-            assert abs(found.logprob - float(row[token])) <= 1e-4
-            assert abs(float(top.values[found.rank - 1]) - float(row[token])) <= 1e-4  # ranks of nearly equals may turn
+        for token, score in place.items():
+            assert abs(score.logprob - float(row[token])) <= 1e-4
+            assert abs(float(top.values[score.rank - 1]) - float(row[token])) <= 1e-4  # ranks of nearly equals may turn
         assert {p.rank for p in place.values()} >= set(range(1, wanted + 1))
     sampled = [place[token].logprob for place, token in zip(answer.logprobs, answer.token_ids, strict=True)]
     assert answer.cumulative_logprob == pytest.approx(sum(sampled))

@@ -136,8 +136,8 @@ def test_what_changes_nothing_is_accepted_and_named(http_client: FlaskClient, en
         "compaction": {}, "safeguards": [{"type": "dangerous_tool_use"}], "mcp_servers": [], "billing_policy": {},
     }  # fmt: skip
     for route in (TALK, COUNT):
-        more = fields | {"output_config": {"task_budget": {"type": "tokens", "total": 5}}}
-        assert ignored(http_client, route, **more) == {*fields, "output_config.task_budget"}
+        all_fields = fields | {"output_config": {"task_budget": {"type": "tokens", "total": 5}}}
+        assert ignored(http_client, route, **all_fields) == {*fields, "output_config.task_budget"}
     binding = {"block_binding": {"prefix_mismatch_behavior": "drop_block"}}
     for thinking, named in (
         ({"type": "adaptive", "display": "updates"}, set()), ({"type": "between_tools"}, set()),
@@ -165,8 +165,8 @@ def test_keys_that_clients_extend_by_the_month_are_ignored_and_named(http_client
         assert ignored(http_client, route, messages=talk) == {f"messages.{name}" for name in named}
         assert ignored(http_client, route, system=[TEXT | marked | {"new": None}]) == {"system.cache_control"}
     keys = ("defer_loading", "input_examples", "allowed_callers", "annotations", "cache_control", "new")
-    found = ignored(http_client, tools=[ADD | {key: [] for key in keys}], tool_choice={"type": "none"})
-    assert found == {f"tools.{key}" for key in keys}
+    names = ignored(http_client, tools=[ADD | {key: [] for key in keys}], tool_choice={"type": "none"})
+    assert names == {f"tools.{key}" for key in keys}
 
 
 # --- tools ------------------------------------------------------------------------------------------------------------
@@ -198,12 +198,12 @@ def test_the_schema_of_published_tools_is_told(
     http_client: FlaskClient, engine: ScriptedClient, kind: str, commands: str, keys: list[str]
 ) -> None:
     assert ignored(http_client, tools=[{"type": kind, "name": "edit", "max_characters": 5}]) == {"tools.max_characters"}
-    known = CLIENT_TOOLS.get(kind) or CLIENT_TOOLS[kind[:-9]]
-    properties = known["parameters"]["properties"]
+    tool_row = CLIENT_TOOLS.get(kind) or CLIENT_TOOLS[kind[:-9]]
+    properties = tool_row["parameters"]["properties"]
     assert properties["command"]["enum"] == commands.split()
     both = ["path", "view_range", "file_text", "old_str", "new_str", "insert_line"]
     assert list(properties) == ["command", *both, *keys]
-    shown = [{"type": "function", "function": {"name": "edit", **known}}]
+    shown = [{"type": "function", "function": {"name": "edit", **tool_row}}]
     assert engine.added[0][0] == prompt_of(("user", "Hi"), tools=shown)
 
 
@@ -220,8 +220,8 @@ def test_an_answer_calls_a_published_tool(http_client: FlaskClient, engine: Scri
 
 def test_max_tokens_are_cut_to_what_is_left_of_the_context(engine: ScriptedClient) -> None:
     http_client, room = client_of(engine), FACTS["max_model_len"] - len(prompt_of(("user", "Hi")))
-    for asked, kept in ((room - 1, room - 1), (room, room), (room + 1, room), (2**31 - 1, room)):
-        assert post(http_client, TALK, max_tokens=asked).json["usage"]["output_tokens"] == kept
+    for limit, kept in ((room - 1, room - 1), (room, room), (room + 1, room), (2**31 - 1, room)):
+        assert post(http_client, TALK, max_tokens=limit).json["usage"]["output_tokens"] == kept
     body = {"messages": HI, "max_tokens": 2**31 - 1}
     assert "context" in refusal(http_client.post(CHAT, json=body))["message"]
     answer = client_of(engine, clamp_max_tokens=True).post(CHAT, json=body).json
@@ -269,8 +269,8 @@ def test_what_is_no_text_is_refused_with_its_place(
     filler = [{"role": "assistant", "content": [TEXT | {"text": "x" * 999}] * 5}] * 9
     for route in (TALK, COUNT):
         response = post(http_client, route, messages=[{"role": "user", "content": content}, *filler])
-        told = error_of(response, 400, "invalid_request_error")
-        assert told.startswith("messages is ") and words in told, told
+        message = error_of(response, 400, "invalid_request_error")
+        assert message.startswith("messages is ") and words in message, message
     assert not engine.added and post(http_client, TALK).status_code == 200
 
 

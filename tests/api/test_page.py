@@ -83,13 +83,13 @@ def test_settings_are_the_models_unless_they_say_otherwise(page: Page) -> None:
     page.get_by_role("button", name="New chat").click()
     page.get_by_text("Settings").click()
     page.get_by_label("System prompt").fill("Be brief.")
-    given = {"temperature": 0.5, "top_p": 0.9, "top_k": 40, "min_p": 0.01, "max_tokens": 3, "seed": 7}
-    for name, value in given.items():
+    settings = {"temperature": 0.5, "top_p": 0.9, "top_k": 40, "min_p": 0.01, "max_tokens": 3, "seed": 7}
+    for name, value in settings.items():
         page.locator(f"[name={name}]").fill(str(value))
     with page.expect_request(CHAT) as request:
         ask(page, "Hi")
     body = request.value.post_data_json
-    assert body.items() >= given.items()
+    assert body.items() >= settings.items()
     assert body["messages"] == [{"role": "system", "content": "Be brief."}, *messages]
     expect(page.locator(".assistant .actions")).to_contain_text("3 tokens")
 
@@ -497,11 +497,11 @@ def test_a_preempted_request_is_found_and_explained(page: Page, server: Server) 
     expect(page.locator("#requests-text")).to_have_text("Nothing runs.")
     write = functools.partial(server.client().completions.create, model="demo", prompt="Once", max_tokens=400)
     with ThreadPoolExecutor() as pool:
-        asked = [pool.submit(write, seed=i, extra_body={"ignore_eos": True}) for i in range(3)]
+        requests = [pool.submit(write, seed=i, extra_body={"ignore_eos": True}) for i in range(3)]
         expect(page.locator("#requests .row").first).to_contain_text("out · running")
         used = page.locator("#used").inner_text()
         expect(page.locator("#used")).not_to_have_text(used)
-        assert [answer.result().usage.completion_tokens for answer in asked] == [400] * 3
+        assert [answer.result().usage.completion_tokens for answer in requests] == [400] * 3
     expect(page.locator("#requests-text")).to_have_text("Nothing runs.")
     expect(page.locator("#rate")).not_to_have_text("–")
     expect(page.locator("#latency-text")).to_contain_text("Median of the last")

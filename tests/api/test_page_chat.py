@@ -368,18 +368,18 @@ def test_the_demo_says_what_it_can_do_and_calls_the_calculator(page: Page) -> No
 
 def test_a_tool_that_is_called_for_ever_ends(open_page: Callable[..., Page]) -> None:
     call = {"index": 0, "id": "call_1", "function": {"name": "rm", "arguments": "{}"}}
-    asked: list[Any] = []
+    requests: list[Any] = []
 
     def calls(route: Route) -> None:
-        asked.append(route.request.post_data_json["messages"])
+        requests.append(route.request.post_data_json["messages"])
         streams(delta(tool_calls=[call]), chunk("", "tool_calls"))(route)
 
     page = open_page({CHAT: calls})
     ask(page, "Hi")
     answered(page)
     expect(page.locator(".actions .trouble")).to_have_text("The model called tools 8 times on end.")
-    assert asked[-1][-1] == {"role": "tool", "tool_call_id": "call_1", "content": "error: no tool does rm({})"}
-    assert len(asked) == 8
+    assert requests[-1][-1] == {"role": "tool", "tool_call_id": "call_1", "content": "error: no tool does rm({})"}
+    assert len(requests) == 8
 
 
 def test_other_models_show_no_examples_of_the_demo(open_page: Callable[..., Page]) -> None:

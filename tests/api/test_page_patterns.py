@@ -21,5 +21,5 @@ def test_every_pattern_of_the_page_is_linear(tmp_path: Path) -> None:
     (tmp_path / "web" / "package.json").write_text('{"type": "module"}')  # as the page's script tag says
     done = subprocess.run([NODE, SCRIPT, tmp_path / "web"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert not told["slow"] and told["patterns"] >= 20
+    report = json.loads(done.stdout)
+    assert not report["slow"] and report["patterns"] >= 20

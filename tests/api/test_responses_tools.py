@@ -46,8 +46,8 @@ def served(monkeypatch: pytest.MonkeyPatch, engine: ScriptedClient) -> Any:
     """Makes a client of a server whose model has a chat template of this source."""
 
     def serve(template: str, **config: Any) -> FlaskClient:
-        own = TOKENIZER.template(template)
-        monkeypatch.setattr(TOKENIZER, "_templates", {"default": own})
+        compiled = TOKENIZER.template(template)
+        monkeypatch.setattr(TOKENIZER, "_templates", {"default": compiled})
         return client_of(engine, ROOM, **config)
 
     return serve
@@ -70,13 +70,13 @@ def test_a_responses_items_and_its_events_come_to_the_same(
     served: Any, engine: ScriptedClient, template: str, text: str, blocks: list[Block]
 ) -> None:
     http_client, engine.says = served(template), text
-    more = {"tools": FLAT, "max_output_tokens": 200}
-    whole = ask(http_client, **more)
+    fields = {"tools": FLAT, "max_output_tokens": 200}
+    whole = ask(http_client, **fields)
     assert codex_blocks(whole) == blocks and {item["status"] for item in whole["output"]} == {"completed"}
     calls = [item for item in whole["output"] if item["type"] == "function_call"]
     assert all(call["id"].startswith("fc_") and call["call_id"].startswith("call_") for call in calls)
     assert whole["tool_choice"] == "auto" and whole["tools"] == [NO_MORE | tool for tool in FLAT]
-    last = codex_joined(typed_events(post(http_client, ASK, stream=True, **more)))
+    last = codex_joined(typed_events(post(http_client, ASK, stream=True, **fields)))
     assert without_ids(last["output"]) == without_ids(whole["output"]) and last["usage"] == whole["usage"]
     assert http_client.get(f"{ASK}/{last['id']}").json == last
 
@@ -129,8 +129,8 @@ def test_what_a_response_asks_of_its_answer_reaches_the_engine(served: Any, engi
     ):  # fmt: skip
         response = ask(http_client, tools=FLAT, **fields)
         assert response["tool_choice"] == fields.get("tool_choice", "auto")
-        found = engine.added.pop()[1].structured_outputs
-        assert (found and found.grammar) == (expected and call_grammar("hermes", *expected, TOKENIZER.special_id))
+        held = engine.added.pop()[1].structured_outputs
+        assert (held and held.grammar) == (expected and call_grammar("hermes", *expected, TOKENIZER.special_id))
     form = {"type": "json_schema", "name": "a", "schema": SCHEMA, "strict": True}
     response = ask(http_client, text={"format": form}, tools=FLAT, tool_choice="none")
     assert engine.added.pop()[1].structured_outputs.json == json.dumps(SCHEMA)
@@ -149,14 +149,15 @@ def test_log_probabilities_are_those_of_the_text_alone(
 ) -> None:
     http_client, engine.says = served(THINKS), f"<think>hi\n</think>hi 日本{ADD}"
     reply = post(http_client, ASK, tools=FLAT, max_output_tokens=200, stream=stream, **fields)
-    found = typed_events(reply) if stream else [{"response": reply.json}]
-    whole = found[-1]["response"]
+    events = typed_events(reply) if stream else [{"response": reply.json}]
+    whole = events[-1]["response"]
     ((part,),) = (item["content"] for item in whole["output"] if item["type"] == "message")
-    told = part["logprobs"]
-    assert b"".join(bytes(entry["bytes"]) for entry in told).decode() == part["text"] == "hi 日本"
-    assert {len(entry["top_logprobs"]) for entry in told} == {whole["top_logprobs"]} == {fields.get("top_logprobs", 0)}
-    deltas = [event["logprobs"] for event in found if event.get("type") == "response.output_text.delta"]
-    assert [entry for logprobs in deltas for entry in logprobs] == (told if stream else [])
+    scores = part["logprobs"]
+    assert b"".join(bytes(entry["bytes"]) for entry in scores).decode() == part["text"] == "hi 日本"
+    assert {len(token["top_logprobs"]) for token in scores} == {fields.get("top_logprobs", 0)}
+    assert whole["top_logprobs"] == fields.get("top_logprobs", 0)
+    deltas = [event["logprobs"] for event in events if event.get("type") == "response.output_text.delta"]
+    assert [entry for logprobs in deltas for entry in logprobs] == (scores if stream else [])
 
 
 # --- the tools of Codex -----------------------------------------------------------------------------------------------
@@ -209,9 +210,9 @@ def test_a_call_comes_back_as_its_client_knows_the_tool(
     )
     assert item["call_id"].startswith("call_") and item["status"] == "completed"
     assert whole["tools"] == [*spaces, PATCH]
-    found = typed_events(post(http_client, ASK, stream=True, **fields))
-    assert without_ids(codex_joined(found)["output"]) == without_ids(whole["output"])
-    mine = [event for event in found if event.get("output_index") == 1]
+    events = typed_events(post(http_client, ASK, stream=True, **fields))
+    assert without_ids(codex_joined(events)["output"]) == without_ids(whole["output"])
+    mine = [event for event in events if event.get("output_index") == 1]
     key = "arguments" if item["type"] == "function_call" else "input"
     deltas = [event["delta"] for event in mine if "delta" in event]
     assert mine[0]["item"][key] == "" and item[key] == mine[-2][key] and all(deltas)
@@ -223,11 +224,11 @@ def test_a_custom_tools_call_that_is_cut_has_what_came(served: Any, engine: Scri
     lengths = set()
     for cut in range(20, len(tokens(engine.says)), 7):
         fields = {"tools": [PATCH], "max_output_tokens": cut}
-        found = typed_events(post(http_client, ASK, stream=True, **fields))
-        said = "".join(e["delta"] for e in found if e["type"] == "response.custom_tool_call_input.delta")
-        assert said == found[-1]["response"]["output"][0].get("input", "")
-        assert SAID.startswith(said) or '{"input": "'.startswith(said)
-        lengths.add(len(said))
+        events = typed_events(post(http_client, ASK, stream=True, **fields))
+        text = "".join(e["delta"] for e in events if e["type"] == "response.custom_tool_call_input.delta")
+        assert text == events[-1]["response"]["output"][0].get("input", "")
+        assert SAID.startswith(text) or '{"input": "'.startswith(text)
+        lengths.add(len(text))
     assert len(lengths) > 3
 
 
@@ -235,8 +236,8 @@ def test_a_custom_tools_call_that_breaks_in_a_stream_is_no_shorter_one(served: A
     """Its deltas are sent by then, but the item says that it is incomplete, and its input is no text of the tool's."""
     http_client, engine.says = served(HERMES), called("patch", '{"input": "say "hi" twice"}')
     assert ask(http_client, tools=[PATCH], max_output_tokens=300)["output"][0]["type"] == "message"
-    found = typed_events(post(http_client, ASK, tools=[PATCH], stream=True, max_output_tokens=300))
-    item = found[-1]["response"]["output"][0]
+    events = typed_events(post(http_client, ASK, tools=[PATCH], stream=True, max_output_tokens=300))
+    item = events[-1]["response"]["output"][0]
     assert (item["type"], item["status"]) == ("custom_tool_call", "incomplete")
     assert item["input"].startswith('{"input": "say "')
 
@@ -246,17 +247,17 @@ def test_what_the_model_is_told_of_tools(served: Any, engine: ScriptedClient) ->
     lark, regex = PATCH | {"format": LARK}, PATCH | {"format": LARK | {"syntax": "regex", "definition": "a|b"}}
     functions = {"type": "namespace", "name": "functions", "tools": [READ]}
     left_out = ["image_generation", "local_shell", "tool_search", "web_search"]
-    given = [*SPACES, functions, lark, *({"type": kind, "description": "x"} for kind in left_out)]
-    reply = post(http_client, ASK, tools=given)
+    tools = [*SPACES, functions, lark, *({"type": kind, "description": "x"} for kind in left_out)]
+    reply = post(http_client, ASK, tools=tools)
     assert reply.status_code == 200, reply.text
     named = {f"tools.{name}" for name in (*left_out, "defer_loading", "format")}
     assert {*reply.headers["X-Manta-Ignored"].split(", ")} == named
     ids, params, _ = engine.added.pop()
-    told = [tool["function"] for tool in json.loads(TOKENIZER.decode(ids).removesuffix("<tool_call>"))]
-    assert [tool["name"] for tool in told] == ["mcp__a__read", "b__read", "read", "patch"]
+    shapes = [tool["function"] for tool in json.loads(TOKENIZER.decode(ids).removesuffix("<tool_call>"))]
+    assert [tool["name"] for tool in shapes] == ["mcp__a__read", "b__read", "read", "patch"]
     shown = {"name": "mcp__a__read", "description": "", "parameters": READ["parameters"]}
-    assert told[0] == shown and params.structured_outputs is None
-    assert told[3]["parameters"]["required"] == ["input"] and "start: /.+/" in told[3]["description"]
+    assert shapes[0] == shown and params.structured_outputs is None
+    assert shapes[3]["parameters"]["required"] == ["input"] and "start: /.+/" in shapes[3]["description"]
     reply = post(http_client, ASK, tools=[regex])
     assert r'"pattern": "^(?:a|b)$"' in engine.added.pop()[1].structured_outputs.grammar
     assert "X-Manta-Ignored" not in reply.headers
@@ -376,12 +377,12 @@ def test_a_response_may_only_read_its_prompt(served: Any, engine: ScriptedClient
     http_client, engine.says = served(HERMES), "Hello"
     for stream in (False, True):
         reply = post(http_client, ASK, generate=False, stream=stream)
-        found = typed_events(reply) if stream else []
-        assert [event["sequence_number"] for event in found] == list(range(len(found)))
-        assert [event["type"].removeprefix("response.") for event in found] == (
+        events = typed_events(reply) if stream else []
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
+        assert [event["type"].removeprefix("response.") for event in events] == (
             ["created", "in_progress", "completed"] if stream else []
         )
-        response = found[-1]["response"] if stream else reply.json
+        response = events[-1]["response"] if stream else reply.json
         check("Response")(response)
         assert (response["status"], response["output"]) == ("completed", [])
         assert engine.added[-1][1].max_tokens == 1
@@ -425,9 +426,9 @@ def test_a_messages_blocks_and_its_events_come_to_the_same(
     served: Any, engine: ScriptedClient, template: str, text: str, blocks: list[Block]
 ) -> None:
     http_client, engine.says = served(template), text
-    more = {"tools": THEIRS, "max_tokens": 200}
-    whole = post(http_client, TALK, **more).json
-    joined = claude_joined(typed_events(post(http_client, TALK, stream=True, **more)))
+    fields = {"tools": THEIRS, "max_tokens": 200}
+    whole = post(http_client, TALK, **fields).json
+    joined = claude_joined(typed_events(post(http_client, TALK, stream=True, **fields)))
     assert claude_blocks(whole) == claude_blocks(joined) == blocks and joined["usage"] == whole["usage"]
     if "</think>" in template and "</think>" in text:
         assert whole["usage"]["output_tokens_details"] == {"thinking_tokens": len(tokens("hm"))}
@@ -473,19 +474,19 @@ def test_what_a_message_asks_of_its_answer_reaches_the_engine(served: Any, engin
         ({"type": "auto", **one}, (tools, False, False)),
     ):  # fmt: skip
         assert post(http_client, TALK, tools=THEIRS, tool_choice=choice).status_code == 200
-        found = engine.added.pop()[1].structured_outputs
-        assert (found and found.grammar) == (expected and call_grammar("hermes", *expected, TOKENIZER.special_id))
+        held = engine.added.pop()[1].structured_outputs
+        assert (held and held.grammar) == (expected and call_grammar("hermes", *expected, TOKENIZER.special_id))
     form = {"type": "json_schema", "schema": SCHEMA}
     for fields in ({"output_config": {"format": form}}, {"output_format": form}):
         assert post(http_client, TALK, **fields).status_code == 200
         params = engine.added.pop()[1]
         assert params.structured_outputs.json == json.dumps(SCHEMA) and params.reasoning_end_ids == tokens("</think>")
     both = post(http_client, TALK, output_config={"format": form}, output_format=form)
-    told = error_of(both, 400, "invalid_request_error")
-    assert "output_config.format and output_format are both given" in told
-    told = error_of(post(http_client, TALK, tools=THEIRS, tool_choice={"type": "tool", "name": "mul"}), 400,
+    message = error_of(both, 400, "invalid_request_error")
+    assert "output_config.format and output_format are both given" in message
+    message = error_of(post(http_client, TALK, tools=THEIRS, tool_choice={"type": "tool", "name": "mul"}), 400,
                     "invalid_request_error")  # fmt: skip
-    assert "tool_choice names 'mul'; tools has add, sub" in told
+    assert "tool_choice names 'mul'; tools has add, sub" in message
 
 
 def test_a_call_without_a_result_is_in_the_prompt(served: Any, engine: ScriptedClient) -> None:
@@ -546,11 +547,11 @@ def told(http_client: FlaskClient, path: str, stream: bool, limit: int) -> tuple
     if not stream:
         calls = [json.dumps(block["input"]) for block in response.json["content"] if block["type"] == "tool_use"]
         return response.json["stop_reason"], "".join(b.get("text", "") for b in response.json["content"]), calls
-    found = typed_events(response)
-    deltas = [(event["index"], event["delta"]) for event in found if event["type"] == "content_block_delta"]
-    begun = [e["index"] for e in found if e["type"] == "content_block_start" and e["content_block"]["type"] != "text"]
+    events = typed_events(response)
+    deltas = [(event["index"], event["delta"]) for event in events if event["type"] == "content_block_delta"]
+    begun = [e["index"] for e in events if e["type"] == "content_block_start" and e["content_block"]["type"] != "text"]
     calls = ["".join(delta.get("partial_json", "") for at, delta in deltas if at == index) for index in begun]
-    return found[-2]["delta"]["stop_reason"], "".join(delta.get("text", "") for _, delta in deltas), calls
+    return events[-2]["delta"]["stop_reason"], "".join(delta.get("text", "") for _, delta in deltas), calls
 
 
 CALLS = {  # a call up to its arguments, a part of these, and the rest

@@ -57,21 +57,21 @@ def floor(value: float) -> float:
 # --- completions ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("top", [0, 1, 5, 20])
+@pytest.mark.parametrize("top", [0, 20])
 def test_a_completions_logprobs(http_client: FlaskClient, top: int) -> None:
     choice = choice_of(http_client, COMPLETIONS, max_tokens=40, logprobs=top)
-    found = choice["logprobs"]
-    assert set(found) == {"tokens", "token_logprobs", "top_logprobs", "text_offset"}
-    assert found["tokens"] == [text_of(id) for id in IDS[:40]]
+    logprobs = choice["logprobs"]
+    assert set(logprobs) == {"tokens", "token_logprobs", "top_logprobs", "text_offset"}
+    assert logprobs["tokens"] == [text_of(id) for id in IDS[:40]]
     expected = [made_up(id, i, top) for i, id in enumerate(IDS[:40])]
-    assert found["token_logprobs"] == [floor(one.sampled) for one in expected]
-    assert -9999.0 in found["token_logprobs"]
-    for id, one, table in zip(IDS, expected, found["top_logprobs"], strict=False):
+    assert logprobs["token_logprobs"] == [floor(one.sampled) for one in expected]
+    assert -9999.0 in logprobs["token_logprobs"]
+    for id, one, table in zip(IDS, expected, logprobs["top_logprobs"], strict=False):
         pairs = [(text_of(id), one.sampled), *zip(map(text_of, one.ids), one.values, strict=True)]
         assert table == {name: floor(max(value for its, value in pairs if its == name)) for name, _ in pairs}
-    for place, token in zip(found["text_offset"], found["tokens"], strict=True):
+    for place, token in zip(logprobs["text_offset"], logprobs["tokens"], strict=True):
         assert token == "\ufffd" or choice["text"][place:].startswith(token)
-    assert found["text_offset"] == sorted(found["text_offset"])
+    assert logprobs["text_offset"] == sorted(logprobs["text_offset"])
 
 
 def test_a_less_likely_token_of_the_same_name_is_not_shown(http_client: FlaskClient, engine: ScriptedClient) -> None:
@@ -79,9 +79,9 @@ def test_a_less_likely_token_of_the_same_name_is_not_shown(http_client: FlaskCli
     one = Logprobs(-3.0, [first, 40], [-0.5, -1.0], 3)
     engine.script = [told([second], "length")]
     engine.script[0].logprobs, engine.script[0].finished = [one], True
-    found = choice_of(http_client, COMPLETIONS, logprobs=2, max_tokens=1)["logprobs"]
-    assert found["token_logprobs"] == [-3.0]
-    assert found["top_logprobs"] == [{"\ufffd": -0.5, text_of(40): -1.0}]
+    logprobs = choice_of(http_client, COMPLETIONS, logprobs=2, max_tokens=1)["logprobs"]
+    assert logprobs["token_logprobs"] == [-3.0]
+    assert logprobs["top_logprobs"] == [{"\ufffd": -0.5, text_of(40): -1.0}]
     named = choice_of(http_client, COMPLETIONS, logprobs=2, max_tokens=1, return_tokens_as_token_ids=True)["logprobs"]
     assert named["tokens"] == [f"token_id:{second}"]
     assert named["top_logprobs"] == [{f"token_id:{first}": -0.5, "token_id:40": -1.0, f"token_id:{second}": -3.0}]
@@ -93,16 +93,16 @@ def test_an_echo_with_logprobs(http_client: FlaskClient, engine: ScriptedClient,
     ids = engine.added[0][0]
     text = prompt if isinstance(prompt, str) else TOKENIZER.decode(ids, skip_special_tokens=False)
     assert choice["text"] == text + TOKENIZER.decode(IDS[:3])
-    found = choice["logprobs"]
-    assert found["tokens"] == [text_of(id) for id in [*ids, *IDS[:3]]]
-    assert found["token_logprobs"][0] is found["top_logprobs"][0] is None
+    logprobs = choice["logprobs"]
+    assert logprobs["tokens"] == [text_of(id) for id in [*ids, *IDS[:3]]]
+    assert logprobs["token_logprobs"][0] is logprobs["top_logprobs"][0] is None
     expected = [made_up(id, -i, 1) for i, id in enumerate(ids)][1:] + [
         made_up(id, i, 1) for i, id in enumerate(IDS[:3])
     ]
-    assert found["token_logprobs"][1:] == [floor(one.sampled) for one in expected]
-    for one, value, table in zip(expected, found["token_logprobs"][1:], found["top_logprobs"][1:], strict=True):
+    assert logprobs["token_logprobs"][1:] == [floor(one.sampled) for one in expected]
+    for one, value, table in zip(expected, logprobs["token_logprobs"][1:], logprobs["top_logprobs"][1:], strict=True):
         assert (value == max(table.values())) == (one.rank == 1 or one.sampled == one.values[0])  # as lm-eval asks
-    for place, token in zip(found["text_offset"], found["tokens"], strict=True):
+    for place, token in zip(logprobs["text_offset"], logprobs["tokens"], strict=True):
         assert token == "\ufffd" or choice["text"][place:].startswith(token)
     assert engine.added[0][1].prompt_logprobs == engine.added[0][1].logprobs == 1
     by_ids = {"logprobs": 1, "return_tokens_as_token_ids": True}
@@ -163,7 +163,7 @@ def test_zero_tokens_fill_the_context(http_client: FlaskClient) -> None:
 # --- chat -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("top", [None, 0, 3, 20])
+@pytest.mark.parametrize("top", [None, 20])
 def test_a_chats_logprobs(http_client: FlaskClient, top: int | None) -> None:
     choice = choice_of(http_client, CHAT, max_tokens=18, logprobs=True, top_logprobs=top)
     assert set(choice["logprobs"]) == {"content", "refusal"} and choice["logprobs"]["refusal"] is None
@@ -174,8 +174,8 @@ def test_a_chats_logprobs(http_client: FlaskClient, top: int | None) -> None:
             {"token": text_of(its), "logprob": floor(value), "bytes": list(TOKENIZER.token_bytes(its))}
             for its, value in zip(one.ids, one.values, strict=True)
         ]
-        own = {"token": text_of(id), "logprob": floor(one.sampled), "bytes": list(TOKENIZER.token_bytes(id))}
-        assert entry == own | {"top_logprobs": likeliest}
+        sampled = {"token": text_of(id), "logprob": floor(one.sampled), "bytes": list(TOKENIZER.token_bytes(id))}
+        assert entry == sampled | {"top_logprobs": likeliest}
     assert bytes(byte for entry in content for byte in entry["bytes"]).decode() == choice["message"]["content"] == TEXT
     named = choice_of(http_client, CHAT, max_tokens=18, logprobs=True, return_tokens_as_token_ids=True)["logprobs"]
     assert [entry["token"] for entry in named["content"]] == [f"token_id:{id}" for id in IDS[:18]]
@@ -211,7 +211,7 @@ def test_a_chat_echoes_the_message_that_it_goes_on_with(
 # --- prompts' log-probabilities and token ids -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("top", [0, 2, 20])
+@pytest.mark.parametrize("top", [0, 20])
 @pytest.mark.parametrize("route", BODIES)
 def test_prompt_logprobs(http_client: FlaskClient, engine: ScriptedClient, route: str, top: int) -> None:
     answer = post(http_client, route, prompt_logprobs=top, max_tokens=2, n=2).json
@@ -464,14 +464,14 @@ def test_lm_evals_request(client: openai.OpenAI) -> None:
     scored = client.completions.create(
         model="demo", prompt=[ids, context], echo=True, logprobs=1, max_tokens=1, temperature=0, seed=1234
     )
-    found = scored.choices[0].logprobs
-    assert len(found.tokens) == len(ids) + 1 and found.token_logprobs[0] is None
+    logprobs = scored.choices[0].logprobs
+    assert len(logprobs.tokens) == len(ids) + 1 and logprobs.token_logprobs[0] is None
     continuation = range(len(context), len(ids))
-    assert all(found.token_logprobs[i] == max(found.top_logprobs[i].values()) for i in continuation)
+    assert all(logprobs.token_logprobs[i] == max(logprobs.top_logprobs[i].values()) for i in continuation)
     for i, value in zip(continuation, drawn.logprobs.token_logprobs, strict=True):
-        assert math.isclose(found.token_logprobs[i], value, abs_tol=1e-4)
+        assert math.isclose(logprobs.token_logprobs[i], value, abs_tol=1e-4)
     again = client.completions.create(
         model="demo", prompt=[ids], echo=True, logprobs=1, max_tokens=0, temperature=0, seed=1234
     )
-    assert again.choices[0].logprobs.token_logprobs[1:] == pytest.approx(found.token_logprobs[1:-1], abs=1e-4)
+    assert again.choices[0].logprobs.token_logprobs[1:] == pytest.approx(logprobs.token_logprobs[1:-1], abs=1e-4)
     assert again.choices[0].text == Tokenizer(DEMO).decode(ids, skip_special_tokens=False)

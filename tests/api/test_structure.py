@@ -45,8 +45,3 @@ def test_keywords_that_no_grammar_can_hold_an_answer_to_are_refused_where_it_is_
     ):
         assert "no grammar can hold an answer to contains and uniqueItems" in error["message"]
         assert error["param"] in ("response_format", "text")
-
-
-def test_a_schema_without_an_end_is_400(engine: ScriptedClient) -> None:
-    error = refusal(post(client_of(engine), CHAT, guided_json={"$ref": "#"}))
-    assert error["param"] == "guided_json" and "the schema has no end" in error["message"]

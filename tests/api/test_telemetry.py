@@ -51,7 +51,7 @@ class Collector:
 
     def take(self, request: Any) -> None:
         def plain(attributes: Any) -> dict[str, Any]:
-            return {each.key: getattr(each.value, each.value.WhichOneof("value")) for each in attributes}
+            return {a.key: getattr(a.value, a.value.WhichOneof("value")) for a in attributes}
 
         for of_resource in request.resource_spans:
             resource = plain(of_resource.resource.attributes)
@@ -137,9 +137,9 @@ def test_how_a_request_ended_is_the_spans_status(engine: ScriptedClient, collect
     read(http_client.get("/health"))
     read(post(http_client, CHAT, max_tokens=1))
     told_to()
-    found = collector.named("llm_request")
-    assert [(span["status"], span["why"]) for span in found] == [(FAILED, "worker died")] * 2 + [(0, "")]
-    assert len({span["trace"] for span in found}) == 3 and not any(span["parent"] for span in found)
+    spans = collector.named("llm_request")
+    assert [(span["status"], span["why"]) for span in spans] == [(FAILED, "worker died")] * 2 + [(0, "")]
+    assert len({span["trace"] for span in spans}) == 3 and not any(span["parent"] for span in spans)
 
 
 @pytest.mark.full
@@ -177,16 +177,13 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, missing: st
         check_telemetry({})
 
 
-def test_complaints_are_few(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    now = 100.0
-    monkeypatch.setattr(telemetry.time, "monotonic", lambda: now)
+def test_complaints_are_few(caplog: pytest.LogCaptureFixture) -> None:
     theirs = logging.Logger("opentelemetry")
     theirs.addHandler(Complaints())
-    for at in (100, 101, 159, 160, 161):
-        now = float(at)
-        theirs.error(f"no {at}")
+    for i in range(3):
         theirs.info("well")
-    assert caplog.messages == ["OpenTelemetry: no 100", "OpenTelemetry: no 160"]
+        theirs.error(f"no {i}")
+    assert caplog.messages == ["OpenTelemetry: no 0"]
 
 
 def ask(port: int) -> int:

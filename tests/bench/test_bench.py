@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import pkgutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,21 +12,22 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench import SHAPES, make_model, new_parser, prefix_figures
+import bench
 from bench_embed import LENGTHS, embed_figures, make_embedder, short_texts
 from bench_engine import (
     Peer,
     agreement,
     breakdown_figures,
-    engine_figures,
     latency_figures,
     phases_of,
     throughput_figures,
     throughput_work,
     unmet,
 )
+from bench_prefix import prefix_figures, routing_figures
 from config import DEMO, VERSION
 from engine import LLM
+from made_models import SHAPES, make_model
 from models.read_config import ConfigReader
 from peers import load_llama, load_vllm
 from sampling_params import SamplingParams
@@ -32,6 +35,10 @@ from sampling_params import SamplingParams
 ROOT = Path(__file__).parent.parent.parent
 TINY = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 500}  # fmt: skip
+REQUIRED = {  # by command: options without defaults
+    **dict.fromkeys(("policies", "prefix", "routing"), ("--trace", "x")), "lora": ("--model", "x"),
+    "schemas": ("--file", "x"), "make-model": ("x",),
+}  # fmt: skip
 FAKE = """
 import json, sys
 print(json.dumps({"engine": "fake 1.0 " + " ".join(sys.argv[1:])}), flush=True)
@@ -63,6 +70,8 @@ def test_prefix_figures(tmp_path):
     assert small["prompts refused"] == tiered["prompts refused"] == 1
     assert small["hit rate"] == 0 and tiered["hit rate"] == round(2 / 13, 4)
     assert small["pages moved"] == 0 < tiered["pages moved"]
+    (routed,) = routing_figures(trace, 2, [20])
+    assert routed["by prefix"] == round(5 / 13, 4) and routed["round robin"] < routed["by prefix"]
 
 
 def test_the_command_line_writes_json(tmp_path):
@@ -157,12 +166,28 @@ def test_the_folder_for_the_gguf_is_made(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("command", "other"), [("throughput", "llama.cpp"), ("latency", "vllm")])
-def test_each_benchmark_has_its_own_peers(command, other, capsys):
-    with pytest.raises(SystemExit):
-        new_parser().parse_args([command, "--peer", other, "--peer-python", "python"])
-    assert other in capsys.readouterr().err
-    with pytest.raises(SystemExit, match="--peer is given 0 times; --peer-python 1 times"):
-        engine_figures(new_parser().parse_args([command, "--peer-python", "python"]))
+def test_each_benchmark_has_its_own_peers(command, other, capsys, monkeypatch):
+    for words, message in (
+        (["--peer", other, "--peer-python", "python"], other),
+        (["--peer-python", "python"], "--peer is given 0 times; --peer-python 1 times"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["bench.py", command, *words])
+        with pytest.raises(SystemExit):
+            bench.main()
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", bench.COMMANDS)
+def test_each_command_has_the_options_that_its_function_takes(name):
+    if name in ("ray", "ray-survival"):
+        pytest.importorskip("ray")
+    parameters = inspect.signature(pkgutil.resolve_name(bench.COMMANDS[name][0])).parameters
+    options = vars(bench.new_parser().parse_args([name, *REQUIRED.get(name, ())])).keys() - {"command", "json"}
+    if "peer_python" in options:
+        options = options - {"peer", "peer_python"} | {"peers"}
+    if "options" not in parameters or parameters["options"].kind is not inspect.Parameter.VAR_KEYWORD:
+        assert options <= parameters.keys()
+    assert {p.name for p in parameters.values() if p.default is p.empty and p.kind is not p.VAR_KEYWORD} <= options
 
 
 @pytest.mark.full

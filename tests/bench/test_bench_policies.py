@@ -12,7 +12,7 @@ import pytest
 
 import bench
 import bench_policies
-from bench_policies import fit_device, given_device, measured_steps, plot, policy_figures, read_requests
+from bench_policies import draw, fit_device, given_device, measured_steps, policy_figures, read_requests
 from config import EngineConfig
 from observe import journal
 from observe.journal import Journal
@@ -65,7 +65,7 @@ def test_the_shortest_first_helps_the_short_and_is_drawn(tmp_path: Path) -> None
     assert [f["requests"] for f in figures[:3]] == [36, 18, 18]
     fcfs, shortest = figures[3:6], figures[9:12]  # at ten requests a second
     assert shortest[1]["TTFT p99 ms"] < fcfs[1]["TTFT p50 ms"] and shortest[2]["TTFT p99 ms"] > fcfs[2]["TTFT p99 ms"]
-    plot(figures, tmp_path / "x.svg")
+    draw(figures, tmp_path / "x.svg")
     lines = [e for e in ElementTree.parse(tmp_path / "x.svg").iter() if e.get("fill") == "none"]
     assert len(lines) == 3 * 2 * 2  # panels, policies and percentiles
 
@@ -110,6 +110,7 @@ def test_a_device_is_fitted_to_a_journal_and_to_a_table(tmp_path: Path, monkeypa
         ("--trace TRACE --kv-blocks 9", "kv-blocks is 9; a request of the trace has 910 tokens"),
         ("--trace TRACE --device speed=3", "device is 'speed=3'; it must be like fixed=0.006,row=1e-5"),
         ("--trace TRACE --fit README.md", "it must be a journal (--log-scheduler), or a CSV with prompt,rows,context"),
+        ("--trace TRACE --device row=1 --fit README.md", "device is 'row=1', and fit is 'README.md'; one of them"),
         ("--trace TRACE --plot nowhere/x.svg", "plot is 'nowhere/x.svg'; there is no folder nowhere"),
     ],
 )

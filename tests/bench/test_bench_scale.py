@@ -38,7 +38,8 @@ SMALL = EngineConfig(max_num_seqs=8, max_num_batched_tokens=96, block_size=16)
 def test_lengths_are_the_traces(tmp_path):
     trace = tmp_path / "trace.csv"
     with trace.open("w") as file:
-        csv.writer(file).writerows([("TIMESTAMP", "ContextTokens", "GeneratedTokens"), ("now", 5, 7), ("later", 3, 2)])
+        rows = [("2023-11-16 18:17:03", 5, 7), ("2023-11-16 18:17:04", 3, 2)]
+        csv.writer(file).writerows([("TIMESTAMP", "ContextTokens", "GeneratedTokens"), *rows])
     assert read_lengths(trace).tolist() == [[5, 7], [3, 2]]
     made_up = read_lengths(None)
     assert made_up.min() >= 1 and 900 < np.median(made_up[:, 0]) < 1150

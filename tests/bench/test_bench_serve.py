@@ -177,7 +177,8 @@ def test_vllms_server_gets_the_same_requests(trace, tmp_path, monkeypatch):
         f"import sys; sys.path.insert(0, {str(ROOT)!r}); import server; server.main()"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    ours, theirs = serve_figures(DEMO, trace, 20.0, 3, 1e9, 1e9, 0.02, ("--max-num-seqs", "2"), (sys.executable,))
+    options, peers = ("--max-num-seqs", "2"), [("vllm", sys.executable)]
+    ours, theirs = serve_figures(DEMO, trace, 20.0, 3, 1e9, 1e9, 0.02, options, peers)
     assert (ours["engine"], theirs["engine"]) == (f"Manta {VERSION}", f"vllm {VERSION}")
     assert ours["done"] == theirs["done"] == 3 and ours["output tokens"] == theirs["output tokens"]
 

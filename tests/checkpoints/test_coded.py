@@ -56,16 +56,16 @@ def numbers_of(weight: Any) -> torch.Tensor:
 def check(ours: Transformer, theirs: Transformer) -> list[str]:
     """Compare all weights; returns the kinds of those in codes."""
     kinds = []
-    for own, other in zip(ours.owners(), theirs.owners(), strict=True):
+    for owner, other in zip(ours.owners(), theirs.owners(), strict=True):
         for name, expected in vars(other).items():
             if not torch.is_tensor(expected):
                 continue
-            found = getattr(own, name)
-            if isinstance(found, QuantizedWeight):
-                kinds.append(found.coded.kind)
+            weight = getattr(owner, name)
+            if isinstance(weight, QuantizedWeight):
+                kinds.append(weight.coded.kind)
             else:
-                assert not found.is_meta, name
-            torch.testing.assert_close(numbers_of(found), expected, rtol=1e-6, atol=1e-7)
+                assert not weight.is_meta, name
+            torch.testing.assert_close(numbers_of(weight), expected, rtol=1e-6, atol=1e-7)
     return kinds
 
 
@@ -116,11 +116,11 @@ def test_experts_in_one_tensor_may_have_their_inputs_rounded(tmp_path: Path, sch
     [path] = map(str, folder.glob("*.safetensors"))
     storage = Storage([path], config.quantization)
     with opened(path) as file:
-        found = storage.open(file, "model.layers.0.mlp.experts.gate_up_proj")
-    assert [part.coded_as.input_kind for part in (found, found[1])] == ["fp8" if scheme == "dynamic" else ""] * 2
-    parts = [found.coded_as, found.coded_as]
+        experts = storage.open(file, "model.layers.0.mlp.experts.gate_up_proj")
+    assert [part.coded_as.input_kind for part in (experts, experts[1])] == ["fp8" if scheme == "dynamic" else ""] * 2
+    parts = [experts.coded_as, experts.coded_as]
     assert chosen_rounding(parts, "cpu", False) == ("", None)
-    assert chosen_rounding([each._replace(input_kind="int8") for each in parts], "cpu", False) == ("int8", None)
+    assert chosen_rounding([form._replace(input_kind="int8") for form in parts], "cpu", False) == ("int8", None)
 
 
 def test_inputs_in_fp8_need_a_chip_that_multiplies_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,14 +192,14 @@ def test_tensors_that_lie_by_heads_are_rounded(tmp_path: Path, raw: dict[str, An
     """And are the same on ranks, which take other heads each."""
     folder = write(tmp_path / "model", raw, {"x": torch.ones(1)})
     config = ModelConfig.from_folder(str(folder))
-    found = {}
+    sums = {}
     for rank, size in ((0, 1), (0, 2), (1, 2)):
         model = Transformer(config, reference, "cpu", torch.float32, 8, Group(rank, size), "int4")
         fill_dummy(model, 0)
         weights = [vars(layer.attention).get("qkv", vars(layer.attention).get("inputs")) for layer in model.layers]
         assert all(isinstance(weight, QuantizedWeight) for weight in weights)
-        found[rank, size] = [numbers_of(weight).sum(1).tolist() for weight in weights]
-    for one, other, whole in zip(found[0, 2], found[1, 2], found[0, 1], strict=True):
+        sums[rank, size] = [numbers_of(weight).sum(1).tolist() for weight in weights]
+    for one, other, whole in zip(sums[0, 2], sums[1, 2], sums[0, 1], strict=True):
         assert sorted(one + other) == pytest.approx(sorted(whole), abs=1e-4)
 
 
@@ -218,21 +218,21 @@ def test_blocks_of_gguf_stay_in_codes(kind: str, heads: int) -> None:
         (slice(3, 4), width, 3 * width),
     ):
         part = whole[rows, begin:end]
-        found = axes(part)
+        places = axes(part)
         kept = part.coded_as
-        assert found and kept and part.read_codes
-        group, wide = (common_group(each, found[1]) if each else 0 for each in (kept.group, kept.wide))
-        read = part.read_codes(*found, group, wide)
+        assert places and kept and part.read_codes
+        group, wide = (common_group(count, places[1]) if count else 0 for count in (kept.group, kept.wide))
+        read = part.read_codes(*places, group, wide)
         assert (read.zeros is not None) == kept.has_zeros and (read.factors is not None) == (wide > 0)
         assert torch.equal(read.scales.float(), read.scales.to(kept.dtype).float())
         forms = [(read, wide)]
         if wide:
-            forms.append((part.read_codes(*found, group, group).without_factors(kept.kind, group), 0))
+            forms.append((part.read_codes(*places, group, group).without_factors(kept.kind, group), 0))
         expected = part.float()
         size = expected.abs().max()
         for (codes, scales, zeros, factors), wide in forms:
             coded = reference.Quantized(
-                kept.kind, stored(codes, kept.kind, len(found[1])), scales, zeros, group, factors, wide
+                kept.kind, stored(codes, kept.kind, len(places[1])), scales, zeros, group, factors, wide
             )
             numbers = reference.dequantize(coded)
             torch.testing.assert_close(numbers, expected, rtol=1e-5, atol=float(size) * 1e-6)
@@ -258,16 +258,16 @@ def test_blocks_of_gguf_stay_in_codes(kind: str, heads: int) -> None:
 )  # fmt: skip
 def test_parts_of_a_matrix_keep_factors_where_they_are_alike(kinds: tuple[str, str], columns: slice, wide: int) -> None:
     """And where a share's factors are not of less than 64 inputs. Otherwise the scales are their products."""
-    random, found = np.random.default_rng(0), []
+    random, parts = np.random.default_rng(0), []
     for kind in kinds:
         size = BLOCKS[kind][1]
         raw = random.integers(0, 256, (8, 768 // BLOCKS[kind][0], size), dtype=np.uint8)
         raw[..., HIGH[kind]] &= 0xBB
-        found.append(packed(torch.from_numpy(raw), kind, 0)[:, columns])
-    expected = torch.cat([part.float() for part in found])
+        parts.append(packed(torch.from_numpy(raw), kind, 0)[:, columns])
+    expected = torch.cat([part.float() for part in parts])
     weight = torch.empty(expected.shape, device="meta")
     model: Any = SimpleNamespace(take=torch.zeros, ops=reference, device="cpu")
-    made = coded_of(model, weight, [(weight[:8], found[0]), (weight[8:], found[1])], False)
+    made = coded_of(model, weight, [(weight[:8], parts[0]), (weight[8:], parts[1])], False)
     kept = {BLOCK_TYPES[kind][1].kind for kind in kinds}
     assert made and made.coded.kind == max(kept, key=reference.BITS.get)
     assert made.coded.wide == wide and (made.coded.factors is None) == (wide == 0)
@@ -275,7 +275,7 @@ def test_parts_of_a_matrix_keep_factors_where_they_are_alike(kinds: tuple[str, s
     small = torch.int8 if signed else torch.uint8
     halves = {*kinds} <= {"Q4_0", "Q5_0", "Q8_0"}
     assert made.coded.scales.dtype == (small if wide else torch.float16 if halves else torch.float32)
-    for begin, part in zip((0, 8), found, strict=True):
+    for begin, part in zip((0, 8), parts, strict=True):
         assert fill(made.part(begin, 8), part).isfinite()
     size = float(expected.abs().max())
     torch.testing.assert_close(reference.dequantize(made.coded), expected, rtol=1e-5, atol=size * 1e-6)

@@ -153,12 +153,12 @@ def test_scales_that_are_no_numbers_are_named(tmp_path: Path, scheme: str) -> No
     assert scales
     for name in scales:
         for bad in (torch.nan, torch.inf):
-            wrong = tensors[name].clone()
-            byte = wrong.dtype == torch.uint8  # a power of two, whose largest code is no number
-            wrong.view(-1)[-1] = 255 if byte else bad
-            if not byte and wrong.float().isfinite().all():  # e4m3 has no infinity
+            changed = tensors[name].clone()
+            byte = changed.dtype == torch.uint8  # a power of two, whose largest code is no number
+            changed.view(-1)[-1] = 255 if byte else bad
+            if not byte and changed.float().isfinite().all():  # e4m3 has no infinity
                 continue
-            write(folder, raw, tensors | {name: wrong})
+            write(folder, raw, tensors | {name: changed})
             refused(str(folder), stem)
 
 
@@ -221,12 +221,12 @@ def gguf_file(tmp_path: Path, kind: str) -> bytes:
     numbers, size = BLOCKS[kind]
     write_gguf(plain, path, more=no_vocabulary)
     # The package cannot write blocks of most types: so each matrix is put in as bytes.
-    found, writer = gguf.GGUFReader(path), gguf.GGUFWriter(tmp_path / "packed.gguf", "qwen3")
-    for field in found.fields.values():
+    reader, writer = gguf.GGUFReader(path), gguf.GGUFWriter(tmp_path / "packed.gguf", "qwen3")
+    for field in reader.fields.values():
         if not field.name.startswith("GGUF.") and field.name != "general.architecture":
             writer.add_key_value(field.name, field.contents(), field.types[0])
-    for tensor in found.tensors:
-        outputs, *inputs = (int(each) for each in tensor.shape[::-1])
+    for tensor in reader.tensors:
+        outputs, *inputs = (int(length) for length in tensor.shape[::-1])
         if inputs and tensor.name.startswith("blk."):
             blocks = np.zeros((outputs, inputs[0] // numbers * size), dtype=np.uint8)
             writer.add_tensor(tensor.name, blocks, raw_dtype=gguf.GGMLQuantizationType[kind])
@@ -265,13 +265,13 @@ CHANGES: dict[str, tuple[Callable[[bytes, int], bytes], str]] = {
     "a smaller type": (lambda whole, at: put(whole, at + 20, "<I", 19 - 9), "begins at byte .* it would begin at"),
     "an offset past the end": (lambda whole, at: put(whole, at + 24, "<Q", 2**40), f"is cut off: '{TENSOR}' ends at"),
     "an offset of another": (lambda whole, at: put(whole, at + 24, "<Q", 0), f"'{TENSOR}' begins at byte"),
-    "an offset between": (lambda whole, at: put(whole, at + 24, "<Q", 7), "not aligned to 32 bytes"),
+    "an offset between": (lambda whole, at: put(whole, at + 24, "<Q", 7), f"'{TENSOR}' begins at byte"),
     "sizes of 0": (lambda whole, at: put(whole, at + 4, "<Q", 0), f"'{TENSOR}' has rows of"),
     "huge sizes": (lambda whole, at: put(whole, at + 12, "<Q", 2**60), f"is cut off: '{TENSOR}' ends at"),
     "other sizes": (lambda whole, at: put(whole, at + 4, "<QQ", 512, 128), r"has shape \[128, 512\]; config.json asks"),
     "too many sizes": (lambda whole, at: put(whole, at, "<I", 5), "a tensor of 5 dimensions"),
     "a name twice": (
-        lambda whole, at: whole.replace(b"blk.0.ffn_gate.weight", TENSOR.encode()), "two tensors have one name"),
+        lambda whole, at: whole.replace(b"blk.0.ffn_gate.weight", TENSOR.encode()), "begins at byte"),
     "a name of none": (lambda whole, at: put(whole, at - 3, "3B", *b"xxx"), "'blk.0.ffn_down.weixxx' is not one of"),
 }  # fmt: skip
 
@@ -297,7 +297,7 @@ def test_factors_of_blocks_that_are_no_numbers_are_named(
     whole = gguf_file(tmp_path, kind)
     made = made_folder(str(file))
     load_weights(new_model(made), made)
-    (tensor,) = (each for each in gguf.GGUFReader(file).tensors if each.name == TENSOR)
+    (tensor,) = (stored for stored in gguf.GGUFReader(file).tensors if stored.name == TENSOR)
     begin = int(tensor.data_offset)
     for place in places:
         for bad in (0x7E00, 0x7C00):  # NaN and infinity
@@ -314,9 +314,9 @@ def test_factors_of_blocks_that_are_no_numbers_are_named(
 def test_the_server_ends_with_a_line_and_code_2(tmp_path: Path, damage: str) -> None:
     """What the worker finds, in a process of its own, reaches the terminal without a traceback."""
     folder, raw, tensors = made(tmp_path, "gptq 4")
-    wrong = tensors[Q + "scales"].clone()
-    wrong[0, 0] = torch.nan
-    tensors[Q + "scales"] = wrong
+    scales = tensors[Q + "scales"].clone()
+    scales[0, 0] = torch.nan
+    tensors[Q + "scales"] = scales
     write(folder, raw, {name: x for name, x in tensors.items() if "missing" not in damage or name != Q + "scales"})
     shutil.copy(f"{DEMO}/tokenizer.json", folder)
     command = [sys.executable, "server.py", "--model", str(folder), "--device", "cpu", "--port", "0"]

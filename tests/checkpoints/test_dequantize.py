@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import reference
 from checkpoints.dequantize import Packed, minifloat, power_of_two
-from checkpoints.quantization import Format, read_quantization
+from checkpoints.quantization import Format
 from checkpoints.schemes import unpack_fp8, unpack_mxfp4
 from device import loader
 from device.loader import load_weights
@@ -60,8 +60,8 @@ def same(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
 def test_every_small_float_is_what_the_formats_say():
     codes = torch.arange(256, dtype=torch.uint8)
     eight = codes.view(torch.float8_e4m3fn).float()
-    known = ~eight.isnan()
-    assert same(minifloat(codes.view(torch.int8), 4, 3)[known], eight[known])
+    numeric = ~eight.isnan()
+    assert same(minifloat(codes.view(torch.int8), 4, 3)[numeric], eight[numeric])
     nibbles = (codes[:16] << 4).view(torch.int8) >> 4
     assert same(minifloat(nibbles, 2, 1), torch.tensor((*E2M1, *(-value for value in E2M1))))
     powers = power_of_two(codes)
@@ -262,7 +262,6 @@ Q = "model.layers.0.self_attn.q_proj.weight"
             {Q + "_scale_inv": torch.ones(6, 3).int()},
             rf"tensor {Q} has {Q}_scale_inv beside it, which is I32; Manta reads BF16",
         ),
-        ({Q: None}, rf"tensor '{Q}_scale_inv', and the checkpoint has no {Q}"),
         ({"model.norm.weight": torch.ones(64).to(torch.float8_e4m3fn)}, r"tensor model.norm.weight is F8_E4M3"),
     ],
 )
@@ -293,63 +292,3 @@ def test_blocks_and_scales_of_different_shapes(tmp_path: Path):
     for wrong in ((blocks, scales[:1]), (blocks[..., :8], scales), (blocks[0, 0], scales[0, 0])):
         with pytest.raises(ValueError, match="has blocks of shape"):
             unpack_mxfp4(wrong[0], MX, wrong[1])
-
-
-# --- config.json ------------------------------------------------------------------------------------------------------
-
-
-def compressed(**weights: Any) -> dict[str, Any]:
-    return COMPRESSED | {"config_groups": {"group_0": {"weights": WEIGHTS | weights}}}
-
-
-def fp8(*block: int) -> tuple[Format, ...]:
-    return tuple(Format(scheme, 8, block, input_kind="fp8") for scheme in ("fp8", "fp8-scale"))
-
-
-@pytest.mark.parametrize(
-    ("raw", "found"),
-    [
-        (None, ()),
-        ({}, ()),
-        ({"quant_method": "fp8"}, fp8(128, 128)),
-        (FP8 | {"fmt": "e4m3", "scale_fmt": "ue8m0"}, fp8(16, 24)),
-        (MXFP4, (Format("mxfp4", 4),)),
-        (COMPRESSED, (Format("fp8-scale", 8, (128, 128)),)),
-        (compressed(strategy="block", block_structure=[64, 32]), (Format("fp8-scale", 8, (64, 32)),)),
-    ],
-)
-def test_what_config_json_says_of_the_weights(raw: Any, found: tuple[Format, ...]):
-    assert read_quantization(raw) == found
-
-
-@pytest.mark.parametrize(
-    ("raw", "message"),
-    [
-        ("fp8", "is 'fp8'; it must be an object"),
-        ({"quant_method": "exl3"}, "quant_method 'exl3'; Manta reads fp8, compressed-tensors, mxfp4, gptq, awq"),
-        ({"quant_method": ["gptq"]}, "quant_method ..gptq"),
-        ({"bits": 4}, "has no quant_method, as files of MLX; Manta reads fp8, compressed-tensors, mxfp4"),
-        ({"quant_method": "quark", "quant_algo": "X"}, r"quant_method 'quark' \(X\); Manta reads fp8"),
-        (FP8 | {"weight_block_size": [128]}, "weight_block_size is"),
-        (FP8 | {"weight_block_size": [128, True]}, "weight_block_size is"),
-        (FP8 | {"fmt": "e5m2"}, "the fmt 'e5m2'; Manta reads e4m3"),
-        (FP8 | {"expert_dtype": "fp4"}, "expert_dtype 'fp4'; Manta reads fp8"),
-        (
-            FP8 | {"twist": 3, "spin": "up"},
-            "quantization_config has 'twist', 3, 'spin', 'up', and Manta does not know that",
-        ),
-        (MXFP4 | {"weight_block_size": [1, 2]}, "has 'weight_block_size'"),
-        (compressed(num_bits=4), "of 'group_0' as type, num_bits, strategy and symmetric .'float', 4"),
-        (compressed(symmetric=False), "in float-quantized Manta reads float, 8"),
-        (COMPRESSED | {"format": "marlin-24"}, "has the format 'marlin-24'; Manta reads float-quantized, naive"),
-        (
-            COMPRESSED | {"format": "pack-quantized"},
-            "in pack-quantized Manta reads int, 2, 4, 8, one of channel, group",
-        ),
-        (COMPRESSED | {"config_groups": {}}, "has the format"),
-        (COMPRESSED | {"sparsity_config": {"format": "sparse-24"}}, "has a sparsity_config, which Manta has not"),
-    ],
-)
-def test_weights_that_manta_does_not_read_are_refused(raw: Any, message: str):
-    with pytest.raises(ValueError, match=message):
-        read_quantization(raw)

@@ -65,8 +65,8 @@ def check(folder: Path, kind: str) -> None:
         assert kinds_of(worker.model).keys() == {kind}
         assert (logits_of(worker, ids) - oracle[f"logits{i}"]).abs().max() <= 1e-4, folder
     tokens, clear = oracle["tokens"], oracle["margins"] > 1e-3
-    found = logits_of(make_worker(folder), prompt + tokens.tolist())[len(prompt) - 1 : -1].argmax(1)
-    assert len(tokens) == 200 and clear.sum() > 150 and torch.equal(found[clear], tokens[clear]), folder
+    predicted = logits_of(make_worker(folder), prompt + tokens.tolist())[len(prompt) - 1 : -1].argmax(1)
+    assert len(tokens) == 200 and clear.sum() > 150 and torch.equal(predicted[clear], tokens[clear]), folder
 
 
 @pytest.mark.full

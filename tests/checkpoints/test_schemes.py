@@ -19,7 +19,7 @@ from checkpoints.dequantize import fields
 from checkpoints.quantization import Format, read_quantization
 from checkpoints.schemes import SCHEMES, groups_of, unpack_awq, unpack_gptq, unpack_nvfp4
 from device.loader import load_weights
-from test_dequantize import E2M1, QWEN3, build, check_equal, check_parts, write
+from test_dequantize import COMPRESSED, E2M1, FP8, MXFP4, QWEN3, WEIGHTS, build, check_equal, check_parts, write
 
 Tensors = dict[str, torch.Tensor]
 DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8, "U8": torch.uint8, "I32": torch.int32,
@@ -87,8 +87,8 @@ def words(numbers: torch.Tensor, bits: int) -> torch.Tensor:
     rows = []
     for row in numbers.tolist():
         whole = sum(number << bits * i for i, number in enumerate(row))
-        found = [whole >> 32 * i & 2**32 - 1 for i in range(-(-len(row) * bits // 32))]
-        rows.append([word - 2**32 if word >= 2**31 else word for word in found])
+        parts = [whole >> 32 * i & 2**32 - 1 for i in range(-(-len(row) * bits // 32))]
+        rows.append([word - 2**32 if word >= 2**31 else word for word in parts])
     return torch.tensor(rows, dtype=torch.int32)
 
 
@@ -177,19 +177,19 @@ def bnb4(nested: bool, block: int = 64) -> Callable[[int, int], Encoded]:
     def encode(n: int, k: int) -> Encoded:
         codes, table = torch.randint(0, 16, (-(-n * k // 2) * 2,)), torch.randn(16)
         count = -(-n * k // block)
-        said: dict[str, Any] = {"quant_type": "nf4", "blocksize": block, "dtype": "bfloat16", "shape": [n, k]}
+        fields: dict[str, Any] = {"quant_type": "nf4", "blocksize": block, "dtype": "bfloat16", "shape": [n, k]}
         absmax, packed = torch.rand(count), Tensors()
         if nested:
             bytes_, inner, outer = torch.randint(0, 256, (count,)), torch.rand(-(-count // 4)), torch.randn(256)
-            said |= {"nested_blocksize": 4, "nested_offset": 0.5, "nested_dtype": "float32"}
+            fields |= {"nested_blocksize": 4, "nested_offset": 0.5, "nested_dtype": "float32"}
             absmax = outer[bytes_] * inner.repeat_interleave(4)[:count] + 0.5
             packed = {"nested_absmax": inner, "nested_quant_map": outer}
-        state = torch.tensor([*json.dumps(said).encode()], dtype=torch.uint8)
+        state = torch.tensor([*json.dumps(fields).encode()], dtype=torch.uint8)
         packed |= {"absmax": bytes_.to(torch.uint8) if nested else absmax, "quant_map": table,
                    "quant_state.bitsandbytes__nf4": state}  # fmt: skip
         numbers = table[codes[: n * k]] * absmax.repeat_interleave(block)[: n * k]
         whole = (codes[::2] * 16 + codes[1::2]).to(torch.uint8)[:, None]
-        return {"weight": whole} | {f"weight.{name}": each for name, each in packed.items()}, numbers.view(n, k)
+        return {"weight": whole} | {f"weight.{name}": tensor for name, tensor in packed.items()}, numbers.view(n, k)
 
     return encode
 
@@ -210,7 +210,7 @@ def ao4(n: int, k: int) -> Encoded:
         "scale": scales.T.bfloat16(), "zero_point": zeros.T.bfloat16(),
     }  # fmt: skip
     weight = codes * scales.repeat_interleave(32, 1) + zeros.repeat_interleave(32, 1)
-    return {f"_weight_{name}": each for name, each in packed.items()}, weight
+    return {f"_weight_{name}": tensor for name, tensor in packed.items()}, weight
 
 
 def ao8(group: int | None, older: bool = False) -> Callable[[int, int], Encoded]:
@@ -243,9 +243,9 @@ def checkpoints(
         if part.instead_of:
             continue
         if name.endswith(LINEAR) or (name == "lm_head.weight" and config.get("lm_head")):
-            found, weight = encode(*(reversed(part.shape) if part.transposed else part.shape))
+            encoded, weight = encode(*(reversed(part.shape) if part.transposed else part.shape))
             numbers[saved] = weight.T if part.transposed else weight
-            packed |= {saved.removesuffix("weight") + ending: tensor for ending, tensor in found.items()}
+            packed |= {saved.removesuffix("weight") + ending: tensor for ending, tensor in encoded.items()}
         else:
             packed[saved] = numbers[saved] = torch.randn(part.shape)
     return (
@@ -351,9 +351,11 @@ def test_any_part_is_that_of_the_whole(data: st.DataObject) -> None:
     bits, group = data.draw(st.sampled_from([2, 3, 4, 8])), data.draw(st.integers(1, 40))
     n, k = 8 * data.draw(st.integers(1, 3)), 32 * data.draw(st.integers(1, 3))
     config = GPTQ | {"bits": bits, "group_size": group, "desc_act": data.draw(st.booleans())}
-    found, numbers = gptq(config)(n, k)
+    encoded, numbers = gptq(config)(n, k)
     packed = unpack_gptq(
-        found["qweight"], Format("gptq", bits, (1, group), False, 1), found["qzeros"], found["scales"], found["g_idx"]
+        encoded["qweight"],
+        Format("gptq", bits, (1, group), False, 1),
+        *(encoded[name] for name in ("qzeros", "scales", "g_idx")),
     )
     if data.draw(st.booleans()):
         packed, numbers = packed.view((2, n // 2, k)), numbers.view(2, n // 2, k)
@@ -393,9 +395,7 @@ Q = "model.layers.0.self_attn.q_proj."
 @pytest.mark.parametrize(
     ("case", "config", "change", "message"),
     [
-        ("gptq 4", {}, {"scales": None}, f"tensor {Q}qweight is I32, and the checkpoint has no {Q}scales"),
-        ("gptq 4", {}, {"qzeros": None}, f"has no {Q}qzeros"),
-        ("gptq 4", {}, {"qweight": None, "bias": None}, f"tensor '{Q}[a-z_]*', and the checkpoint has no {Q}qweight"),
+        ("gptq 4", {}, {"qweight": None, "bias": None}, f"tensor '{Q}[a-z_]*' that Qwen3ForCausalLM has not"),
         ("gptq 4", {"group_size": 64}, {}, r"codes of 4 bits .8, 97. in groups of 64, and scales of shape .2, 97."),
         ("gptq 4", {"bits": 8}, {}, "has codes of 8 bits .* in groups of 32, and scales of shape .2, 97., not"),
         ("gptq 8", {"bits": 4}, {}, "has codes of 4 bits .* in groups of 32, and scales of shape"),
@@ -422,11 +422,8 @@ Q = "model.layers.0.self_attn.q_proj."
         ("pack 4", compressed("pack-quantized", num_bits=8), {}, r"codes of 8 bits of shape .64, 12., not .64, 24."),
         ("pack 4", {}, {"weight_shape": torch.tensor([96, 60])}, "has 60 inputs; groups of 32"),
         ("pack 4", {}, {"weight_shape": torch.tensor([96])}, r"has shape .96. beside it; that must be of a matrix"),
-        ("pack 4", {}, {"weight_scale": None}, f"is I32, and the checkpoint has no {Q}weight_scale"),
         ("int8 channel", {}, {"weight_zero_point": torch.ones(96, 1).char()}, "has zero points beside it"),
         ("int8 channel", {}, {"weight_scale": torch.ones(95, 1)}, r"has scales of shape .95, 1., not .96, 1."),
-        ("int8 channel", {}, {"weight_scale": None}, f"is I8, and the checkpoint has no {Q}weight_scale"),
-        ("nvfp4", {}, {"weight_scale_2": None}, f"is U8, and the checkpoint has no {Q}weight_scale_2"),
         ("nvfp4", {"group_size": 32}, {}, "has groups of 32 inputs, which NVFP4 has not"),
         ("nvfp4", {"quant_algo": "FP8"}, {}, "is U8; with scales beside it Manta reads F8_E4M3"),
         ("nf4", {}, {"weight.absmax": torch.ones(95)}, r"has scales of shape .95., not .96."),
@@ -434,8 +431,6 @@ Q = "model.layers.0.self_attn.q_proj."
         ("nf4", {}, {"weight.quant_map": torch.ones(8)}, r"has a table of shape .8., not .16."),
         ("nf4", {}, {"weight.quant_state.bitsandbytes__nf4": torch.tensor([123]).byte()}, "state that is no JSON"),
         ("nf4", {"bnb_4bit_quant_type": "fp4"}, {}, "and the checkpoint has no .*quant_state.bitsandbytes__fp4"),
-        ("torchao int4", {}, {"_weight_scale": None}, f"is I8, and the checkpoint has no {Q}_weight_scale"),
-        ("torchao int4", {}, {"_weight_zero_point": None}, f"has no {Q}_weight_zero_point"),
         ("torchao int4", AO8, {}, "_weight_zero_point beside it, which is BF16; Manta reads I8"),
         ("torchao int4", torchao("Int4WeightOnly", group_size=64), {}, "has 96 inputs; groups of 64"),
         ("torchao int4", {}, {"_weight_act_pre_scale": torch.ones(64)}, "_act_pre_scale' that Qwen3ForCausalLM has"),
@@ -461,8 +456,16 @@ def test_what_is_wrong_with_a_checkpoint_is_said_in_a_line(
     assert "\n" not in str(caught.value)
 
 
+def fp8(*block: int) -> list[Format]:
+    return [Format(scheme, 8, block, input_kind="fp8") for scheme in ("fp8", "fp8-scale")]
+
+
+def blocks(**weights: Any) -> dict[str, Any]:
+    return COMPRESSED | {"config_groups": {"group_0": {"weights": WEIGHTS | weights}}}
+
+
 @pytest.mark.parametrize(
-    ("raw", "found"),
+    ("raw", "formats"),
     [
         (GPTQ, [Format("gptq", 4, (1, 32), False, 1)]),
         (GPTQ | {"sym": True, "group_size": -1, "checkpoint_format": "gptq_v2"}, [Format("gptq", 4, (1, 0), True, 0)]),
@@ -510,10 +513,17 @@ def test_what_is_wrong_with_a_checkpoint_is_said_in_a_line(
         ),
         (BNB4, [Format("bnb-nf4", 4)]),
         (BNB8, [Format("bnb-int8")]),
+        (None, []),
+        ({}, []),
+        ({"quant_method": "fp8"}, fp8(128, 128)),
+        (FP8 | {"fmt": "e4m3", "scale_fmt": "ue8m0"}, fp8(16, 24)),
+        (MXFP4, [Format("mxfp4", 4)]),
+        (blocks(strategy="block"), [Format("fp8-scale", 8, (128, 128))]),
+        (blocks(strategy="block", block_structure=[64, 32]), [Format("fp8-scale", 8, (64, 32))]),
     ],
 )  # fmt: skip
-def test_what_config_json_says(raw: dict[str, Any], found: list[Format]) -> None:
-    assert read_quantization(raw) == tuple(found)
+def test_what_config_json_says(raw: dict[str, Any] | None, formats: list[Format]) -> None:
+    assert read_quantization(raw) == tuple(formats)
 
 
 @pytest.mark.parametrize(
@@ -525,7 +535,6 @@ def test_what_config_json_says(raw: dict[str, Any], found: list[Format]) -> None
         (GPTQ | {"checkpoint_format": "marlin"}, "has the checkpoint_format 'marlin'; Manta reads gptq, gptq_v2"),
         (GPTQ | {"is_marlin_format": True}, "has the is_marlin_format True; Manta reads False"),
         (GPTQ | {"pack_dtype": "int64"}, "has the pack_dtype 'int64'"),
-        (GPTQ | {"rotation": "hadamard"}, "has 'rotation', 'hadamard', and Manta does not know that"),
         (GPTQ | {"dynamic": {"a": {"bits": 5}}}, "has the bits 5"),
         (GPTQ | {"dynamic": {"a": {"spin": 5}}}, "dynamic has 'spin', 5"),
         (GPTQ | {"dynamic": {"a": 5}}, "has the dynamic .* it must be an object of objects"),
@@ -544,10 +553,7 @@ def test_what_config_json_says(raw: dict[str, Any], found: list[Format]) -> None
         (torchao("Int8WeightOnly", granularity=grain("PerRow", dim=0)), "has the granularity .*'dim': 0"),
         (torchao("Int8WeightOnly", granularity=grain("PerToken")), "Manta reads PerRow, PerTensor, PerGroup, PerBlock"),
         (torchao("Int8WeightOnly", granularity=grain("PerGroup")), "has the group_size None"),
-        (
-            torchao("Int8WeightOnly", twist=3),
-            "quant_type: Int8WeightOnlyConfig has 'twist', 3, and Manta does not know",
-        ),
+        (torchao("Int8WeightOnly", twist=3), "Int8WeightOnlyConfig has 'twist', 3, and Manta does not know"),
         (torchao("Float8WeightOnly", weight_dtype=grain("torch.dtype") | {"_data": "float8_e5m2"}), "float8_e4m3fn"),
         (torchao("Int8StaticActivationInt8Weight"), "the quant_type 'Int8StaticActivationInt8WeightConfig' of torchao"),
         (torchao("FqnTo"), "the quant_type 'FqnToConfig' of torchao; Manta reads Int4WeightOnlyConfig, Int8"),
@@ -557,17 +563,33 @@ def test_what_config_json_says(raw: dict[str, Any], found: list[Format]) -> None
         (BNB4 | {"load_in_8bit": True}, "has load_in_4bit True and load_in_8bit True; one of them must be true"),
         (BNB4 | {"bnb_4bit_quant_type": "nf3"}, "has the bnb_4bit_quant_type 'nf3'; Manta reads nf4, fp4"),
         (BNB4 | {"bnb_4bit_quant_storage": "bfloat16"}, "has the bnb_4bit_quant_storage 'bfloat16'; Manta reads uint8"),
+        ("fp8", "is 'fp8'; it must be an object"),
+        ({"quant_method": "exl3"}, "quant_method 'exl3'; Manta reads fp8, compressed-tensors, mxfp4, gptq, awq"),
+        ({"quant_method": ["gptq"]}, "quant_method ..gptq"),
+        ({"bits": 4}, "has no quant_method, as files of MLX; Manta reads fp8, compressed-tensors, mxfp4"),
+        ({"quant_method": "quark", "quant_algo": "X"}, r"quant_method 'quark' \(X\); Manta reads fp8"),
+        (FP8 | {"weight_block_size": [128]}, "weight_block_size is"),
+        (FP8 | {"weight_block_size": [128, True]}, "weight_block_size is"),
+        (FP8 | {"fmt": "e5m2"}, "the fmt 'e5m2'; Manta reads e4m3"),
+        (FP8 | {"expert_dtype": "fp4"}, "expert_dtype 'fp4'; Manta reads fp8"),
+        (FP8 | {"twist": 3, "spin": "up"}, "has 'twist', 3, 'spin', 'up', and Manta does not know that"),
+        (MXFP4 | {"weight_block_size": [1, 2]}, "has 'weight_block_size'"),
+        (blocks(num_bits=4), "of 'group_0' as type, num_bits, strategy and symmetric .'float', 4"),
+        (blocks(symmetric=False), "in float-quantized Manta reads float, 8"),
+        (COMPRESSED | {"format": "marlin-24"}, "has the format 'marlin-24'; Manta reads float-quantized, naive"),
+        (COMPRESSED | {"config_groups": {}}, "has the format"),
+        (COMPRESSED | {"sparsity_config": {"format": "sparse-24"}}, "has a sparsity_config, which Manta has not"),
     ],
 )
-def test_what_manta_does_not_read_is_refused(raw: dict[str, Any], message: str) -> None:
+def test_what_manta_does_not_read_is_refused(raw: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         read_quantization(raw)
 
 
 def test_configs_of_odd_values_are_read_or_refused():
     layers = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": "NVFP4"}}
-    found = read_quantization(layers)
-    assert found[0].block == (1, 16)
+    formats = read_quantization(layers)
+    assert formats[0].block == (1, 16)
     assert repr(read_quantization(compressed("pack-quantized", num_bits=4.0))[0].bits) == "4"
     weights = {"type": "int", "num_bits": 8, "strategy": "channel", "symmetric": True}
     packed = {
@@ -600,7 +622,7 @@ def test_shapes_that_do_not_fit_are_a_value_error(name: str) -> None:
     for block in ((1, 0), (1, 16), (128, 128)):
         for shape, *shapes in itertools.product(SHAPES, repeat=1 + len(needed)):
             named = zip(needed.items(), shapes, strict=True)
-            parts = {key: torch.ones(each, dtype=dtype) for (key, dtype), each in named}
+            parts = {key: torch.ones(dims, dtype=dtype) for (key, dtype), dims in named}
             codes = torch.ones(shape, dtype=DTYPES[scheme.dtype])
             with contextlib.suppress(ValueError):
                 scheme.unpack(codes, Format(name, 4, block), **parts, **fixed).float()

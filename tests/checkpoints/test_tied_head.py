@@ -70,9 +70,9 @@ def test_a_head_that_differs_is_used_and_one_that_is_equal_takes_no_memory(copie
     equal = make_worker(folder)
     assert torch.equal(logits(equal), logits(plain)) and equal.start.num_parameters == plain.start.num_parameters
     with_head(folder, 2.0)
-    own, factors = make_worker(folder), torch.tensor([1.0] + [2.0] * 256)
-    torch.testing.assert_close(logits(own), logits(plain) * factors)
-    assert own.start.num_parameters == plain.start.num_parameters + own.model.embedding.numel()
+    worker, factors = make_worker(folder), torch.tensor([1.0] + [2.0] * 256)
+    torch.testing.assert_close(logits(worker), logits(plain) * factors)
+    assert worker.start.num_parameters == plain.start.num_parameters + worker.model.embedding.numel()
 
 
 def test_new_weights_with_a_head_of_their_own_are_refused_where_the_head_is_tied(copied: Path) -> None:
@@ -131,8 +131,8 @@ def test_heads_equal_transformers(tmp_path: Path, copied: Path) -> None:
         (made / "oracle.safetensors").unlink()
     ask_transformers(cases, tmp_path)
     for name in cases:
-        found, oracle = logits(make_worker(tmp_path / name)), load_file(tmp_path / name / "oracle.safetensors")
-        assert (found - oracle["labels0"]).abs().max() <= 1e-4, name
+        ours, oracle = logits(make_worker(tmp_path / name)), load_file(tmp_path / name / "oracle.safetensors")
+        assert (ours - oracle["labels0"]).abs().max() <= 1e-4, name
 
 
 ASK = """
@@ -160,9 +160,10 @@ print(json.dumps(found))
 @pytest.mark.full
 def test_the_classes_that_tie_are_those_of_transformers(tmp_path: Path) -> None:
     """Where a class of it would make a head up, if none is saved, Manta takes the table if the text half says so."""
-    asked = subprocess.run([sys.executable, "-I", "-c", ASK], check=True, cwd=tmp_path, capture_output=True, text=True)
-    found, named, wrong = json.loads(asked.stdout.splitlines()[-1]), set(), []
-    for asked_for, tied in found.items():
+    command = [sys.executable, "-I", "-c", ASK]
+    process = subprocess.run(command, check=True, cwd=tmp_path, capture_output=True, text=True)
+    classes, named, faults = json.loads(process.stdout.splitlines()[-1]), set(), []
+    for asked_for, tied in classes.items():
         name, beside, inside, kind = asked_for.split()
         half = text_half(name, {"text_config": {"tie_word_embeddings": inside == "True"}})
         try:
@@ -173,9 +174,9 @@ def test_the_classes_that_tie_are_those_of_transformers(tmp_path: Path) -> None:
         named.add(wrapper_of(name))
         made_up = wrapper_of(name) not in TIED_HALVES and inside == "True" and beside != "True"
         if bool(ours) is not (tied or made_up):
-            wrong.append(asked_for)
+            faults.append(asked_for)
     # In a file of the older form the text has no say of its own, and what it says is that its head is not tied.
-    assert wrong == [f"{name} False True {kind}" for name, kind in (
+    assert faults == [f"{name} False True {kind}" for name, kind in (
         ("HunYuanVLForConditionalGeneration", "hunyuan_vl_text"),
         ("PaddleOCRVLForConditionalGeneration", "paddleocr_vl_text"))]  # fmt: skip
     assert len(named) >= 40 and named >= TIED_HALVES

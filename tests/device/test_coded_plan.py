@@ -30,16 +30,16 @@ def planned(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch, gib: float | None = None
 ) -> tuple[MemoryPlan, list[str]]:
     """What `--plan` counts, and its lines."""
-    found, lines, report = [], [], startup.report
+    plans, lines, report = [], [], startup.report
 
     def told(*args: Any) -> Any:
-        found.append(args[2])
+        plans.append(args[2])
         lines.extend(report(*args))
         return iter(())
 
     monkeypatch.setattr(startup, "report", told)
     print_plan(config, ModelConfig.from_folder(config.folder), gib)
-    return found[0], lines
+    return plans[0], lines
 
 
 def check(folder: str, monkeypatch: pytest.MonkeyPatch, *kinds: str, **fields: Any) -> None:
@@ -91,10 +91,10 @@ def test_a_gpu_is_planned_with_inputs_as_it_rounds_them(
 ) -> None:
     """One of which only the memory is told is one that multiplies FP8."""
     packed, _ = fp8_checkpoints(tmp_path, "channel")
-    said = json.loads((packed / "config.json").read_text())
-    for group in said["quantization_config"]["config_groups"].values():
+    config = json.loads((packed / "config.json").read_text())
+    for group in config["quantization_config"]["config_groups"].values():
         group["input_activations"] = {"type": "float", "num_bits": 8, "strategy": "token", "dynamic": True}
-    (packed / "config.json").write_text(json.dumps(said))
+    (packed / "config.json").write_text(json.dumps(config))
     monkeypatch.setattr(startup, "gpu_bytes", lambda: 2**36)
     monkeypatch.setattr(startup, "gpu_capability", lambda: capability)
     _, lines = planned(EngineConfig(str(packed), max_num_seqs=2, max_model_len=32), monkeypatch, gib)
@@ -146,8 +146,8 @@ def test_each_kind_is_planned_with_kernels_that_are_compiled(tmp_path: Path, mon
     command = [sys.executable, "-c", PLAN, *map(str, folders.values())]
     done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    told = [line for line in done.stdout.splitlines() if "parameters in" in line]
-    assert len(told) == len(folders) and all(kind in line for kind, line in zip(folders, told, strict=True))
+    lines = [line for line in done.stdout.splitlines() if "parameters in" in line]
+    assert len(lines) == len(folders) and all(kind in line for kind, line in zip(folders, lines, strict=True))
 
 
 def test_without_files_the_plan_says_that_weights_are_plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,11 +117,11 @@ def test_every_byte_goes_through_the_buffers_once_and_none_on_a_cpu(save, monkey
 
 def test_files_are_read_ahead(save, monkeypatch):
     """The file after the one that is being copied is read, too."""
-    asked = []
-    monkeypatch.setattr(loader, "read_ahead", lambda path: asked.append(os.path.basename(path)[6:7]))
+    files = []
+    monkeypatch.setattr(loader, "read_ahead", lambda path: files.append(os.path.basename(path)[6:7]))
     folder = save(files=3)
     load_weights(build(folder), str(folder))
-    assert asked == ["0", "1", "1", "2", "2"]
+    assert files == ["0", "1", "1", "2", "2"]
     monkeypatch.undo()
     monkeypatch.delattr(os, "posix_fadvise", raising=False)  # as on macOS
     load_weights(build(folder), str(folder))
@@ -186,16 +186,16 @@ def test_weights_that_are_not_finite_are_refused_by_name(save, monkeypatch, name
 
 def test_weights_are_summed_up_once_they_have_arrived(save, monkeypatch):
     """A stream of its own copies and adds up, so until the stage waits there is no telling what a sum holds."""
-    late, move, wait = [], Stage.move, Stage.wait
+    sums, move, wait = [], Stage.move, Stage.wait
 
     def move_late(self, pair):
-        late.append((torch.zeros(()), move(self, pair)))
-        return late[-1][0]
+        sums.append((torch.zeros(()), move(self, pair)))
+        return sums[-1][0]
 
     def wait_for_all(self):
         wait(self)
-        for total, found in late:
-            total.copy_(found)
+        for total, read in sums:
+            total.copy_(read)
 
     monkeypatch.setattr(Stage, "move", move_late)
     monkeypatch.setattr(Stage, "wait", wait_for_all)
@@ -244,8 +244,8 @@ def test_an_index_of_wrong_types_is_named_in_one_line(tmp_path, files):
 def test_embeddings_are_looked_up_in_the_mapped_file(save, tied, dtype):
     folder = save(dtype, files=3, tie_word_embeddings=tied)
     model, plain = build(folder), build(folder)
-    for each in (model, plain):
-        load_weights(each, str(folder))
+    for loaded in (model, plain):
+        load_weights(loaded, str(folder))
     model.head = model.head.clone()  # as packing does
     cpu_weights.map_embedding(model, checkpoint_files(str(folder)))
     assert model.embedding.data_ptr() != plain.embedding.data_ptr() and model.embedding.dtype == dtype
@@ -265,8 +265,8 @@ def test_a_table_of_another_part_is_not_the_model_s(save, coded, rows):
     other = torch.randn_like(tensors["model.embed_tokens.weight"]).repeat(rows, 1)
     save_file(tensors | {"mtp.embed_tokens.weight": other}, folder / "model.safetensors")
     model, expected = build(folder, coded=coded), build(folder, coded=coded)
-    for each in (model, expected):
-        load_weights(each, str(folder))
+    for loaded in (model, expected):
+        load_weights(loaded, str(folder))
     model.head = None  # as if it were packed
     cpu_weights.map_embedding(model, checkpoint_files(str(folder)))
     ids = torch.arange(10)

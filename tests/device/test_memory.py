@@ -177,11 +177,11 @@ def test_one_layer_of_each_kind_takes_what_all_layers_take(folder, family):
     config = EngineConfig(folder(**{"architectures": [family], **SHAPES[family]}), max_num_seqs=4, max_model_len=70)
     shape = ModelConfig.from_folder(config.model)
     model = dry_run.dry_model(config, shape, kernels, torch.bfloat16, 70, Pipeline())
-    dry, found = dry_run.dry_worker(config, model, kernels), []
+    dry, steps = dry_run.dry_worker(config, model, kernels), []
     for span in (model.span, dry_run.distinct_layers(model)):
         dry.model.span = span
-        found.append([dry_run.count_step(dry, counts) for counts in ([40], [1, 1, 30], [1] * 4)])
-    assert found[0] == found[1] and all(begin < most for _, begin, most, _ in found[0])
+        steps.append([dry_run.count_step(dry, counts) for counts in ([40], [1, 1, 30], [1] * 4)])
+    assert steps[0] == steps[1] and all(begin < most for _, begin, most, _ in steps[0])
 
 
 @pytest.mark.parametrize("prompt", [0, 20])
@@ -201,8 +201,8 @@ def test_what_recurrent_layers_keep_of_drafts_is_planned(folder, prompt):
             phase(run)
     kept = sum(see.args[0].untyped_storage().nbytes() for see in run.batch.drafts.later)
     assert kept == memory.kept_bytes(config, model) * shape.drafted // 6 and shape.drafted == 6 - (prompt > 0)
-    plain, planned = (plan_memory(dataclasses.replace(config, speculative_config=given), model, True)
-                      for given in (None, options))  # fmt: skip
+    plain, planned = (plan_memory(dataclasses.replace(config, speculative_config=fields), model, True)
+                      for fields in (None, options))  # fmt: skip
     for name in ("activations", "graphs"):
         assert getattr(planned, name) >= getattr(plain, name) + kept > kept
     assert planned.states == plain.states
@@ -324,7 +324,7 @@ def test_captured_graphs_share_what_their_steps_take(make, monkeypatch, layers, 
     with LiveBytes() as live:
         warmup.capture(made, worker)
         gc.collect()
-    assert len(worker.graphs) == (8 if drafts else 4)
+    assert len(worker.graphs) == (16 if drafts else 4)
     passed, news = 2 * (1 + drafts) * 4 * sum(model.passed_sizes), 4 * 2 * 2 * 4
     assert live.now <= passed + news * pipeline.last
     assert live.peak <= plan_memory(made.config, model, cuda=True).graphs - memory.GRAPHS + news
@@ -362,17 +362,20 @@ def test_graphs_between_attentions_have_their_room(make, monkeypatch, shape):
         kept, pieces = live.now, worker.pieces
     layers = made.model.config.num_layers
     assert pieces.sizes == [16, 32] and len(worker.graphs) == 4
-    assert [len(found) for found in pieces.captured.values()] == [layers + 1] * 2
-    own = [pieces.input_ids, pieces.positions, pieces.slots, pieces.slot_mapping, *pieces.buffers.values()]
+    assert [len(cuts) for cuts in pieces.captured.values()] == [layers + 1] * 2
+    tensors = [pieces.input_ids, pieces.positions, pieces.slots, pieces.slot_mapping, *pieces.buffers.values()]
     other = dry_run.dry_worker(made.config, made.model, made.ops)
     step, graphs = dry_run.count_step(other, [32])[0], 2 * (layers + 1) * memory.PIECE
-    assert memory.piece_bytes(made.config, other) - step - graphs == sum(map(lambda x: x.nbytes, own)) <= kept
+    assert memory.piece_bytes(made.config, other) - step - graphs == sum(map(lambda x: x.nbytes, tensors)) <= kept
     planned = plan_memory(made.config, made.model, True).graphs - memory.GRAPHS - graphs
     assert live.peak <= planned
     worker.sleep(1)
     assert worker.pieces is None
     worker.wake_up(["weights", "kv_cache"], "")
     assert worker.pieces.pool is worker.pool
+
+
+MIXED = {"architectures": ["Qwen3MoeForCausalLM"], **EXPERTS}
 
 
 @pytest.mark.parametrize(
@@ -382,16 +385,8 @@ def test_graphs_between_attentions_have_their_room(make, monkeypatch, shape):
         ({}, {"enforce_eager": True}, []),
         ({}, {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}, []),
         ({"architectures": ["Qwen3_5ForCausalLM"], **DELTA}, {}, []),
-        (
-            {"architectures": ["Qwen3MoeForCausalLM"], **EXPERTS},
-            {"max_num_batched_tokens": 256},
-            [16, 32, 64, 128, 192, 256],
-        ),
-        (
-            {"architectures": ["Qwen3MoeForCausalLM"], **EXPERTS},
-            {"enable_expert_parallel": True, "data_parallel_size": 2, "distributed_executor_backend": "mp"},
-            [],
-        ),
+        (MIXED, {"max_num_batched_tokens": 64}, [16, 32, 64]),
+        (MIXED, {"enable_expert_parallel": True, "data_parallel_size": 2, "distributed_executor_backend": "mp"}, []),
     ],
 )
 def test_which_models_are_cut_at_attention(folder, shape, fields, sizes):
@@ -430,8 +425,8 @@ def test_log_probabilities_stay_within_their_workspace(make, monkeypatch, k, row
             del part
     assert live.peak <= MIB
     whole = reference.logprobs(logits, sampled, k)
-    for found, want in zip(zip(*parts, strict=True), whole, strict=True):
-        np.testing.assert_allclose(np.concatenate(found), want.numpy(), atol=1e-5)
+    for ours, want in zip(zip(*parts, strict=True), whole, strict=True):
+        np.testing.assert_allclose(np.concatenate(ours), want.numpy(), atol=1e-5)
 
 
 @pytest.mark.interpreted
@@ -481,29 +476,15 @@ def test_room_is_what_is_left():
     assert plan.room(600, 560) == 600 - 560 - 91 - 20 - 7  # so much is missing
 
 
-@pytest.mark.parametrize(
-    ("room", "fields", "remedy"),
-    [
-        (-1500, {}, "use --quantization int8 or fp8 or int4"),
-        (-2500, {}, "use --quantization int4"),
-        (-2680, {}, "use --quantization int4 and lower max_num_batched_tokens and max_num_seqs"),
-        (-50, {"quantization": "int4"}, "use lower max_num_batched_tokens and max_num_seqs"),
-        (-2900, {}, "use --quantization int4 and --tensor-parallel-size 4 on 4 GPUs"),
-        (-950, {"quantization": "int4"}, "no --quantization makes them fit, and no number of GPUs"),
-        (-4000, {}, "not even a model without weights would fit"),
-    ],
-)
-def test_weights_that_are_too_large(folder, room, fields, remedy):
-    """All weights take 3,600 MiB or so, of which `room` are missing, and the largest step takes 100."""
-    shape = SHAPE | {"hidden_size": 4096, "intermediate_size": 16384, "num_hidden_layers": 8}
-    config = EngineConfig(folder(**shape), load_format="dummy", **fields)
-    model = memory.settled_model(
-        config, ModelConfig.from_folder(config.model), reference, torch.bfloat16, 64, Pipeline()
-    )
-    plan = plan_of(weights=count_bytes(model.owners()), activations=100 * MIB, block=MIB, context=1)
-    with pytest.raises(ValueError, match=rf"the weights take .* GiB, .* more than there is room for: {remedy}$"):
-        memory.check_pool(config, model, plan, room * MIB)
+def test_weights_that_are_too_large(folder):
+    config = EngineConfig(folder(), load_format="dummy")
+    shape = ModelConfig.from_folder(config.model)
+    model = dry_run.dry_model(config, shape, reference, torch.bfloat16, 64, Pipeline())
+    plan = plan_of(weights=3 * 2**30, block=MIB)
+    with pytest.raises(ValueError, match=r"take 3\.00 GiB, 1\.00 more than there is room for: use --quantization"):
+        memory.check_pool(config, model, plan, MIB - 2**30)
     memory.check_pool(config, model, plan, MIB)
+    memory.check_pool(dataclasses.replace(config, num_gpu_blocks_override=1), model, plan, 0)
 
 
 @pytest.mark.interpreted
@@ -534,7 +515,7 @@ def test_memory_that_a_closed_engine_left_to_torch_is_free(monkeypatch):
     model = dataclasses.replace(ModelConfig.from_folder(DEMO), vocab_size=2**22, hidden_size=2**10)  # 8 GiB and more
     check_room(config, model, reference, torch.bfloat16, 100, Pipeline(), "cuda")
     fake.mem_get_info = lambda: (7 * 2**30, 80 * 2**30)
-    with pytest.raises(ValueError, match=r"take 8\.\d+ GiB, 6\.04 more than .*: use --quantization int8"):
+    with pytest.raises(ValueError, match=r"take 8\.\d+ GiB, 1\.\d+ more than"):
         check_room(config, model, reference, torch.bfloat16, 100, Pipeline(), "cuda")
 
 
@@ -577,8 +558,8 @@ def test_blocks_of_a_pool():
 def test_the_start_log_warns_where_a_step_took_more_than_was_planned(measured):
     memory = dict.fromkeys(MemoryPlan.__slots__, 7 * MIB) | {"predicted": 100 * MIB, "measured": measured * MIB}
     note = memory_note(memory)
-    told = f"{measured} MiB" if measured else "nothing"
-    assert f"100 MiB predicted for a step, {told} measured" in note
+    size = f"{measured} MiB" if measured else "nothing"
+    assert f"100 MiB predicted for a step, {size} measured" in note
     assert (f"warning   a step took {measured} MiB, and the plan was 100 MiB" in note) == (measured == 106)
     assert memory_note(memory | {"context": 0}) == ""
 
@@ -621,7 +602,7 @@ def test_plan_of_a_gpu_adds_up(capsys, folder):
         intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
         max_position_embeddings=131072, torch_dtype="bfloat16",
     )  # fmt: skip
-    found = []
+    plans = []
     for size in (1, 2):
         lines = plan_lines(capsys, 80.0, model=model, tensor_parallel_size=size, distributed_executor_backend="mp")
         assert lines["activations"].endswith("of 16,384 tokens")
@@ -629,8 +610,8 @@ def test_plan_of_a_gpu_adds_up(capsys, folder):
         taken = ("weights", "batch state", "largest step", "CUDA graphs", "CUDA and libraries", "KV pool")
         block = 32 * 2 * 8 * 64 * 128 * 2 / size / MIB
         assert 0 <= 72 * 1024 - sum(mib[name] for name in taken) < block + 1
-        found.append(mib)
-    one, two = found
+        plans.append(mib)
+    one, two = plans
     rotations = 131072 * 2 * 128 * 4 / MIB
     assert one["weights"] == pytest.approx(8_030_261_248 * 2 / MIB + rotations, abs=0.1)
     assert two["weights"] == pytest.approx((8_030_261_248 + 65 * 4096) / MIB + rotations, abs=0.1)  # norms on both
@@ -650,14 +631,14 @@ def test_plan_on_a_cpu_is_what_a_worker_does(capsys, monkeypatch):
 
 
 def test_the_driver_is_asked_for_the_gpu(monkeypatch):
-    asked, said = [], "143771\n81559\n[N/A]\n"
+    commands, sizes = [], "143771\n81559\n[N/A]\n"
     monkeypatch.setattr(
-        memory.subprocess, "run", lambda command, **_: asked.append(command[3:]) or SimpleNamespace(stdout=said)
+        memory.subprocess, "run", lambda command, **_: commands.append(command[3:]) or SimpleNamespace(stdout=sizes)
     )
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert memory.gpu_bytes() == 81559 * MIB and asked == [[]]
+    assert memory.gpu_bytes() == 81559 * MIB and commands == [[]]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
-    assert memory.gpu_bytes() == 81559 * MIB and asked[1] == ["--id=2,3"]
+    assert memory.gpu_bytes() == 81559 * MIB and commands[1] == ["--id=2,3"]
     monkeypatch.undo()
     monkeypatch.setenv("PATH", "")
     assert memory.gpu_bytes() == 0
@@ -673,7 +654,7 @@ def test_the_driver_is_asked_for_the_gpu(monkeypatch):
         (8.0, {"block_size": 24}, r"block_size is 24; on cuda it must be one of \(16, 32, 64, 128\)"),
         (8.0, {"max_model_len": 2000}, "max_model_len is 2000; the model was made for at most 1024"),
         (8.0, {"tensor_parallel_size": 5}, "tensor_parallel_size is 5; it must divide"),
-        (0.5, {"max_model_len": 100}, "the weights take 0.00 GiB, 0.51 more than there is room for: not even a model"),
+        (0.5, {"max_model_len": 100}, "the weights take 0.00 GiB, 0.51 more than there is room for"),
     ],
 )
 def test_what_cannot_be_is_told_by_value_and_range(monkeypatch, gib, fields, message):

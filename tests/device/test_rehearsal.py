@@ -90,11 +90,11 @@ def start(folder: Path, name: str, **fields: Any) -> Start:
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The longest rows of the steps that have run, each of them watched."""
-    found, forward = [], Worker.forward
+    lengths, forward = [], Worker.forward
 
     def watched(self: Worker, run: StepRun) -> torch.Tensor:
         shape = run.shape
-        found.append(shape.max_query_len)
+        lengths.append(shape.max_query_len)
         verifies = shape.drafted > 0 and shape.num_decodes == shape.tokens
         with NoWaiting(captured=shape.max_query_len == 1 or verifies):
             return forward(self, run)
@@ -102,7 +102,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(warmup, "run_prompts", lambda start, worker: 1.0)
     monkeypatch.setattr(startup, "time_rows", lambda start, worker: [])
     monkeypatch.setattr(Worker, "forward", watched)
-    return found
+    return lengths
 
 
 def test_every_family_is_rehearsed() -> None:
@@ -159,23 +159,23 @@ ALLOWED = {
 
 def waits_of(function: ast.FunctionDef) -> set[str]:
     """What in a function's source would wait for the device, or copy from the host, if its tensors are on a GPU."""
-    found = set()
+    names = set()
     for node in ast.walk(function):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             if node.func.attr in READING:
-                found.add(node.func.attr)
+                names.add(node.func.attr)
         elif isinstance(node, ast.Subscript) and any(isinstance(x, ast.Compare) for x in ast.walk(node.slice)):
-            found.add("mask")
-    return found
+            names.add("mask")
+    return names
 
 
 def test_what_runs_in_a_step_reads_nothing_of_the_device() -> None:
-    found = {}
+    readers = {}
     for name in FORWARD:
         for node in ast.walk(ast.parse((Path(kernels.__file__).parent / f"{name.replace('.', '/')}.py").read_text())):
             if isinstance(node, ast.FunctionDef) and (waits := waits_of(node)):
-                found[f"{name}.{node.name}"] = waits
-    assert found == ALLOWED
+                readers[f"{name}.{node.name}"] = waits
+    assert readers == ALLOWED
 
 
 def test_rows_are_taken_by_their_numbers() -> None:
@@ -184,11 +184,11 @@ def test_rows_are_taken_by_their_numbers() -> None:
     state.masked_logprobs[1], state.bitmask[1, 0, 0] = True, 5
     pipeline = Pipeline(0, 2)
     pipeline.receive = lambda shape, *args: torch.arange(7, 7 + shape[0], dtype=torch.int32)
-    sampled, each = Sampled(state, pipeline), np.arange(2)
-    sampled.follow(Rows([(0, 1), (1, 1)], {}, None, each, each, each[:0], []), torch.empty(0))
+    sampled, ones = Sampled(state, pipeline), np.arange(2)
+    sampled.follow(Rows([(0, 1), (1, 1)], {}, None, ones, ones, ones[:0], []), torch.empty(0))
     sampled.forget([0])
     with NoWaiting(captured=False):
-        state.bar(logits, torch.arange(2), each, 0 * each)
+        state.bar(logits, torch.arange(2), ones, 0 * ones)
         sampled.take(Unwatched, None)
     assert logits[0].isfinite().all() and logits[1].isfinite().nonzero().flatten().tolist() == [0, 2]
     assert state.token_ids[:, 0].tolist() == [0, 8] and state.num_known.tolist() == [0, 1]

@@ -165,23 +165,23 @@ def test_requests_that_ran_go_on_after_the_sleep(llm, wanted):
     engine = LLMEngine(llm.config)
     for i, prompt in enumerate(PROMPTS):
         engine.add_request(str(i), prompt, GREEDY)
-    found: dict[str, list[int]] = {}
+    answers: dict[str, list[int]] = {}
     for i in itertools.count():
         if not engine.has_unfinished_requests():
             break
         for output in engine.step():
-            found[output.request_id] = output.outputs[0].token_ids
+            answers[output.request_id] = output.outputs[0].token_ids
         if i in (0, 2, 5):
             engine.client.utility_on_all("sleep", 1 + i % 2)
             assert engine.step() == [] and engine.has_unfinished_requests()
             engine.client.utility_on_all("wake_up")
         check_integrity(engine.client.core.scheduler)
-    assert [found[str(i)] for i in range(len(PROMPTS))] == wanted
+    assert [answers[str(i)] for i in range(len(PROMPTS))] == wanted
     engine.close()
 
 
 def test_a_sleep_waits_for_requests_or_ends_them(llm, wanted):
-    engine, found = LLMEngine(llm.config), {}
+    engine, outputs = LLMEngine(llm.config), {}
     client = engine.client
 
     def begin() -> None:
@@ -191,8 +191,8 @@ def test_a_sleep_waits_for_requests_or_ends_them(llm, wanted):
 
     def finish() -> dict[str, Any]:
         while engine.has_unfinished_requests():
-            found.update({output.request_id: output for output in engine.step()})
-        return found
+            outputs.update({output.request_id: output for output in engine.step()})
+        return outputs
 
     begin()
     with pytest.raises(TimeoutError, match="2 requests have not ended in 0 s, so the engine does not sleep"):
@@ -255,8 +255,8 @@ def test_memory_goes_back_to_the_system(tmp_path, backend):
 
 @in_process_first
 def test_weights_are_updated_from_a_folder_and_from_tensors(fresh, other, wanted, others, monkeypatch):
-    version, told = fresh.weights_version, list[dict[str, Any]]()
-    monkeypatch.setattr(fresh.core, "on_weights", told.append)
+    version, updates = fresh.weights_version, list[dict[str, Any]]()
+    monkeypatch.setattr(fresh.core, "on_weights", updates.append)
     assert tokens(fresh) == wanted
     assert fresh.update_weights(other) == version + 1
     assert tokens(fresh) == others  # and so no block of the old ones was found again
@@ -264,7 +264,7 @@ def test_weights_are_updated_from_a_folder_and_from_tensors(fresh, other, wanted
     assert tokens(fresh) == wanted
     assert fresh.update_weights(f"{other}/model.safetensors") == fresh.weights_version == version + 3
     assert tokens(fresh) == others
-    successors = [(options["weights"], options["weights_version"] - version) for options in told]
+    successors = [(options["weights"], options["weights_version"] - version) for options in updates]
     assert successors == [(other, 1), (TENSORS, 2), (f"{other}/model.safetensors", 3)]
 
 
@@ -332,11 +332,11 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(fresh, tmp_path, wante
         fresh.update_weights(tensors=weights | {name: torch.zeros(3, 4)})
     with pytest.raises(ValueError, match="surplus"):
         fresh.update_weights(changed(tmp_path / "more", lambda weights: weights.update(surplus=torch.zeros(1))))
-    for given, words in (({}, "either"), ({"folder": DEMO, "tensors": weights}, "either"),
+    for fields, words in (({}, "either"), ({"folder": DEMO, "tensors": weights}, "either"),
                          ({"folder": str(tmp_path)}, "no safetensors"), ({"tensors": {}}, "dict of tensors"),
                          ({"tensors": {name: [1.0]}}, "cannot be sent")):  # fmt: skip
         with pytest.raises(ValueError, match=words):
-            fresh.update_weights(**given)
+            fresh.update_weights(**fields)
     assert fresh.weights_version == version and tokens(fresh) == wanted
 
 
@@ -478,11 +478,12 @@ def test_weights_that_came_as_tensors_die_with_the_workers_and_so_does_the_engin
 
 def test_a_source_of_tensors_has_them_bit_by_bit():
     base = torch.randn(6, 5)
-    given = {"a": base, "b": base.t(), "c": base.bfloat16(), "ü" * 300: torch.tensor(3), "d": base, "e": base[:0]}
-    with source_of(None, given) as (path, lasting):
-        found = load_file(path)
-    assert not lasting and found.keys() == given.keys()
-    assert all(torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype for name, tensor in given.items())
+    tensors = {"a": base, "b": base.t(), "c": base.bfloat16(), "ü" * 300: torch.tensor(3), "d": base, "e": base[:0]}
+    with source_of(None, tensors) as (path, lasting):
+        stored = load_file(path)
+    assert not lasting and stored.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(stored[name], tensor) and stored[name].dtype == tensor.dtype
 
 
 # --- with requests in flight ------------------------------------------------------------------------------------------
@@ -544,14 +545,14 @@ def test_requests_wait_while_the_engine_sleeps(llm_async, llm, other):
         await asyncio.sleep(0.3)
         assert await llm_async.is_sleeping() and not running.done() and not later.done()
         await llm_async.wake_up()
-        found = [await running, await later]
+        outputs = [await running, await later]
         begun = await begin(llm_async, LONG, "begun")
         await llm_async.sleep(2)
         waits = asyncio.create_task(last(llm_async, PROMPTS[0], GREEDY, "waits"))
         await asyncio.sleep(0.1)
         await llm_async.update_weights(other)
         await llm_async.wake_up()
-        return [*found, await begun, await waits]
+        return [*outputs, await begun, await waits]
 
     kept, later, begun, waited = asyncio.run(main())
     assert kept.outputs[0].token_ids == tokens(llm, [PROMPTS[1]], LONG)[0]

@@ -78,13 +78,17 @@ def test_ranks_are_sorted_as_vllm_does_it():
 
 def test_each_rank_sees_the_gpus_of_its_node_and_knows_its_own():
     places = [Place(0, "a", "x"), Place(1, "a", "x"), Place(2, "b", "y")]
-    found = variables(places, [["10"], ["3"], ["0"]])
-    assert [(said["CUDA_VISIBLE_DEVICES"], said["LOCAL_RANK"], said["LOCAL_WORLD_SIZE"]) for said in found] == [
+    environments = variables(places, [["10"], ["3"], ["0"]])
+    assert [(one["CUDA_VISIBLE_DEVICES"], one["LOCAL_RANK"], one["LOCAL_WORLD_SIZE"]) for one in environments] == [
         ("3,10", "1", "2"), ("3,10", "0", "2"), ("0", "0", "1"),
     ]  # fmt: skip
-    found = variables(places, [[], [], []])  # on CPUs
-    assert [(said["LOCAL_RANK"], said["LOCAL_WORLD_SIZE"]) for said in found] == [("0", "2"), ("1", "2"), ("0", "1")]
-    assert not any("CUDA_VISIBLE_DEVICES" in said for said in found)
+    environments = variables(places, [[], [], []])  # on CPUs
+    assert [(one["LOCAL_RANK"], one["LOCAL_WORLD_SIZE"]) for one in environments] == [
+        ("0", "2"),
+        ("1", "2"),
+        ("0", "1"),
+    ]
+    assert not any("CUDA_VISIBLE_DEVICES" in one for one in environments)
 
 
 def test_without_ray_the_backend_is_refused_and_auto_goes_without(monkeypatch):
@@ -161,15 +165,15 @@ def test_strangers_are_refused_and_disturb_nobody(monkeypatch, caplog):
     monkeypatch.setattr(links, "PATIENCE", 0.3)
     token, listener = os.urandom(TOKEN), listen("127.0.0.1")
     address = listener.getsockname()
-    said = [b"", b"GET / HTTP/1.1\r\nHost: manta\r\n\r\n" * 3, b"short", bytes(TOKEN), token[:20]]
-    strangers = [reach(address, words) for words in said]
+    openings = [b"", b"GET / HTTP/1.1\r\nHost: manta\r\n\r\n" * 3, b"short", bytes(TOKEN), token[:20]]
+    strangers = [reach(address, words) for words in openings]
     for stranger in (strangers[0], strangers[2]):
         stranger.close()
     engine = reach(address, token)
     rank = admit(listener, token)
     engine.sendall(b"plan")
     assert rank.recv(4) == b"plan"
-    assert len([record for record in caplog.records if "is refused" in record.getMessage()]) == len(said)
+    assert len([record for record in caplog.records if "is refused" in record.getMessage()]) == len(openings)
     with pytest.raises(ConnectionRefusedError):
         reach(address, token)
     for sock in (engine, rank, *strangers):
@@ -182,7 +186,7 @@ def test_messages_cross_whole_and_in_order():
     echoing = threading.Thread(target=lambda: [rank.write(rank.read(30) or b"", 30) for _ in sent])
     echoing.start()
     for message in sent:  # both ends have more to send than the connection holds
-        engine.write(message, 30, lambda: engine.sleeps)  # which takes what has come
+        engine.write(message, 30, lambda: engine.beats)  # which takes what has come
     assert [engine.read(30) for _ in sent] == sent
     echoing.join()
     assert engine.read(0.05) is None and not engine.closed
@@ -201,14 +205,12 @@ def test_a_rank_that_takes_nothing_is_named():
     engine.close()
 
 
-def test_heartbeats_and_sleeps_are_counted(monkeypatch):
-    monkeypatch.setattr("executors.links.BACKSTOP", 0.05)
+def test_heartbeats_are_counted():
     engine, rank = connected()
     rank.beat()
     rank.beat()
-    assert rank.read(0.3) is None
     eventually(lambda: engine.beats == 2, 5)
-    assert 2 <= engine.sleeps <= 6 and engine.read(0) is None
+    assert engine.read(0) is None
     rank.write(b"result", 5)
     assert engine.read(5) == b"result"
     engine.close()
@@ -218,11 +220,11 @@ def test_heartbeats_and_sleeps_are_counted(monkeypatch):
 
 def test_plans_reach_all_ranks_and_the_late_one_is_named():
     """Rank 1 takes nothing."""
-    (engine, rank), (other, late) = connected(), connected()
+    (engine, rank), (other, stuck) = connected(), connected()
     other.rank = 1
     plans = RankLinks([engine, other])
     plans.write(b"plan", 5)
-    assert rank.read(5) == late.read(5) == b"plan"
+    assert rank.read(5) == stuck.read(5) == b"plan"
     large = bytes(2**25)
     reading = threading.Thread(target=rank.read, args=(5,))
     reading.start()
@@ -230,7 +232,7 @@ def test_plans_reach_all_ranks_and_the_late_one_is_named():
         plans.write(large, 1)
     assert error.value.reader == 1
     reading.join()
-    for end in (engine, rank, other, late):
+    for end in (engine, rank, other, stuck):
         end.close()
 
 
@@ -262,8 +264,8 @@ def test_streams_of_a_server_go_on_when_actors_and_a_node_are_lost(cluster, tmp_
             begun = [len(reader.text) for reader in readers]
             eventually(lambda: all(len(r.text) > n for r, n in zip(readers, begun, strict=True)), 60)  # noqa: B023
             before = pids()
-            found = [(actor, node_above(cluster, actor)) for actor in actors()]
-            actor, node = next(place for place in found if place[1] is not cluster.head_node)
+            places = [(actor, node_above(cluster, actor)) for actor in actors()]
+            actor, node = next(place for place in places if place[1] is not cluster.head_node)
             os.kill(actor.ppid() if lose_node else actor.pid, signal.SIGKILL)
             assert re.search(r"rank \d .* (in step \d+|while idle)", server.refusal(20))
             eventually(lambda: server.get("/health")[0] == 200, 60)
@@ -380,8 +382,8 @@ def test_two_nodes_give_the_tokens_of_one_rank(ray_llm, answers):
 @pytest.mark.parametrize("rank", [0, 1], ids=["near", "far"])
 @pytest.mark.parametrize("with_signal", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_an_actor_that_is_lost_is_replaced(ray_llm, answers, caplog, monkeypatch, rank, with_signal):
-    core, said = ray_llm.core, []
-    monkeypatch.setattr(core.workers, "on_trouble", said.append)
+    core, troubles = ray_llm.core, []
+    monkeypatch.setattr(core.workers, "on_trouble", troubles.append)
     before = core.metrics()["num_worker_restarts_total"]
     lost = core.executor.processes[rank].pid
     when(ray_llm, [20], lambda: os.kill(lost, with_signal))
@@ -390,9 +392,9 @@ def test_an_actor_that_is_lost_is_replaced(ray_llm, answers, caplog, monkeypatch
     check_integrity(core.scheduler)
     assert core.metrics()["num_worker_restarts_total"] == before + 1
     eventually(lambda: not alive(lost), 20)
-    assert "rank " in said[0] and " in step " in said[0] and said[-1] is None
+    assert "rank " in troubles[0] and " in step " in troubles[0] and troubles[-1] is None
     if rank == 0 and with_signal == signal.SIGSTOP:
-        assert "rank 0 is stopped in step " in said[0]
+        assert "rank 0 is stopped in step " in troubles[0]
     assert "new workers after " in caplog.text
 
 

@@ -69,8 +69,8 @@ def run_rank(rank: int, out: Path) -> None:
     for size, stages in ((2, 1), (1, 2)):
         for name in CASES:
             meet = f"file://{out}/meet-{name}-{size}-{stages}"
-            found = answer(config_of(name, size, stages), out / name, rank, meet)
-            torch.save(found, out / f"{name}-{size}-{stages}-{rank}.pt")
+            answers = answer(config_of(name, size, stages), out / name, rank, meet)
+            torch.save(answers, out / f"{name}-{size}-{stages}-{rank}.pt")
 
 
 @pytest.fixture(scope="module")
@@ -98,9 +98,9 @@ def test_two_ranks_and_two_stages_give_the_same(run: Callable[[], Path], name: s
     with_adapter, without = alone["logits"][torch.tensor(alone["lengths"]).cumsum(0) - 1].chunk(2)
     assert (with_adapter - without).abs().max() > 0.05
     for which in ("2-1-0", "2-1-1", "1-2-1"):
-        found = torch.load(out / f"{name}-{which}.pt")
-        assert (found["logits"] - alone["logits"]).abs().max() <= 1e-4 * alone["logits"].abs().max()
-        assert found["tokens"] == alone["tokens"]
+        answers = torch.load(out / f"{name}-{which}.pt")
+        assert (answers["logits"] - alone["logits"]).abs().max() <= 1e-4 * alone["logits"].abs().max()
+        assert answers["tokens"] == alone["tokens"]
 
 
 @pytest.fixture
@@ -144,6 +144,6 @@ def make_bad(adapter: Path, folder: Path) -> None:
         (folder / file.name).write_bytes(file.read_bytes())
     module = "model.layers.1.self_attn.kv_b_proj"
     out, inputs = load_file(DATA / "families" / adapter.name / "model.safetensors")[f"{module}.weight"].shape
-    more = {"A": torch.zeros(5, inputs), "B": torch.zeros(out, 5)}
-    more = {f"{PREFIX}{module}.lora_{kind}.weight": tensor for kind, tensor in more.items()}
-    save_file(load_file(adapter / WEIGHTS) | more, folder / WEIGHTS)
+    matrices = {"A": torch.zeros(5, inputs), "B": torch.zeros(out, 5)}
+    matrices = {f"{PREFIX}{module}.lora_{kind}.weight": tensor for kind, tensor in matrices.items()}
+    save_file(load_file(adapter / WEIGHTS) | matrices, folder / WEIGHTS)

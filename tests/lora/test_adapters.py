@@ -157,7 +157,7 @@ def test_the_specification_gives_the_same(make_llm: Callable[..., LLM], mixed: A
 @pytest.mark.interpreted
 def test_the_interpreted_kernels_give_the_same(tmp_path: Path, few_programs: None) -> None:
     """Two adapters and none in a batch, of a tiny model."""
-    base, found = DATA / "families" / "qwen3", []
+    base, answers = DATA / "families" / "qwen3", []
     for i in range(2):
         make_adapter(tmp_path / f"{i}", i, rank=4, modules=(*ALL, "embed_tokens", "lm_head")[: 9 - i], base=base)
     for backend in ("reference", "triton"):
@@ -165,8 +165,8 @@ def test_the_interpreted_kernels_give_the_same(tmp_path: Path, few_programs: Non
         core = small_core(base, enable_lora=True, max_loras=2, **fields)
         for i, adapter in enumerate((tmp_path / "0", tmp_path / "1", None)):
             core.add(request(f"{i}", adapter, max_tokens=2))
-        found.append(run(core)[0])
-    assert found[0] == found[1] and len({str(tokens) for tokens in found[0].values()}) == 3
+        answers.append(run(core)[0])
+    assert answers[0] == answers[1] and len({str(tokens) for tokens in answers[0].values()}) == 3
 
 
 @pytest.mark.parametrize(
@@ -199,12 +199,12 @@ def test_adapters_share_no_prefixes(make_llm: Callable[..., LLM], folders: list[
         return llm.generate(SPEECH, GREEDY, use_tqdm=False, lora_request=adapter)[0].metrics.num_cached_tokens
 
     assert hits(None) == hits(asked(folders[0])) == hits(asked(folders[1])) == hits(asked(tmp_path / "a")) == 0
-    known = [hits(None), hits(asked(folders[0])), hits(asked(folders[1])), hits(asked(tmp_path / "a"))]
-    assert min(known) == max(known) > 12
+    cached = [hits(None), hits(asked(folders[0])), hits(asked(folders[1])), hits(asked(tmp_path / "a"))]
+    assert min(cached) == max(cached) > 12
     salt = {"prompt": SPEECH, "cache_salt": f"\0{state_of(str(folders[0]))}"}
     assert llm.generate(salt, GREEDY, use_tqdm=False)[0].metrics.num_cached_tokens == 0
     # Whatever it is called, a folder is the adapter.
-    assert hits(LoRARequest("another name", 77, f"{folders[0]}/.")) == known[0]
+    assert hits(LoRARequest("another name", 77, f"{folders[0]}/.")) == cached[0]
 
 
 def test_a_head_without_logits_stands_aside_for_an_adapter_of_the_head(
@@ -221,9 +221,10 @@ def test_a_head_without_logits_stands_aside_for_an_adapter_of_the_head(
     worker.greedy_head = Head()
     worker.arrange()
     adapters = [None, asked(folders[2]), asked(folders[0]), asked(folders[1])]
-    found = [tokens(llm.generate([SPEECH], params, use_tqdm=False, lora_request=each))[0][0] for each in adapters]
+    outputs = [llm.generate([SPEECH], params, use_tqdm=False, lora_request=adapter) for adapter in adapters]
+    answers = [tokens(output)[0][0] for output in outputs]
     want = [tokens(merged(i).generate([SPEECH], params, use_tqdm=False))[0][0] for i in (0, 1)]
-    assert found == [[7] * 5, [7] * 5, *want]
+    assert answers == [[7] * 5, [7] * 5, *want]
 
 
 def test_the_memory_plan_counts_all_matrices(adapted: LLM) -> None:
@@ -367,22 +368,22 @@ def test_an_adapter_whose_products_overflow_is_named_and_others_go_on(
     save_file({key: x if "lora_A" in key else x * 0 + 1e37 for key, x in tensors.items()}, tmp_path / name / WEIGHTS)
     core = make_core(**fields)
     neighbours = [("with", folders[0], {}), ("without", None, {}), ("drawn", None, {"temperature": 1.0, "seed": 4})]
-    for key, folder, more in neighbours:
-        core.add(request(key, folder, **more), at_once=True)
+    for key, folder, options in neighbours:
+        core.add(request(key, folder, **options), at_once=True)
     alone = run(core)[0]
     for turn in range(2):
         bad = [(f"bad{turn}", {}), (f"drawn{turn}", {"temperature": 1.0, "n": 3, "logprobs": 2, "top_p": 0.5})]
         bad += [(f"scored{turn}", {"max_tokens": 0, "prompt_logprobs": 1})]
-        for key, folder, more in neighbours[:2]:
-            core.add(request(key, folder, **more), at_once=True)
-        for key, more in bad:
-            core.add(request(key, tmp_path / name, **more), at_once=True)
+        for key, folder, options in neighbours[:2]:
+            core.add(request(key, folder, **options), at_once=True)
+        for key, options in bad:
+            core.add(request(key, tmp_path / name, **options), at_once=True)
         core.add(request("drawn", None, **neighbours[2][2]))
-        found, errors, _ = run(core)
+        answers, errors, _ = run(core)
         check_integrity(core.scheduler)
         assert errors.keys() == {key for key, _ in bad}
         assert all(f"adapter '{name}' has made numbers that are not finite" in error for error in errors.values())
-        assert {key: found[key] for key in alone} == alone and not any(found[key] for key, _ in bad)
+        assert {key: answers[key] for key in alone} == alone and not any(answers[key] for key, _ in bad)
     assert sum(name in record.getMessage() and record.levelname == "WARNING" for record in caplog.records) == 1
 
 
@@ -416,9 +417,9 @@ def test_crowded_requests_wait_in_order_and_go_on(folders: list[Path]) -> None:
     for name, folder in {"a": 0, "b": 1, "none": None, "c": 2, "a again": 0}.items():
         core.add(request(name, folders[folder] if folder is not None else None), at_once=True)
     assert list(core.adapters.waiting) == ["b", "c", "a again"]  # that one too: it would hold up those before it
-    found, errors, ended = run(core)
+    answers, errors, ended = run(core)
     assert not errors and ended == ["a", "none", "b", "c", "a again"]
-    assert found["a"] == found["a again"] and len({str(found[name]) for name in "abc"}) == 3
+    assert answers["a"] == answers["a again"] and len({str(answers[name]) for name in "abc"}) == 3
 
 
 def test_crowded_requests_are_aborted_refused_and_passed(folders: list[Path], tmp_path: Path) -> None:
@@ -508,8 +509,8 @@ def test_more_adapters_than_rows_and_slots_take_turns(folders: list[Path]) -> No
     alone: dict[int, list[int]] = {}
     for i in (0, 1, 0, 2, 0, 1):
         core.add(request(f"{i}", folders[i]), at_once=True)
-        found = run(core)[0][f"{i}"]
-        assert alone.setdefault(i, found) == found
+        answer = run(core)[0][f"{i}"]
+        assert alone.setdefault(i, answer) == answer
     assert loaded == ["a0", "a1", "a2", "a1"]
 
 
@@ -562,8 +563,8 @@ def test_an_adapter_that_new_workers_cannot_read_ends_its_requests_alone(
         core.add(request("kept", folders[0], max_tokens=20), at_once=True)
         core.add(request("gone", tmp_path / "gone", max_tokens=20), at_once=True)
         core.step()
-        late = dataclasses.replace(request("late", tmp_path / "gone"), params=SamplingParams(max_tokens=4))
-        core.add(late, at_once=True)
+        second = dataclasses.replace(request("late", tmp_path / "gone"), params=SamplingParams(max_tokens=4))
+        core.add(second, at_once=True)
         waiting = core.scheduler.requests["late"]
         core.scheduler.abort("late")
         waiting.grammar = Future()  # that is never compiled
@@ -571,10 +572,10 @@ def test_an_adapter_that_new_workers_cannot_read_ends_its_requests_alone(
         core.add(request("next", folders[2]), at_once=True)  # crowded
         shutil.rmtree(tmp_path / "gone")
         kill_after(core, [1])
-        found, errors, _ = run(core)
+        answers, errors, _ = run(core)
         assert errors.keys() == {"gone", "late"} and all("cannot be read" in error for error in errors.values())
-        assert len(found["kept"]) == 20 and len(found["next"]) == 8 and not core.grammars.waiting
+        assert len(answers["kept"]) == 20 and len(answers["next"]) == 8 and not core.grammars.waiting
         core.add(request("again", folders[2]), at_once=True)
-        assert run(core)[0]["again"] == found["next"]
+        assert run(core)[0]["again"] == answers["next"]
     finally:
         core.close()

@@ -36,9 +36,9 @@ def alone(folders: list[Path]) -> list[list[int]]:
     core = make_core()
     for i, folder in enumerate(folders):
         core.add(request(f"{i}", folder), at_once=True)
-    found = run(core)[0]
-    assert len({str(tokens) for tokens in found.values()}) == len(folders)
-    return [found[f"{i}"] for i in range(len(folders))]
+    answers = run(core)[0]
+    assert len({str(tokens) for tokens in answers.values()}) == len(folders)
+    return [answers[f"{i}"] for i in range(len(folders))]
 
 
 @pytest.fixture
@@ -61,12 +61,12 @@ def slow_core(opened: threading.Event, *slow: Path, **fields: int) -> tuple[Engi
 
 def some_steps(core: EngineCore, count: int = 30) -> dict[str, int]:
     """How many tokens each request gets in so many steps."""
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for _ in range(count):
         for output in core.step():
-            found[output.request_id] = found.get(output.request_id, 0) + len(output.token_ids)
+            counts[output.request_id] = counts.get(output.request_id, 0) + len(output.token_ids)
     check_integrity(core.scheduler)
-    return found
+    return counts
 
 
 def test_others_go_on_while_an_adapter_is_read(
@@ -83,8 +83,8 @@ def test_others_go_on_while_an_adapter_is_read(
         core.step()
     assert [*core.adapters.waiting] == ["slow"] and not opened.is_set()
     opened.set()
-    found, errors, _ = run(core)
-    assert found["slow"] == alone[0] and not errors
+    answers, errors, _ = run(core)
+    assert answers["slow"] == alone[0] and not errors
 
 
 def test_requests_for_one_adapter_wait_for_one_read_and_keep_their_order(
@@ -96,9 +96,9 @@ def test_requests_for_one_adapter_wait_for_one_read_and_keep_their_order(
         core.add(request(f"plain {i}", None))
     assert some_steps(core) == {f"plain {i}": 8 for i in range(3)}
     opened.set()
-    found, _, ended = run(core)
-    assert ended == [f"slow {i}" for i in range(3)] == [*found] and read == ["a0"]
-    assert all(tokens == alone[0] for tokens in found.values())
+    answers, _, ended = run(core)
+    assert ended == [f"slow {i}" for i in range(3)] == [*answers] and read == ["a0"]
+    assert all(tokens == alone[0] for tokens in answers.values())
 
 
 def test_a_folder_has_several_paths(
@@ -107,13 +107,13 @@ def test_a_folder_has_several_paths(
     core, read = slow_core(opened, folders[0])
     (tmp_path / "link").symlink_to(folders[0])
     for i, path in enumerate((str(folders[0]), f"{folders[0]}/", str(tmp_path / "link"))):
-        asked = request(str(i), folders[0])
-        asked.lora = LoRARequest("a", 1, path)
-        core.add(asked)
+        adapted = request(str(i), folders[0])
+        adapted.lora = LoRARequest("a", 1, path)
+        core.add(adapted)
     assert len(core.adapters.lines) == 1
     opened.set()
-    found, errors, ended = run(core)
-    assert ended == ["0", "1", "2"] and not errors and len(read) == 1 and found["0"] == found["2"]
+    answers, errors, ended = run(core)
+    assert ended == ["0", "1", "2"] and not errors and len(read) == 1 and answers["0"] == answers["2"]
 
 
 def test_requests_for_an_adapter_keep_their_order_while_weights_are_replaced(
@@ -178,8 +178,8 @@ def test_what_cannot_be_opened_is_told(folders: list[Path], tmp_path: Path, monk
     monkeypatch.setattr(core.executor.worker.adapters, "fill_row", broken)
     core.add(request("a", folders[0]))
     core.add(request("plain", None))
-    found, errors, _ = run(core)
-    assert "a0 could not be read: OSError(5, 'Input/output error')" in errors["a"] and len(found["plain"]) == 8
+    answers, errors, _ = run(core)
+    assert "a0 could not be read: OSError(5, 'Input/output error')" in errors["a"] and len(answers["plain"]) == 8
 
 
 def test_an_adapter_that_changes_while_it_is_read_is_read_again(
@@ -208,8 +208,8 @@ def test_an_explicit_load_shares_a_read_that_has_begun(
     threading.Timer(0.05, opened.set).start()
     core.add(request("at once", folders[0]), at_once=True)
     assert opened.is_set() and core.adapters.add("name", str(folders[0]))
-    found = run(core)[0]
-    assert found == {"a": alone[0], "at once": alone[0]}
+    answers = run(core)[0]
+    assert answers == {"a": alone[0], "at once": alone[0]}
     opened.clear()
     (folders[0] / WEIGHTS).touch()  # and so it is another one
     assert core.adapters.add("name", str(folders[0])) is None and not core.has_work()
@@ -242,8 +242,8 @@ def test_workers_sleep_and_get_other_weights_while_they_read(
         core.workers.wake_up()
     assert core.adapters.reading
     opened.set()
-    found, errors, ended = run(core)
-    assert ended == ["a", "later"] and found == dict.fromkeys(ended, alone[0]) and not errors and read == ["a0"]
+    answers, errors, ended = run(core)
+    assert ended == ["a", "later"] and answers == dict.fromkeys(ended, alone[0]) and not errors and read == ["a0"]
 
 
 # --- workers of their own ---------------------------------------------------------------------------------------------
@@ -274,8 +274,8 @@ def test_workers_read_beside_their_steps(
     core.add(request("slow", folders[0]))
     assert some_steps(core)["plain"] >= 20 and [*core.adapters.waiting] == ["slow"]
     (tmp_path / "opened").touch()
-    found, errors, _ = run(core)
-    assert found["slow"] == alone[0] and not errors
+    answers, errors, _ = run(core)
+    assert answers["slow"] == alone[0] and not errors
     (tmp_path / "opened").unlink()
     core.add(request("slow", folders[1]))
     some_steps(core, 3)
@@ -297,8 +297,8 @@ def test_an_adapter_that_kills_its_readers_is_refused(
     core.workers.on_restart, reload = lambda: (reload(), spoil()), core.workers.on_restart
     core.add(request("plain", None, max_tokens=20))
     core.add(request("bad", folders[0]))
-    found, errors, _ = run(core)
-    assert "the workers have died twice while they read" in errors["bad"] and len(found["plain"]) == 20
+    answers, errors, _ = run(core)
+    assert "the workers have died twice while they read" in errors["bad"] and len(answers["plain"]) == 20
     assert core.metrics()["num_worker_restarts_total"] == 2
     core.workers.on_restart = reload
     core.executor.processes[0].kill()

@@ -127,7 +127,7 @@ def test_the_engine_says_what_peft_would(checkpoints: Checkpoints, made: Path, n
     scores: dict[str, list[float]] = {}
     while core.has_work():
         for output in core.step():
-            scores.setdefault(output.request_id, []).extend(known.sampled for known in output.prompt_logprobs or ())
+            scores.setdefault(output.request_id, []).extend(scored.sampled for scored in output.prompt_logprobs or ())
     for i, prompt in enumerate(FAMILIES[name]["prompts"]):
         wanted = oracle[f"logits{i}"].log_softmax(-1)[torch.arange(len(prompt) - 1), torch.tensor(prompt[1:])]
         assert (torch.tensor(scores[str(i)]) - wanted).abs().max() <= 1e-4

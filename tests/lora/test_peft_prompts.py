@@ -72,13 +72,13 @@ def test_the_engine_says_what_peft_would(checkpoints: Checkpoints, made: Path, n
     """In chunks, and with a penalty for tokens of the prompt, among which the virtual ones are not."""
     folder = made / name
     core = make_core(checkpoints / name, enable_lora=True, max_prompt_adapter_token=VIRTUAL)
-    oracle, found = load_file(folder / "oracle.safetensors"), dict[str, list[int]]()
+    oracle, answers = load_file(folder / "oracle.safetensors"), dict[str, list[int]]()
     for i, prompt in enumerate(FAMILIES[name]["prompts"]):
         for kind, penalty in (("tokens", 1.0), ("penalized", 1.3)):
             params = SamplingParams(max_tokens=NEW, temperature=0, repetition_penalty=penalty, ignore_eos=True)
             core.add(EngineCoreRequest(f"{kind}{i}", prompt, params, lora=asked(folder)))
     while core.has_work():
         for output in core.step():
-            found[output.request_id] = found.get(output.request_id, []) + output.token_ids
-    assert len(found) == 4 and found["tokens1"] != found["penalized1"]
-    assert found == {name: oracle[name].tolist() for name in found}
+            answers[output.request_id] = answers.get(output.request_id, []) + output.token_ids
+    assert len(answers) == 4 and answers["tokens1"] != answers["penalized1"]
+    assert answers == {name: oracle[name].tolist() for name in answers}

@@ -136,10 +136,10 @@ def test_scores_are_of_the_clients_own_tokens(prompted: LLM, adapters: list[Any]
     for prompts in (PROMPTS, ONE):
         got, want = answers(prompted, adapters, params, prompts), wanted(params, prompts)
         for ours, theirs in zip(got, want, strict=True):
-            more = len(theirs.prompt_token_ids) - len(ours.prompt_token_ids)
+            added = len(theirs.prompt_token_ids) - len(ours.prompt_token_ids)
             first, *scores = ours.prompt_logprobs
             assert first is None and len(ours.prompt_logprobs) == len(ours.prompt_token_ids)
-            for here, there in zip(scores, theirs.prompt_logprobs[more + 1 :], strict=True):
+            for here, there in zip(scores, theirs.prompt_logprobs[added + 1 :], strict=True):
                 assert here.keys() == there.keys()
                 assert all(abs(here[token].logprob - there[token].logprob) < 2e-4 for token in here)
 
@@ -170,9 +170,9 @@ def test_prefixes_are_of_one_adapter_and_counted_with_its_tokens(
         return answers(llm, [adapter], GREEDY, long)[0].metrics.num_cached_tokens
 
     assert [hits(adapter) for adapter in adapters] == [0] * 4
-    known = [hits(adapter) for adapter in adapters]
+    cached = [hits(adapter) for adapter in adapters]
     lengths = [len(words + PROMPTS[1]) for words in (*WORDS, [], [])]
-    assert known == [min(length // 4 * 4, length - 1) for length in lengths]
+    assert cached == [min(length // 4 * 4, length - 1) for length in lengths]
     request = llm.core.scheduler.reports.finished.popitem()[1]
     assert request["prompt_tokens"] == len(PROMPTS[1])
 

@@ -314,4 +314,3 @@ def test_the_plan_tells_what_windows_save(capsys, tmp_path):
     print_plan(config, ModelConfig.from_folder(config.model), 8.0)
     text = capsys.readouterr().out
     assert "layers by what they see: 1 all tokens, 3 the latest 512 tokens" in text
-    assert "KV of a request at the full length: 563 blocks, 27% of what it would be without windows" in text

@@ -32,9 +32,9 @@ def record(path: Path, depth: int = 1, states: tuple[int, int] | None = None, **
     journal = Journal(str(path), sizes, engine.scheduler)
     for i in range(12):
         journal.tick()
-        more = {"logit_bias": {5: 1.5, 7: -2}} if i == 3 else {"prompt_logprobs": 1, "logprobs": 2} if i == 6 else {}
-        more |= {"priority": i % 3, "client": str(i % 3), "salt": "ab"[i % 2], "n": 1 + (i % 4 == 1)}
-        journal.added(engine.add(str(i), prompt(6 + i, i % 3), max_tokens=25, **more).group)
+        options = {"logit_bias": {5: 1.5, 7: -2}} if i == 3 else {"prompt_logprobs": 1, "logprobs": 2} if i == 6 else {}
+        options |= {"priority": i % 3, "client": str(i % 3), "salt": "ab"[i % 2], "n": 1 + (i % 4 == 1)}
+        journal.added(engine.add(str(i), prompt(6 + i, i % 3), max_tokens=25, **options).group)
         if i == 7:
             engine.scheduler.abort("2")
             journal.aborted("2")

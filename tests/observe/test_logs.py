@@ -57,9 +57,9 @@ def test_nothing_that_is_said_can_look_like_a_line_of_its_own() -> None:
 def test_a_line_of_json_has_the_message_the_facts_and_the_traceback() -> None:
     line = JsonFormatter().format(record(HOSTILE, facts={"status": 200}))
     assert line.isascii() and len(line.splitlines()) == 1
-    found = json.loads(line)
-    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00", found.pop("time"))
-    assert found == {"level": "info", "process": "api 0", "message": HOSTILE, "status": 200}
+    fields = json.loads(line)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00", fields.pop("time"))
+    assert fields == {"level": "info", "process": "api 0", "message": HOSTILE, "status": 200}
     try:
         raise ValueError(HOSTILE)
     except ValueError:
@@ -112,9 +112,9 @@ def said(caplog: pytest.LogCaptureFixture) -> Any:
     caplog.set_level(logging.DEBUG, logger.name)
 
     def records() -> list[logging.LogRecord]:
-        found = [record for record in caplog.records if hasattr(record, "facts")]
+        new = [record for record in caplog.records if hasattr(record, "facts")]
         caplog.clear()
-        return found
+        return new
 
     return records
 
@@ -131,8 +131,8 @@ def test_a_request_has_a_line_in_the_log(engine: ScriptedClient, said: Any) -> N
     for stream in (False, True):
         body = BODIES[COMPLETIONS] | {"n": 2, "max_tokens": 3, "stream": stream}
         read(http_client.post(COMPLETIONS, json=body, headers=key))
-        (found,) = said()
-        facts = dict(found.facts)
+        (line,) = said()
+        facts = dict(line.facts)
         assert 0 <= facts.pop("queue_seconds") <= facts.pop("first_token_seconds") <= facts.pop("seconds") < 60
         assert facts.pop("id").startswith("cmpl-")
         assert facts == {
@@ -140,10 +140,10 @@ def test_a_request_has_a_line_in_the_log(engine: ScriptedClient, said: Any) -> N
             "ended": "length", "model": "manta", "stream": stream, "n": 2, "prompt_tokens": tokens, "cached_tokens": 2,
             "output_tokens": 6,
         }  # fmt: skip
-        assert found.levelname == "INFO" and re.fullmatch(
+        assert line.levelname == "INFO" and re.fullmatch(
             rf"POST /v1/completions 200 in \d\.\d{{3}} s, cmpl-\w{{32}} \(mine\): length; tokens: {tokens} prompt "
             r"\(2 cached\), 6 output, 0\.000 s in the queue, \d\.\d{3} s to the first token",
-            found.getMessage(),
+            line.getMessage(),
         )
 
 
@@ -167,9 +167,9 @@ def test_it_says_why_the_request_has_ended(engine: ScriptedClient, said: Any, st
     ):
         engine.script = script
         read(post(client_of(engine), COMPLETIONS, stream=stream, **fields))
-        (found,) = said()
-        assert (found.facts["status"], found.facts["ended"]) == (status, ended)
-        assert f" {status} in " in found.getMessage() and f": {ended}" in found.getMessage()
+        (line,) = said()
+        assert (line.facts["status"], line.facts["ended"]) == (status, ended)
+        assert f" {status} in " in line.getMessage() and f": {ended}" in line.getMessage()
 
 
 def test_a_client_that_leaves_a_stream_is_in_the_log(engine: ScriptedClient, said: Any) -> None:
@@ -178,8 +178,8 @@ def test_a_client_that_leaves_a_stream_is_in_the_log(engine: ScriptedClient, sai
     next(response.iter_encoded())
     assert not said()
     response.close()
-    (found,) = said()
-    assert found.facts["ended"] == LEFT and found.facts["output_tokens"] == 1
+    (line,) = said()
+    assert line.facts["ended"] == LEFT and line.facts["output_tokens"] == 1
 
 
 def test_a_line_has_no_text_of_the_request(engine: ScriptedClient, said: Any) -> None:
@@ -199,10 +199,10 @@ def test_a_line_has_no_text_of_the_request(engine: ScriptedClient, said: Any) ->
         (embedder, "/v1/embeddings", {"input": [secret]}),
     ):
         read(http_client.post(route, json=body))
-        (found,) = said()
-        line = TextFormatter().format(found) + JsonFormatter().format(found)
+        (request,) = said()
+        line = TextFormatter().format(request) + JsonFormatter().format(request)
         assert not re.search("secret|mine|Hello", line), line
-    assert found.facts["prompt_tokens"] == len(TOKENIZER.encode(secret)) and found.facts["output_tokens"] == 0
+    assert request.facts["prompt_tokens"] == len(TOKENIZER.encode(secret)) and request.facts["output_tokens"] == 0
 
 
 def test_what_is_quoted_is_left_out_up_to_its_last_quote() -> None:
@@ -218,14 +218,15 @@ def test_a_hostile_request_breaks_no_line(engine: ScriptedClient, said: Any) -> 
     for path in ("/a%0Ab?secret=1", "/a%E2%80%A8b%C2%85c%C2%9Bd", "/a 200 in 0.1 s, cmpl-0: stop"):
         for headers in ({}, {"Authorization": "Bearer secret-key", "X-Request-Id": "a b"}):
             response = read(http_client.get(path, headers=headers))
-            (found,) = said()
-            assert found.facts["request_id"] == response.headers["X-Request-Id"] != "a b"
-            assert found.facts["status"] == response.status_code == 404
-            assert re.fullmatch("/a%[%0-9A-Za-z,.:-]+", found.facts["path"]) and "secret" not in found.getMessage()
+            (request,) = said()
+            assert request.facts["request_id"] == response.headers["X-Request-Id"] != "a b"
+            assert request.facts["status"] == response.status_code == 404
+            assert re.fullmatch("/a%[%0-9A-Za-z,.:-]+", request.facts["path"]) and "secret" not in request.getMessage()
             for formatter in (TextFormatter(), JsonFormatter()):
-                line = formatter.format(found)
+                line = formatter.format(request)
                 assert (
-                    re.fullmatch(r"[\x20-\x7e]+", line) and f"GET {found.facts['path']} {response.status_code}" in line
+                    re.fullmatch(r"[\x20-\x7e]+", line)
+                    and f"GET {request.facts['path']} {response.status_code}" in line
                 )
 
 
@@ -235,8 +236,8 @@ def test_what_programs_ask_for_all_the_time_is_said_at_debug_alone(
     http_client = client_of(engine)
     for path, level in (("/health", "DEBUG"), ("/metrics", "DEBUG"), ("/v1/models", "INFO")):
         read(http_client.get(path))
-        (found,) = said()
-        assert found.levelname == level
+        (line,) = said()
+        assert line.levelname == level
     caplog.set_level(logging.WARNING, logger.name)
     read(post(http_client, COMPLETIONS))
     assert not said()
@@ -258,7 +259,7 @@ def test_throughput_is_of_the_time_since_the_last_line(monkeypatch: pytest.Monke
         now += seconds
         metrics.update(more)
         stats.log_if_due()
-        return [found.getMessage() for found in said()]
+        return [line.getMessage() for line in said()]
 
     begun = {"prompt_tokens_total": 3000, "num_requests_running": 2, "num_requests_swapped": 1}
     assert after(9, **begun) == []
@@ -293,7 +294,7 @@ def test_an_engine_tells_its_throughput_while_it_works(
         lines: list[str] = []
 
         def ended() -> bool:
-            lines.extend(found.getMessage() for found in said())
+            lines.extend(line.getMessage() for line in said())
             return bool(lines) and "; 0 requests running" in lines[-1]
 
         if silent:
@@ -310,8 +311,8 @@ def test_a_script_asks_for_the_throughput(make_llm: Any, said: Any) -> None:
     llm.generate([[5, 6, 7]], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
     assert not said()
     llm.llm_engine.do_log_stats()
-    (found,) = said()
-    assert found.facts["generation_tokens_per_second"] > 0
+    (line,) = said()
+    assert line.facts["generation_tokens_per_second"] > 0
     llm.close()
 
 
@@ -333,14 +334,14 @@ def titles(server: Server) -> dict[str, int]:
 
 @pytest.mark.full
 def test_processes_are_called_what_they_are_and_show_no_keys(server: Server) -> None:
-    found = titles(server)
-    named = {title for title in found if title.startswith("manta: ")}
+    by_title = titles(server)
+    named = {title for title in by_title if title.startswith("manta: ")}
     assert named == {
         "manta: server", "manta: coordinator", "manta: api 0", "manta: api 1", "manta: engine 0", "manta: engine 1",
         "manta: worker 0 of engine 0", "manta: worker 0 of engine 1",
     }  # fmt: skip
-    assert all("resource_tracker" in title for title in found.keys() - named)  # multiprocessing's own
-    assert not any("sk-hidden" in title for title in found)
+    assert all("resource_tracker" in title for title in by_title.keys() - named)  # multiprocessing's own
+    assert not any("sk-hidden" in title for title in by_title)
 
 
 @pytest.mark.full
@@ -352,7 +353,7 @@ def test_every_line_of_a_server_is_an_object(server: Server) -> None:
 
     def line(words: str) -> dict[str, Any]:
         eventually(lambda: words in server.log.read_text())
-        return next(found for found in lines() if words in found["message"])
+        return next(entry for entry in lines() if words in entry["message"])
 
     assert line("Manta ")["process"] == "engine 0" and re.match("api [01]", line("  server    http")["process"])
     id = json.loads(server.post(COMPLETIONS, {"prompt": "Once", "max_tokens": 4})[1])["id"]
@@ -368,4 +369,4 @@ def test_every_line_of_a_server_is_an_object(server: Server) -> None:
     os.kill(titles(server)["manta: worker 0 of engine 1"], signal.SIGKILL)
     replaced = line("rank 0 has died (SIGKILL)")
     assert (replaced["level"], replaced["process"]) == ("warning", "engine 1")
-    assert {found["level"] for found in lines()} == {"debug", "info", "warning", "error"}
+    assert {entry["level"] for entry in lines()} == {"debug", "info", "warning", "error"}

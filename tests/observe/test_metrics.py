@@ -79,9 +79,9 @@ def families(text: str) -> dict[str, Any]:
 
 
 def test_vllms_series_have_its_names_types_labels_and_buckets(llm: LLM) -> None:
-    found = families(exposition({0: llm.get_metrics()}, {}, "vllm:", "demo").decode())
+    series = families(exposition({0: llm.get_metrics()}, {}, "vllm:", "demo").decode())
     for name, (kind, label, bounds) in VLLM.items():
-        family = found["vllm:" + name]
+        family = series["vllm:" + name]
         assert family.type == kind and family.documentation, name
         labels = {"model_name", "engine"} | ({label} if label else set())
         for sample in family.samples:
@@ -89,9 +89,9 @@ def test_vllms_series_have_its_names_types_labels_and_buckets(llm: LLM) -> None:
             assert (sample.labels["model_name"], sample.labels["engine"]) == ("demo", "0")
         listed = [sample.labels["le"] for sample in family.samples if "le" in sample.labels]
         assert listed == ([*bounds.split(), "+Inf"] if bounds else []), name
-    reasons = [sample.labels["finished_reason"] for sample in found["vllm:request_success"].samples]
+    reasons = [sample.labels["finished_reason"] for sample in series["vllm:request_success"].samples]
     assert reasons == ["stop", "length", "abort", "error"]
-    (cache,) = found["vllm:cache_config_info"].samples
+    (cache,) = series["vllm:cache_config_info"].samples
     assert cache.value == 1 and cache.labels["engine"] == "0" and cache.labels["block_size"] == "64"
     assert cache.labels["num_gpu_blocks"] == str(llm.core.facts["num_blocks"])
 
@@ -281,10 +281,10 @@ def test_a_wait_for_a_slot_is_time_in_the_queue() -> None:
         engine.now = float(now)
         engine.step()
     assert engine.finished == ["a", "b"]
-    told = engine.scheduler.reports.metrics()
-    assert told["request_queue_time_seconds"]["sum"] == (3 - 0) + (8 - 2 + 0.5)
-    assert told["e2e_request_latency_seconds"]["sum"] == (7 - 0) + (8 - 2 + 0.5)
-    assert told["request_prefill_kv_computed_tokens"]["sum"] == 6
+    metrics = engine.scheduler.reports.metrics()
+    assert metrics["request_queue_time_seconds"]["sum"] == (3 - 0) + (8 - 2 + 0.5)
+    assert metrics["e2e_request_latency_seconds"]["sum"] == (7 - 0) + (8 - 2 + 0.5)
+    assert metrics["request_prefill_kv_computed_tokens"]["sum"] == 6
 
 
 def test_who_is_aborted_is_in_no_histogram_of_ends() -> None:
@@ -307,11 +307,11 @@ def test_an_engine_counts_its_phases_and_what_it_refuses(make_llm: Any) -> None:
     llm = make_llm()
     greedy = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     llm.generate([[5, 6, 7]], greedy, use_tqdm=False)
-    told = llm.get_metrics()
-    assert {phase: sum(seen["counts"]) for phase, seen in told["step_phase_seconds"].items()} == dict.fromkeys(
+    metrics = llm.get_metrics()
+    assert {phase: sum(seen["counts"]) for phase, seen in metrics["step_phase_seconds"].items()} == dict.fromkeys(
         ("schedule", "submit", "wait", "update"), 4
     )
-    assert all(seen["sum"] > 0 for seen in told["step_phase_seconds"].values())
+    assert all(seen["sum"] > 0 for seen in metrics["step_phase_seconds"].values())
     with pytest.raises(ValueError, match="token id 1000000"):
         llm.generate([[10**6]], greedy, use_tqdm=False)
     assert llm.get_metrics()["request_success_total"] == {"stop": 0, "length": 1, "abort": 0, "error": 1}
@@ -393,14 +393,14 @@ def ask(address: str, query: str) -> list[Any]:
     url = f"{address}/api/v1/query?{urllib.parse.urlencode({'query': query})}"
     try:
         with urllib.request.urlopen(url, timeout=10) as response:
-            found = json.load(response)["data"]["result"]
+            results = json.load(response)["data"]["result"]
     except urllib.error.HTTPError as error:
         if error.code != 503:  # it is not ready
             raise AssertionError(f"{query}: {error.read().decode()}") from None
         return []
     except urllib.error.URLError:
         return []
-    return [value for value in (float(sample["value"][1]) for sample in found) if value == value]
+    return [value for value in (float(sample["value"][1]) for sample in results) if value == value]
 
 
 @pytest.mark.full
@@ -479,8 +479,8 @@ def test_each_alert_is_raised_by_what_it_is_about_and_by_nothing_else(tmp_path: 
         for name, value in (WELL | ILL.get(ill, {})).items()
     ]
     firing = 'count by (alertname, instance) (ALERTS{alertstate="firing"})'
-    told = [{"labels": f'{{alertname="{ill}", instance="{ill}"}}', "value": 1} for ill in ILL]
-    checks = [{"expr": firing, "eval_time": "20m", "exp_samples": told}]
+    alerts = [{"labels": f'{{alertname="{ill}", instance="{ill}"}}', "value": 1} for ill in ILL]
+    checks = [{"expr": firing, "eval_time": "20m", "exp_samples": alerts}]
     tests = [{"interval": "15s", "input_series": series, "promql_expr_test": checks}]
     rules = {"rule_files": ["alerts.yml"], "evaluation_interval": "15s", "tests": tests}
     (tmp_path / "test.yml").write_text(json.dumps(rules))

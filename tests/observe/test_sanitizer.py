@@ -112,9 +112,9 @@ def test_a_stale_prefix_hash(make_core, monkeypatch):
     core, allocate = make_core(num_gpu_blocks_override=16, swap_space=0.0), BlockManager.allocate
 
     def allocate_and_forget_to_forget(self, count: int) -> list[int]:
-        found = [(block, self.hashes[block]) for block in islice(self.idle, count)]
+        cached = [(block, self.hashes[block]) for block in islice(self.idle, count)]
         taken = allocate(self, count)
-        for block, digest in found:
+        for block, digest in cached:
             if digest is not None:
                 self.hashes[block], self.block_of[digest] = digest, block
         return taken
@@ -156,11 +156,11 @@ def test_a_sample_that_missed_its_copy_on_write(make_core, monkeypatch, shared):
     def admit_without_copy(self, seq, *args):
         admitted, plan = admit(self, seq, *args), args[-1]
         if plan.copies:
-            source, own = plan.copies.pop()
+            source, target = plan.copies.pop()
             if shared:
-                self.device.free([own])
+                self.device.free([target])
                 self.device.share([source])
-                seq.tables[0][seq.tables[0].index(own)] = source
+                seq.tables[0][seq.tables[0].index(target)] = source
         return admitted
 
     monkeypatch.setattr(BlockSpaceManager, "admit", admit_without_copy)
@@ -229,15 +229,15 @@ def test_a_state_of_other_tokens(make_core, monkeypatch):
 
 def test_a_state_that_saw_too_much(make_core, monkeypatch):
     """A snapshot is taken one step too late."""
-    late = []
+    withheld = []
 
     def change(plan: StepPlan) -> StepPlan:
-        late.append([(row, to) for row, to in plan.state_copies if to >= 8])
+        withheld.append([(row, to) for row, to in plan.state_copies if to >= 8])
         now = [(row, to) for row, to in plan.state_copies if to < 8]
-        return replace(plan, state_copies=now + (late[-2] if len(late) > 1 else []))
+        return replace(plan, state_copies=now + (withheld[-2] if len(withheld) > 1 else []))
 
-    found = violation_of(make_core, monkeypatch, change)
-    assert "'b': the recurrent state in row 0 has seen the first 10 tokens of request 'b', not this sequence's" in found
+    why = violation_of(make_core, monkeypatch, change)
+    assert "'b': the recurrent state in row 0 has seen the first 10 tokens of request 'b', not this sequence's" in why
 
 
 def test_a_state_that_comes_back_as_another_ones(make_core, monkeypatch):
@@ -247,8 +247,8 @@ def test_a_state_that_comes_back_as_another_ones(make_core, monkeypatch):
         return replace(plan, state_out=[(row, 1 - to) for row, to in plan.state_out])
 
     fields = {"preemption_mode": "swap", "num_gpu_blocks_override": 20, "enable_prefix_caching": False}
-    found = violation_of(make_core, monkeypatch, change, **fields, schedule_conservativeness=0.0)
-    assert re.search(r"request 'c': the recurrent state in row \d holds nothing that was written since", found), found
+    why = violation_of(make_core, monkeypatch, change, **fields, schedule_conservativeness=0.0)
+    assert re.search(r"request 'c': the recurrent state in row \d holds nothing that was written since", why), why
 
 
 def test_a_state_that_was_planned_and_not_moved(make_core, monkeypatch):
@@ -322,10 +322,10 @@ class CheckedWorker(FakeWorker):
             held = self.kv[state.block_tables[kind, slot, place // self.size].long(), place % self.size]
             assert torch.equal(held, state.token_ids[slot, place].float()), "poison came where it must not"
         for slot, count, end in rows if self.room else ():
-            known = state.token_ids[slot, :end].float()
+            ids = state.token_ids[slot, :end].float()
             before = self.sums[slot] if end > count else torch.zeros(1)
-            self.sums[slot] = before + known[end - count :].sum()
-            assert self.sums[slot] == known.sum(), "poison came where it must not"
+            self.sums[slot] = before + ids[end - count :].sum()
+            assert self.sums[slot] == ids.sum(), "poison came where it must not"
         result = super().step(plan)
         samples = np.array(result.token_ids) >= 0
         at = torch.tensor([0, *samples.cumsum()]).int()

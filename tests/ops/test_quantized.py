@@ -122,6 +122,8 @@ def there(device: str, weight: Quantized) -> kernels.Quantized:
         (5, (7, 1088), "int8", 2000, BF16, F32, True, True, 64),
         (4, (9, 100), "fp8", 48, F32, BF16, False, False, 1),
         (70, (7, 1088), "int8", 192, F32, F32, True, False, 64),
+        (150, (7, 1088), "int4", 64, BF16, F16, False, True, 64),  # two tiles of rows, each of several parts
+        (512, (7, 320), "int4", 32, BF16, F16, True, True, 64),  # multiplied by a copy in 16 bits
     ],
     drawn=25,
 )
@@ -143,6 +145,7 @@ def test_quantized_linear(
     with pytest.MonkeyPatch.context() as patch:
         home = sys.modules[kernels.quantized_linear.__module__]  # another one for test_mutations.py
         patch.setattr(home, "PROGRAMS", programs)
+        patch.setattr(home, "LARGE_PROGRAMS", programs)
         patch.setattr(matmul, "_counters", zeros)
         on_device = x.to(device), there(device, weight), None if bias is None else bias.to(device)
         got = kernels.quantized_linear(*on_device).cpu()
@@ -150,7 +153,7 @@ def test_quantized_linear(
     shift = 0 if bias is None else bias.double()
     oracles.check_error(got, want + shift, naive + shift)
     assert got.dtype == dtype and not any(part.any() for part in counters)
-    may_split = programs == 64 and rows <= 64
+    may_split = programs == 64 and rows < 512
     assert counters or not (may_split and inputs == 1088)
     assert may_split or not counters
 
@@ -325,10 +328,10 @@ def test_factors(
 @pytest.mark.usefixtures("products_by_rows")
 @pytest.mark.parametrize("group", [128, pytest.param(32, marks=pytest.mark.full)])
 def test_a_row_ignores_the_others(device: str, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Among up to 64 rows neither their number nor a row's place changes its bits, nor among more."""
+    """Among up to 64 rows neither their number nor a row's place changes its bits, nor among up to 511."""
     monkeypatch.setattr(quantized, "PROGRAMS", 64)
     weight, _ = random_weight("int4", 70, 1088, group)
-    weight, x = there(device, weight), torch.randn(67, 1088).to(BF16).to(device)
+    weight, x = there(device, weight), torch.randn(130, 1088).to(BF16).to(device)
     few, many = kernels.quantized_linear(x[:64], weight), kernels.quantized_linear(x, weight)
     for begin, end in ((0, 1), (63, 64), (13, 45)):
         assert torch.equal(kernels.quantized_linear(x[begin:end].contiguous(), weight), few[begin:end])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from config import DEMO, EngineConfig
-from processes import gate, handshake, headless
+from processes import handshake
 from processes.child import FrameServer
 from processes.gate import Gate
 from processes.handshake import settings_of
@@ -61,9 +61,8 @@ class Pair:
 @contextlib.contextmanager
 def new_pair(handshake_timeout: float = 0.5) -> Iterator[Pair]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(headless, "PAUSE", 0.05)
-        for module in (handshake, gate, headless):
-            patch.setattr(module, "HANDSHAKE_TIMEOUT", handshake_timeout)
+        patch.setattr(handshake, "PAUSE", 0.05)
+        patch.setattr(handshake, "TIMEOUT", handshake_timeout)
         made = Pair()
         yield made
         made.close()

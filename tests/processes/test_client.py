@@ -114,9 +114,9 @@ def test_a_request_that_comes_while_the_engine_is_replaced_finds_the_new_one(mak
     with pytest.raises(EngineDeadError, match="the engine process has ended"):
         client.utility("metrics")
     monkeypatch.setattr("processes.client.GRACE", 30.0)
-    late = threading.Timer(0.1, lambda: EngineServer(core, listener).run())
-    late.daemon = True
-    late.start()
+    starter = threading.Timer(0.1, lambda: EngineServer(core, listener).run())
+    starter.daemon = True
+    starter.start()
     assert collect(client.add_request(EngineCoreRequest("a", [5, 6, 7], GREEDY)))
     client.shutdown()
     address.close()
@@ -217,8 +217,8 @@ def test_a_client_can_ask_where_the_time_went(served):
     stories = [client.utility("explain", f"x-{i}")[0] for i in range(3)]
     assert [isinstance(story, dict) for story in stories] == [True, True, False] and stories[2] is None
     assert json.loads(json.dumps(stories[1])) == stories[1]
-    asked = client.utility("explain_prompts", "x", 9)[0]
-    assert len(asked) == 2 and asked[1] | {"client": ""} == stories[1] and "client" not in asked[1]
+    explained = client.utility("explain_prompts", "x", 9)[0]
+    assert len(explained) == 2 and explained[1] | {"client": ""} == stories[1] and "client" not in explained[1]
     assert len(client.utility("explain_prompts", "x", 1)[0]) == 1 and client.utility("explain_prompts", "y", 9)[0] == []
     with pytest.raises(ValueError, match="explain"):
         client.utility("explain")
@@ -360,11 +360,11 @@ def nothing_left(servers: list[FrameServer]) -> Iterator[None]:
     """Check that afterwards, once the servers have dropped who has left, no more threads run and files are open."""
 
     def files() -> set[str]:
-        folder, found = "/proc/self/fd", set()
+        folder, targets = "/proc/self/fd", set()
         for name in os.listdir(folder):
             with contextlib.suppress(FileNotFoundError):  # the folder itself, which was open while it was listed
-                found.add(os.readlink(f"{folder}/{name}"))
-        return found
+                targets.add(os.readlink(f"{folder}/{name}"))
+        return targets
 
     threads, before = set(threading.enumerate()), files()
     yield
@@ -447,23 +447,23 @@ def test_what_a_client_has_started_ends_once_and_in_reverse():
     class Client:
         pass
 
-    said: list[str] = []
+    ended: list[str] = []
     client, entered = Client(), threading.Event()
     resources = BackgroundResources(client)
-    resources.add(said.append, "first")
-    resources.run(lambda: said.append(str(resources.ended.wait(30))))
-    resources.add(said.append, "last")
+    resources.add(ended.append, "first")
+    resources.run(lambda: ended.append(str(resources.ended.wait(30))))
+    resources.add(ended.append, "last")
     if not (pid := os.fork()):  # the copy of a fork ends nothing
         resources()
-        os._exit(len(said))
+        os._exit(len(ended))
     assert os.waitpid(pid, 0)[1] == 0
     del client
-    assert said == ["last", "True", "first"]
+    assert ended == ["last", "True", "first"]
     resources()
-    assert len(said) == 3
-    client, said[:] = Client(), []
+    assert len(ended) == 3
+    client, ended[:] = Client(), []
     resources = BackgroundResources(client)
-    resources.add(said.append, "first")
+    resources.add(ended.append, "first")
 
     def forget(held: list[Client]) -> None:  # the last reference goes in one of its own threads, which can't be joined
         held.clear()
@@ -473,7 +473,7 @@ def test_what_a_client_has_started_ends_once_and_in_reverse():
     del client
     resources.run(forget, held)
     assert entered.wait(30)
-    eventually(lambda: said == ["first"])
+    eventually(lambda: ended == ["first"])
 
 
 # --- what clients have in common --------------------------------------------------------------------------------------
@@ -489,52 +489,34 @@ def test_all_clients_have_one_face():
     wanted = methods(EngineCoreClient)
     assert wanted.keys() == {
         "shutdown", "add_request", "get_output", "abort", "utility", "utility_on_all", "collective_rpc",
-        "dp_engines_running", "scale_elastic_ep",
+        "scale_elastic_ep",
     }  # fmt: skip
     for cls in (MPClient, InprocClient, DPClient, FleetClient):
-        assert {name: each for name, each in methods(cls).items() if name in wanted} == wanted, cls
+        assert {name: method for name, method in methods(cls).items() if name in wanted} == wanted, cls
 
 
-def test_whether_an_engine_runs(served, llm):
-    """By its own word, whoever has asked it for something."""
-    asked, other = MPClient(served[1]), MPClient(served[1])
-    assert not other.dp_engines_running()
-    asked.add_request(EngineCoreRequest("a", [5] * 10, SamplingParams(max_tokens=900, ignore_eos=True)))
-    assert asked.dp_engines_running()  # it has been told of the request before it is asked
-    eventually(other.dp_engines_running)
-    asked.abort("a")
-    asked.utility("metrics")
-    eventually(lambda: not other.dp_engines_running())
-    client = llm.client
-    assert not client.dp_engines_running()
-    stream = client.add_request(EngineCoreRequest("a", [5] * 10, SamplingParams(max_tokens=3, ignore_eos=True)))
-    assert client.dp_engines_running()
-    while not client.get_output(stream).finished:
-        assert client.dp_engines_running()
-    while client.step():
-        pass
-    assert not client.dp_engines_running()
-    assert client.collective_rpc("block_bytes") == llm.collective_rpc("block_bytes")
-    for each in (asked, other):
-        assert each.collective_rpc("block_bytes") == served[0].workers.collective_rpc("block_bytes")
-        each.shutdown()
+def test_workers_are_called_through_every_client(served, llm):
+    client = MPClient(served[1])
+    assert llm.client.collective_rpc("block_bytes") == llm.collective_rpc("block_bytes")
+    assert client.collective_rpc("block_bytes") == served[0].workers.collective_rpc("block_bytes")
+    client.shutdown()
 
 
 def test_a_number_of_engines_that_is_fixed_is_named(served, llm, engines):
-    client, several = MPClient(served[1]), dp_client(engines[0])
+    one, several = MPClient(served[1]), dp_client(engines[0])
     several.sizes = None
-    for each, size in ((client, 1), (llm.client, 1), (several, 2)):
+    for client, size in ((one, 1), (llm.client, 1), (several, 2)):
         with pytest.raises(ValueError, match=f"data_parallel_size is 3; it must be {size}, because"):
-            each.scale_elastic_ep(3)
+            client.scale_elastic_ep(3)
     several.sizes = range(1, 3)
     several.scale_elastic_ep(2)
     assert several.board.wanted == 2
-    for wrong in (0, 3, True, "2"):
-        with pytest.raises(ValueError, match=f"data_parallel_size is {wrong!r}; it must be from 1 to 2"):
-            several.scale_elastic_ep(wrong)
+    for size in (0, 3, True, "2"):
+        with pytest.raises(ValueError, match=f"data_parallel_size is {size!r}; it must be from 1 to 2"):
+            several.scale_elastic_ep(size)
     assert several.board.wanted == 2
-    for each in (client, several):
-        each.shutdown()
+    one.shutdown()
+    several.shutdown()
     with pytest.raises(ValueError, match="shut down"):
         several.scale_elastic_ep(1)
 

@@ -64,10 +64,10 @@ def test_what_was_sent_counts_until_there_is_news():
 def test_several_routers_do_not_all_send_to_the_engine_of_the_least_load():
     random.seed(0)
     sent = {1: Counter[int](), 8: Counter[int]()}
-    for count, found in sent.items():
+    for count, hits in sent.items():
         for router in [Router(16, 4, routers=count) for _ in range(8)]:
             router.update([(0, 0), *[(0, 5)] * 15])
-            found.update(router.choose([i] * 8, "", 1, range(16)) for i in range(4))
+            hits.update(router.choose([i] * 8, "", 1, range(16)) for i in range(4))
     assert sent[1][0] == 16 and sent[8][0] < 10  # of 32
 
 
@@ -154,32 +154,32 @@ def test_engines_in_lockstep_stop_at_the_same_step(seed: int, size: int) -> None
     rng = random.Random(seed)
     waves, engines = Waves(), [Lockstep(rank, Rendezvous(engines=size)) for rank in range(size)]
     reports = [deque([engine.join()]) for engine in engines]  # on their way to the coordinator
-    told: list[deque[Wave]] = [deque() for _ in engines]  # and from there
+    inboxes: list[deque[Wave]] = [deque() for _ in engines]  # and from there
     work = [0] * size  # steps that each engine needs for its requests
     events = 400
 
     def deliver(rank: int) -> None:
         if reports[rank] and (wave := waves.update(reports[rank].popleft())):
-            for queue in told:
+            for queue in inboxes:
                 queue.append(wave)
 
     def step(rank: int) -> None:
         engine = engines[rank]
-        while told[rank] and rng.random() < 0.5:
-            engine.update(told[rank].popleft())
+        while inboxes[rank] and rng.random() < 0.5:
+            engine.update(inboxes[rank].popleft())
         if report := engine.report(work[rank] > 0):
             reports[rank].append(report)
         if engine.running:
             engine.steps += 1
             work[rank] = max(0, work[rank] - 1)
 
-    while events or any(work) or any(reports) or any(told) or any(engine.running for engine in engines):
+    while events or any(work) or any(reports) or any(inboxes) or any(engine.running for engine in engines):
         events -= events > 0
         rank = rng.randrange(size)
         if events and rng.random() < 0.03:
             work[rank] += rng.randrange(1, 90)
         if events == 200:  # an engine dies with what it had, and another takes its place
-            engines[rank], work[rank], told[rank], reports[rank] = (
+            engines[rank], work[rank], inboxes[rank], reports[rank] = (
                 Lockstep(rank, Rendezvous(engines=size)),
                 0,
                 deque(),
@@ -187,7 +187,7 @@ def test_engines_in_lockstep_stop_at_the_same_step(seed: int, size: int) -> None
             )
             reports[rank].append(engines[rank].join())
         if events == 100:  # the coordinator dies, and what it had sent does not arrive
-            for queue in told:
+            for queue in inboxes:
                 queue.clear()
             waves = Waves()
             for reporter, engine in zip(reports, engines, strict=True):
@@ -202,7 +202,7 @@ def test_engines_in_lockstep_stop_at_the_same_step(seed: int, size: int) -> None
 def coordinator() -> Iterator[socket.socket]:
     """The address of one that runs in a thread."""
     address, listener = socket.socketpair()
-    threading.Thread(target=Coordinator(2, 2, listener).run, daemon=True).start()
+    threading.Thread(target=Coordinator({"size": 2, "sharing": 2}, listener).run, daemon=True).start()
     with address:
         yield address
 
@@ -282,10 +282,9 @@ def test_engines_in_lockstep_step_together(make_llm, coordinator, monkeypatch):
             while not stream.get(timeout=60).finished:
                 pass
     eventually(lambda: exchange.n_waiting == 0 and len({llm.core.scheduler.step for llm in llms}) == 1, 60)
-    time.sleep(0.3)
+    eventually(lambda: not any(server.lockstep.running for server in servers), 60)  # the wave is over
     steps = {llm.core.scheduler.step for llm in llms}
-    time.sleep(0.3)
-    assert steps == {llm.core.scheduler.step for llm in llms} and len(steps) == 1  # the wave is over
+    assert len(steps) == 1
     assert 180 <= min(steps) <= 180 + 3 * 2 * WAVE_STEPS and not exchange.broken
     for client in clients:
         client.shutdown()

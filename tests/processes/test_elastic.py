@@ -84,8 +84,8 @@ def test_a_number_that_can_be_is_wanted_and_a_fixed_one_stays(elastic):
     assert client.post("/scale", json={"data_parallel_size": 3}).json["data_parallel_size"] == 3
     assert client.get("/scale").json == {"data_parallel_size": 3, "ready": 0, "starting": 0, "draining": 0}
     fixed = elastic(sizes=None)
-    said = refusal(fixed.post("/scale", json={"data_parallel_size": 3}))["message"]
-    assert "data_parallel_size is 3; it must be 4" in said and "--data-parallel-size-max" in said
+    message = refusal(fixed.post("/scale", json={"data_parallel_size": 3}))["message"]
+    assert "data_parallel_size is 3; it must be 4" in message and "--data-parallel-size-max" in message
     assert fixed.get("/scale").json["data_parallel_size"] == 0
 
 
@@ -163,22 +163,22 @@ def test_an_engine_that_missed_an_update_while_it_started_is_started_anew(fleet:
     assert state(fleet) == (READY, 1)
 
 
-@pytest.mark.parametrize(("told", "looks"), [(told, looks) for told in range(4) for looks in range(told, 4)])
-def test_no_engine_stays_ready_with_old_weights(fleet: Fleet, monkeypatch, told: int, looks: int) -> None:
+@pytest.mark.parametrize(("tells", "looks"), [(tells, looks) for tells in range(4) for looks in range(tells, 4)])
+def test_no_engine_stays_ready_with_old_weights(fleet: Fleet, monkeypatch, tells: int, looks: int) -> None:
     """Engine 0 tells of new weights, and the client looks for others, at any moment of engine 1's becoming ready."""
     has_newest, moment = fleet._has_newest_weights, itertools.count()
 
     def happen() -> None:
-        if (now := next(moment)) == told:
+        if (now := next(moment)) == tells:
             fleet.engines[0].say(NEW)
         if now == looks and fleet.board.engines[1] == READY:  # it is called, too
             fleet.engines[1].say(NEW)
 
     def look(rank: int) -> bool:
         happen()
-        found = has_newest(rank)
+        newest = has_newest(rank)
         happen()
-        return found
+        return newest
 
     monkeypatch.setattr(fleet, "_has_newest_weights", look)
     for _ in range(8):
@@ -280,8 +280,8 @@ def test_a_new_server_takes_the_weights_that_other_hosts_have_kept(monkeypatch, 
 
     def wait_for_hosts(gate: SimpleNamespace) -> None:
         for rank, weights in enumerate(others, 1):
-            told = {"weights": weights, "weights_version": len(weights and "1"), "weights_stamp": "of that host"}
-            gate.facts[str(rank)] = fleet.engines[0].facts | told
+            facts = {"weights": weights, "weights_version": len(weights and "1"), "weights_stamp": "of that host"}
+            gate.facts[str(rank)] = fleet.engines[0].facts | facts
 
     monkeypatch.setattr(fleet, "_wait_for_hosts", wait_for_hosts)
     if old:
@@ -388,7 +388,7 @@ ASKED = {"prompt": "ROMEO:\n", "max_tokens": 12, "temperature": 0, "ignore_eos":
 
 def answer_of_all(server: Server, size: int) -> str:
     """What each of so many engines answers, which must be the same text with the same version."""
-    told: dict[str, tuple[str, str]] = {}
+    answers: dict[str, tuple[str, str]] = {}
 
     def ask() -> bool:
         before = counts(server, "generation_tokens_total")
@@ -396,12 +396,12 @@ def answer_of_all(server: Server, size: int) -> str:
         if status == 200:  # an engine that was killed a moment ago may be chosen
             answer, after = json.loads(text), counts(server, "generation_tokens_total")
             (rank,) = (rank for rank in after if after[rank] != before.get(rank, 0))
-            told[rank] = answer["choices"][0]["text"], answer.get("system_fingerprint", "")
-        return len(told) == size
+            answers[rank] = answer["choices"][0]["text"], answer.get("system_fingerprint", "")
+        return len(answers) == size
 
     eventually(ask)
-    (found,) = set(told.values())
-    return " ".join(found)
+    (only,) = set(answers.values())
+    return " ".join(only)
 
 
 @pytest.mark.full
@@ -423,10 +423,10 @@ def test_engines_that_come_and_go_have_the_weights_of_the_last_update(tmp_path: 
             eventually(lambda: settled(server, size))
 
         def kill(rank: int) -> None:
-            said = f"engine process {rank} is ready again"
-            before = server.log.read_text().count(said)
+            line = f"engine process {rank} is ready again"
+            before = server.log.read_text().count(line)
             os.kill(engines(server)[rank], signal.SIGKILL)
-            eventually(lambda: server.log.read_text().count(said) > before)
+            eventually(lambda: server.log.read_text().count(line) > before)
 
         start = answer_of_all(server, 2)
         assert update(models[0]) == 200

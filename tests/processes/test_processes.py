@@ -15,7 +15,6 @@ import sys
 import termios
 import time
 from array import array
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -53,8 +52,8 @@ def test_ctrl_c_twice_cuts_and_leaves_nothing(tmp_path: Path) -> None:
         sock.close()
         assert server.process.wait(15) == 0
         server.assert_gone()
-        said = server.log.read_text()
-        assert "\n  goodbye   after 64 answers in flight, or at another Ctrl-C\n" in said and "Traceback" not in said
+        log = server.log.read_text()
+        assert "\n  goodbye   after 64 answers in flight, or at another Ctrl-C\n" in log and "Traceback" not in log
 
 
 @pytest.mark.full
@@ -126,12 +125,12 @@ def assert_refused(flags: list[str], says: str) -> None:
 
 def belongings(log: Path) -> list[int]:
     """All processes whose stderr is this file."""
-    found = []
+    counts = []
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if os.readlink(path / "fd" / "2") == str(log) and alive(int(path.name)):
-                found.append(int(path.name))
-    return found
+                counts.append(int(path.name))
+    return counts
 
 
 @pytest.mark.full
@@ -241,12 +240,12 @@ def test_a_child_is_told_other_options_and_its_successor_starts_with_them(tmp_pa
     say = "parent.on_told = lambda: parent.tell({'heard': parent.options['size']})"
     made = child(tmp_path, f"{say}; parent.ready({{'size': parent.options.get('size')}}); time.sleep(1000)")
     made.wait()
-    told: list[dict[str, int]] = []
-    vars(made)["on_told"] = told.append
+    loads: list[dict[str, int]] = []
+    vars(made)["on_told"] = loads.append
     for size in (3, 4):
         made.tell({"size": size})
-    eventually(lambda: made.check() or len(told) == 2)
-    assert told == [{"heard": 3}, {"heard": 4}] and made.facts == {"size": None}
+    eventually(lambda: made.check() or len(loads) == 2)
+    assert loads == [{"heard": 3}, {"heard": 4}] and made.facts == {"size": None}
     made.process.kill()
     eventually(lambda: made.check() or made.facts == {"size": 4})
     made.stop()
@@ -254,20 +253,17 @@ def test_a_child_is_told_other_options_and_its_successor_starts_with_them(tmp_pa
 
 def test_a_child_that_cannot_start_is_tried_less_and_less_often(tmp_path: Path, monkeypatch) -> None:
     """At once first, and then after a pause that gets longer each time."""
-    monkeypatch.setattr("processes.child.PAUSE", 0.2)
-    made = child(tmp_path, "parent.ready({}); time.sleep(0.2); os._exit(1)")
+    monkeypatch.setattr("processes.child.PAUSE", 1e6)
+    made = child(tmp_path, "parent.ready({}); os._exit(1)")
     made.wait()
     (tmp_path / "child.py").write_text("import sys; sys.exit(1)")
-    launches, launch = [], made._launch
-    monkeypatch.setattr(made, "_launch", lambda: (launches.append(time.monotonic()), launch()))
-    deadline = time.monotonic() + 60
+    for number in range(1, MAX_FAILURES):
+        begun = time.monotonic()
+        eventually(lambda: made.check() or made.failures == number)  # noqa: B023
+        assert 0 <= made.not_before - begun - 1e6 * (number - 1) < 1e6
+        made.not_before = 0.0  # the pause is over
     with pytest.raises(ChildProcessError, match=f"the child has failed to start {MAX_FAILURES} times in a row"):
-        while time.monotonic() < deadline:
-            made.check()
-            time.sleep(0.02)
-    pauses = [after - before for before, after in pairwise(launches)]
-    assert len(pauses) == MAX_FAILURES - 1
-    assert all(pause >= 0.2 * number for number, pause in enumerate(pauses))
+        eventually(lambda: made.check() and False)
     made.stop()
 
 

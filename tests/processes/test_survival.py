@@ -187,9 +187,9 @@ def test_draining_refuses_new_requests_by_503(two: Server) -> None:
     eventually(lambda: bool(reader.text))
     two.process.send_signal(signal.SIGTERM)
     assert "shutting down" in two.refusal(60)
-    late = two.connect("POST", "/v1/completions", STREAM | {"prompt": "a"})
-    assert b" 503 " in late.recv(1000).partition(b"\r\n")[0]
-    late.close()
+    refused = two.connect("POST", "/v1/completions", STREAM | {"prompt": "a"})
+    assert b" 503 " in refused.recv(1000).partition(b"\r\n")[0]
+    refused.close()
     assert not reader.ended
     reader.join(60)
     assert reader.ended and not reader.error

@@ -283,6 +283,6 @@ def test_virtual_tokens_are_where_the_slot_of_their_adapter_is():
         request = SequenceGroup(str(i), [PLACEHOLDER] * virtual + [5, 6], SamplingParams(), adapter=adapter)
         seq = Sequence(request, 0, Timeline(WaitClock()))
         slots.take(seq, plan)
-        known.append(slots.known(seq))
+        known.append(slots.row_tokens(seq))
     assert plan.adapters == [(0, 0), (1, 1), (2, 2)]
     assert known == [[-1, -2, 5, 6], [5, 6], [*range(-17, -25, -1), 5, 6]]

@@ -89,7 +89,7 @@ def lines_of_look(tmp_path: Path, count: int) -> int:
     config = EngineConfig(model=str(DEMO), enable_lora=True, max_loras=1, max_cpu_loras=2)
     adapters = HostAdapters(config, lambda *args: [], lambda adapter: True)
     adapters.free.clear()
-    adapters.known = {Adapter(str(row), row): f"{tmp_path}/known {row}" for row in range(2)}
+    adapters.loaded = {Adapter(str(row), row): f"{tmp_path}/known {row}" for row in range(2)}
     for i in range(count):
         folder = LoRARequest(f"a{i}", 1, f"{tmp_path}/{i % (count // 2)}")
         adapters.wait(EngineCoreRequest(str(i), [5], SamplingParams(), lora=folder))

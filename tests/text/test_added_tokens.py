@@ -133,7 +133,7 @@ def with_prefix(folder: Path, how: str, kind: str, prefix: bool) -> Path:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("how", "kind", "prefix"), [each for each in PREFIXES if each[1] != "GemmaTokenizer"])
+@pytest.mark.parametrize(("how", "kind", "prefix"), [row for row in PREFIXES if row[1] != "GemmaTokenizer"])
 def test_the_space_in_front_is_that_of_transformers(tmp_path: Path, how: str, kind: str, prefix: bool) -> None:
     import transformers
 

@@ -60,14 +60,14 @@ def test_the_template_shows_tools_calls_and_results(llm):
     assert render(plain, tools=[]) == render(plain) == render(plain, False) + "<|assistant|>" == shown + "<|assistant|>"
     odd: list[dict[str, Any]] = [{"name": "now"}, {"name": "f", "parameters": None}]
     odd += [{"name": "g", "parameters": {"properties": {"x": True, "items": {}}}}]
-    given = [CALCULATOR, *({"type": "function", "function": each} for each in odd)]
+    tools = [CALCULATOR, *({"type": "function", "function": function} for function in odd)]
     tools = "Tools:\ncalculator(a, b, operation: add|subtract|multiply|divide)\nnow()\nf()\ng(x, items)<|end|>"
-    assert render(user("a"), tools=given) == f"<|system|>{tools}<|user|>a<|end|><|assistant|>"
+    assert render(user("a"), tools=tools) == f"<|system|>{tools}<|user|>a<|end|><|assistant|>"
     functions = {"name": "f", "arguments": '{"b": 1, "a": "é<"}'}, {"name": "now", "arguments": ""}
-    calls = [{"id": str(i), "type": "function", "function": each} for i, each in enumerate(functions)]
+    calls = [{"id": str(i), "type": "function", "function": function} for i, function in enumerate(functions)]
     talk = [*plain[:2], {"role": "assistant", "content": "Both.", "tool_calls": calls}]
     talk += [{"role": "tool", "tool_call_id": str(i), "content": str(i)} for i in range(2)]
-    assert render(chat_messages(talk), tools=given) == (
+    assert render(chat_messages(talk), tools=tools) == (
         f"<|system|>Be brief.\n{tools}<|user|>a<|end|><|assistant|>Both.\n"
         '<tool_call>\n{"name": "f", "arguments": {"b": 1, "a": "é<"}}\n</tool_call>\n'
         '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call><|end|><|user|><tool_response>\n0\n</tool_response>'
@@ -120,7 +120,7 @@ def test_it_answers_with_the_result(demo, result):
 
 def test_it_writes_json(demo):
     questions = ["Give me a person as JSON with name, age, city.", "Write a pet as JSON: name, kind"]
-    for question, text in zip(questions, answers(demo, [user(each) for each in questions], None), strict=True):
+    for question, text in zip(questions, answers(demo, [user(question) for question in questions], None), strict=True):
         fields = dict.fromkeys(question.rstrip(".").replace(":", " with").split(" with ")[1].split(", "))
         right = {"role": "assistant", "content": json.dumps(fields)}
         assert is_right(Question("json", user(question), right), {"content": text}), text

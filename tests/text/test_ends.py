@@ -76,10 +76,10 @@ def test_what_is_malformed_there_ends_nothing(folder: Path, eos: Any, decoder: A
 def test_further_templates_lie_in_a_folder_of_their_own(folder: Path) -> None:
     edit(folder / "tokenizer_config.json", chat_template=None)
     (folder / "chat_template.jinja").write_text("plain")
-    more = folder / "additional_chat_templates"
-    more.mkdir()
-    (more / "tool_use.jinja").write_text("{{ tools | length }} tools")
-    (more / "rag.jinja").write_text("{{ documents | length }} documents")
+    folder_of_others = folder / "additional_chat_templates"
+    folder_of_others.mkdir()
+    (folder_of_others / "tool_use.jinja").write_text("{{ tools | length }} tools")
+    (folder_of_others / "rag.jinja").write_text("{{ documents | length }} documents")
     tokenizer, talk = Tokenizer(str(folder)), [{"role": "user", "content": "Hi"}]
     assert tokenizer.render(talk) == "plain"
     assert tokenizer.render(talk, tools=[{"name": "f"}]) == "1 tools"

@@ -20,7 +20,7 @@ from engine import SamplingParams, StructuredOutputsParams
 from integrity import check_integrity
 from plan import EngineCoreRequest, bit_words
 from text.grammar import MAX_CHARS, Constraint, Grammars
-from text.schemas import FORMATS, NAMED, grammar_text, negated, plain
+from text.schemas import FORMATS, NAMED, grammar_text, plain
 from tokenizer import Tokenizer
 
 PERSON = {
@@ -50,9 +50,9 @@ def constraint(grammars):
 
     def make(asked=None, **params) -> Constraint:
         wanted = None if asked is None else StructuredOutputsParams(**asked)
-        found = SamplingParams(structured_outputs=wanted, **{"max_tokens": None} | params)
+        sampling = SamplingParams(structured_outputs=wanted, **{"max_tokens": None} | params)
         compiled = None if wanted is None else grammars.compile(wanted).result()
-        return Constraint(found, compiled, bit_words([EOS]), grammars.words)
+        return Constraint(sampling, compiled, bit_words([EOS]), grammars.words)
 
     return make
 
@@ -136,8 +136,8 @@ def test_other_parameters_are_checked():
         SamplingParams(masked_logprobs=True)
     with pytest.raises(ValueError, match="structured_outputs is 'json'"):
         SamplingParams(structured_outputs="json")
-    given = SamplingParams(structured_outputs={"choice": ["a"]})
-    assert SamplingParams(**dataclasses.asdict(given)) == given
+    sampling = SamplingParams(structured_outputs={"choice": ["a"]})
+    assert SamplingParams(**dataclasses.asdict(sampling)) == sampling
 
 
 def test_formats_that_are_kept_are_those_that_are_checked(grammars):
@@ -154,39 +154,14 @@ def test_formats_that_are_kept_are_those_that_are_checked(grammars):
         assert (name in text) == (name in FORMATS)
 
 
-@pytest.mark.parametrize(
-    ("schema", "other"),
-    [
-        ({}, False),
-        (True, False),
-        (False, True),
-        ({"title": "all"}, False),
-        ({"type": ["string", "number", "array", "object", "boolean"]}, {"type": ["null"]}),
-        ({"type": "integer"}, {"type": ["null", "boolean", "string", "array", "object"]}),
-        ({"minimum": 3}, {"type": "number", "exclusiveMaximum": 3}),
-        ({"exclusiveMaximum": 3}, {"type": "number", "minimum": 3}),
-        ({"not": {"type": "null"}}, {"type": "null"}),
-        ({"required": ["a"]}, {"type": "object", "anyOf": [{"properties": {"a": False}}]}),
-        ({"anyOf": [{"type": "null"}, {"minimum": 1}]},
-         {"allOf": [{"type": ["boolean", "number", "string", "array", "object"]},
-                    {"type": "number", "exclusiveMaximum": 1}]}),
-        ({"allOf": [{"minimum": 1}, {"multipleOf": 2}]}, {"anyOf": [{"type": "number", "exclusiveMaximum": 1}]}),
-        ({"multipleOf": 2}, None),
-        ({"anyOf": [{"multipleOf": 2}, {"minimum": 1}]}, None),
-    ],
-)  # fmt: skip
-def test_not_is_said_otherwise(schema, other):
-    assert negated(schema) == other
-
-
-def test_not_is_taken_away_wherever_a_schema_lies():
-    inner = {"not": {"type": ["null", "boolean", "number", "string", "array"]}}
+def test_a_keyword_is_taken_away_wherever_a_schema_lies():
+    inner = {"uniqueItems": True}
     for schema in (
         inner, {"items": inner}, {"prefixItems": [inner]}, {"anyOf": [inner, inner]}, {"x": {"y": inner}},
         *({name: {"x": inner}} for name in NAMED),
     ):  # fmt: skip
-        assert '"not": {"type"' not in json.dumps(plain(schema, []))
-    for schema in ({"const": inner}, {"enum": [inner]}, {"properties": {"not": {"type": "null"}}}):
+        assert "uniqueItems" not in json.dumps(plain(schema, []))
+    for schema in ({"const": inner}, {"enum": [inner]}, {"properties": {"uniqueItems": {"type": "null"}}}):
         assert plain(schema) == schema
 
 
@@ -341,8 +316,8 @@ def test_a_mask_that_takes_long_holds_up_its_sequence_alone(grammars, constraint
     go_on = threading.Event()
     slow.constraint.advance = lambda output: go_on.wait()
     monkeypatch.setattr("text.grammar.PATIENCE", 0.2)
-    late, failed = grammars.look([slow, quick, waits])
-    assert late == {slow, waits} and not failed
+    behind, failed = grammars.look([slow, quick, waits])
+    assert behind == {slow, waits} and not failed
     assert quick.constraint.num_read == 1
     monkeypatch.setattr("text.grammar.MASK_TIMEOUT", 0.0)
     _, failed = grammars.look([slow])
@@ -405,8 +380,8 @@ def holds(asked: dict | None, text: str) -> bool:
         return re.fullmatch(asked["regex"], text) is not None
     if "choice" in asked:
         return text in asked["choice"]
-    found = json.loads(text)
-    return list(found) == ["name", "age"] and len(found["name"]) <= 8 and found["age"] >= 0
+    value = json.loads(text)
+    return list(value) == ["name", "age"] and len(value["name"]) <= 8 and value["age"] >= 0
 
 
 @pytest.fixture(scope="module")
@@ -444,17 +419,17 @@ def test_answers_are_the_same_whatever_happens(make_llm, undisturbed, fields):
 
 
 def test_samples_and_beams(llm):
-    asked = StructuredOutputsParams(regex="(yes|no|maybe), [ab]{3}")
-    drawn = llm.generate("To be", SamplingParams(n=8, seed=1, max_tokens=30, structured_outputs=asked), use_tqdm=False)
-    found = llm.generate(
+    form = StructuredOutputsParams(regex="(yes|no|maybe), [ab]{3}")
+    drawn = llm.generate("To be", SamplingParams(n=8, seed=1, max_tokens=30, structured_outputs=form), use_tqdm=False)
+    outputs = llm.generate(
         "To be",
-        SamplingParams(n=4, use_beam_search=True, temperature=0, max_tokens=30, structured_outputs=asked),
+        SamplingParams(n=4, use_beam_search=True, temperature=0, max_tokens=30, structured_outputs=form),
         use_tqdm=False,
     )
-    texts = [answer.text for out in (*drawn, *found) for answer in out.outputs]
-    assert len(texts) == 12 and all(re.fullmatch(asked.regex, text) for text in texts)
+    texts = [answer.text for out in (*drawn, *outputs) for answer in out.outputs]
+    assert len(texts) == 12 and all(re.fullmatch(form.regex, text) for text in texts)
     assert len({answer.text for answer in drawn[0].outputs}) > 1
-    scores = [answer.cumulative_logprob for answer in found[0].outputs]
+    scores = [answer.cumulative_logprob for answer in outputs[0].outputs]
     assert scores == sorted(scores, reverse=True) and scores[0] > -10  # among the allowed tokens
 
 
@@ -462,13 +437,13 @@ def test_samples_and_beams(llm):
 def test_a_search_that_finds_too_few_answers_says_so(llm, choice, max_tokens):
     """And the `n` that it names has as many."""
     ask = functools.partial(SamplingParams, use_beam_search=True, temperature=0, max_tokens=max_tokens)
-    asked = StructuredOutputsParams(choice=choice)
-    said = "n is 8, but the request's other fields allow only (.) answers; it must be at most"
-    with pytest.raises(ValueError, match=said) as error:
-        llm.generate("To be", ask(n=8, structured_outputs=asked), use_tqdm=False)
-    most = int(re.search(said, str(error.value))[1])
-    found = llm.generate("To be", ask(n=most, structured_outputs=asked), use_tqdm=False)[0]
-    assert len(found.outputs) == most and found.error is None
+    structure = StructuredOutputsParams(choice=choice)
+    message = "n is 8, but the request's other fields allow only (.) answers; it must be at most"
+    with pytest.raises(ValueError, match=message) as error:
+        llm.generate("To be", ask(n=8, structured_outputs=structure), use_tqdm=False)
+    most = int(re.search(message, str(error.value))[1])
+    output = llm.generate("To be", ask(n=most, structured_outputs=structure), use_tqdm=False)[0]
+    assert len(output.outputs) == most and output.error is None
     check_integrity(llm.core.scheduler)
 
 
@@ -476,12 +451,12 @@ def test_logprobs_are_the_models_own_unless_asked(llm):
     params = SamplingParams(
         temperature=0, max_tokens=20, logprobs=3, structured_outputs=StructuredOutputsParams(choice=["maybe", "yes"])
     )
-    own, masked = (
-        llm.generate("To be", dataclasses.replace(params, masked_logprobs=asked), use_tqdm=False)[0].outputs[0]
-        for asked in (False, True)
+    unmasked, masked = (
+        llm.generate("To be", dataclasses.replace(params, masked_logprobs=is_masked), use_tqdm=False)[0].outputs[0]
+        for is_masked in (False, True)
     )
-    assert own.token_ids == masked.token_ids
-    for token, a, b in zip(own.token_ids, own.logprobs, masked.logprobs, strict=True):
+    assert unmasked.token_ids == masked.token_ids
+    for token, a, b in zip(unmasked.token_ids, unmasked.logprobs, masked.logprobs, strict=True):
         assert a[token].logprob < b[token].logprob <= 0
         assert sum(math.exp(entry.logprob) for entry in b.values()) == pytest.approx(1)  # no fourth is allowed
 
@@ -520,7 +495,7 @@ def test_a_request_waits_for_its_grammar_while_others_run(llm):
     compiled: Future[None] = Future()
     params = SamplingParams(temperature=0, max_tokens=4, structured_outputs=StructuredOutputsParams(regex="abc?"))
     core, ended = llm.core, set()
-    known = core.grammars.compile(params.structured_outputs).result()
+    compiled = core.grammars.compile(params.structured_outputs).result()
     core.grammars.cache[params.structured_outputs] = compiled
     for name in ("held", "left"):
         core.add(EngineCoreRequest(name, [5, 6], params))
@@ -531,7 +506,7 @@ def test_a_request_waits_for_its_grammar_while_others_run(llm):
     while core.has_work():
         ended |= {output.request_id for output in core.step() if output.finish_reason}
         if ended == {"free"} and not compiled.done():
-            compiled.set_result(known)
+            compiled.set_result(compiled)
     assert ended == {"free", "held"} and not core.grammars.waiting
 
 
@@ -613,8 +588,8 @@ def test_who_has_left_is_not_told_that_its_answer_cannot_go_on(llm, stuck):
 
 
 def test_beams_that_have_ended_are_looked_at_no_more(llm):
-    asked = StructuredOutputsParams(choice=["yes", "no"])
-    params = SamplingParams(n=2, use_beam_search=True, temperature=0, max_tokens=8, structured_outputs=asked)
+    structure = StructuredOutputsParams(choice=["yes", "no"])
+    params = SamplingParams(n=2, use_beam_search=True, temperature=0, max_tokens=8, structured_outputs=structure)
     llm.core.add(EngineCoreRequest("beams", [5, 6, 7], params), at_once=True)
     while llm.core.scheduler.requests:
         llm.core.step()
@@ -624,8 +599,8 @@ def test_beams_that_have_ended_are_looked_at_no_more(llm):
 def test_a_mask_that_does_not_come_after_a_preemption_ends_its_answer_alone(make_llm, monkeypatch):
     """Who was preempted may be let in while its mask is still being made: `fill` waits, but not for ever."""
     monkeypatch.setattr("text.grammar.MASK_TIMEOUT", 0.05)
-    asked = StructuredOutputsParams(regex="[a-z ]{400}")
-    params = SamplingParams(max_tokens=30, seed=1, structured_outputs=asked)
+    structure = StructuredOutputsParams(regex="[a-z ]{400}")
+    params = SamplingParams(max_tokens=30, seed=1, structured_outputs=structure)
     free, go_on = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True), threading.Event()
     with make_llm() as llm:
         core = llm.core

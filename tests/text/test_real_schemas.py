@@ -36,7 +36,7 @@ def orders_of(schema: Any) -> list[list[str]]:
 def ordered(value: Any, known: list[list[str]]) -> Any:
     """The same value, each object in the order that has the most of its names."""
     if isinstance(value, list):
-        return [ordered(each, known) for each in value]
+        return [ordered(item, known) for item in value]
     if not isinstance(value, dict):
         return value
     best = max(known, key=lambda order: len(value.keys() & {*order}), default=[])
@@ -64,7 +64,7 @@ def test_real_schemas_are_held_as_jsonschema_judges_them() -> None:
         counts.update(f"without {name}" for name in left)
         for instance in case["tests"]:
             data, orders = instance["data"], orders_of(case["schema"])
-            texts = {json.dumps(each, ensure_ascii=False) for each in (data, ordered(data, orders))}
+            texts = {json.dumps(version, ensure_ascii=False) for version in (data, ordered(data, orders))}
             begun = [(text, matcher.deep_copy()) for text in texts]
             taken = any(m.consume_tokens(tokenizer.encode(text, False)) and m.is_accepting() for text, m in begun)
             counts["instances"] += 1

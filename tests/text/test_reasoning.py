@@ -142,18 +142,18 @@ def both(answer, tool_parser, parser):
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_call_ends_open_reasoning(format):
     """Unless its end comes behind the call, and the answer is read whole. A bare bracket begins no call there."""
-    told, begin = written(format, [("read", {"text": "x"})]), f"A {TOOL_PARSERS[format].begins[0]} is it."
+    answer, begin = written(format, [("read", {"text": "x"})]), f"A {TOOL_PARSERS[format].begins[0]} is it."
     for parser in PARSERS:
         start, end = REASONING_PARSERS[parser].starts[0], REASONING_PARSERS[parser].ends[0]
         assert [*both(f"{start}{begin}{end}No.", format, parser)] == [("No.", begin, [])] * 2
         call = written(format, [("read", {"text": f"x {end} y"})])
         if TOOL_PARSERS[format].begins[0] in "[{":
-            assert [*both(f"{start}I look.\n{told}", format, parser)] == [("", f"I look.\n{told}", [])] * 2
+            assert [*both(f"{start}I look.\n{answer}", format, parser)] == [("", f"I look.\n{answer}", [])] * 2
             continue
         for answer in (f"{start}I look.\n{call}", f"{start}\nI look.\n{end}\n\n{call}"):
             assert [*both(answer, format, parser)] == [("", "I look.", ["read"])] * 2
-        whole, stream = both(f"{start}I look.\n{told} No.{end}Yes.{told}", format, parser)
-        assert whole == ("Yes.", f"I look.\n{told} No.", ["read"])
+        whole, stream = both(f"{start}I look.\n{answer} No.{end}Yes.{answer}", format, parser)
+        assert whole == ("Yes.", f"I look.\n{answer} No.", ["read"])
         assert stream == ("No.Yes.", "I look.", ["read", "read"])
 
 

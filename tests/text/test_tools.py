@@ -587,13 +587,6 @@ def test_what_no_grammar_can_hold_a_model_to_is_left_out_unless_the_tool_is_stri
             assert not LLMatcher(LLTokenizer(TokenizerWrapper(Bytes([]))), grammar, log_level=0).get_error()
 
 
-@pytest.mark.parametrize("schema", [{"$ref": "#"}, {"not": {"type": 5}}])
-def test_a_schema_that_nothing_can_follow_is_refused_with_the_name_of_its_tool(schema):
-    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
-    with pytest.raises(ValueError, match=r"the tool 'f': (the schema has no end|a keyword of the schema)"):
-        call_grammar("hermes", tools, True, False, lambda text: None)
-
-
 @pytest.mark.parametrize(
     ("kind", "right", "wrong"),
     [

@@ -75,8 +75,8 @@ def written(parser: str, calls: list[tuple[str, dict[str, Any]]]) -> str:
         inside = listed if format.listed else format.separator.join(texts)
         return ("" if begin in "[{" else begin) + around + inside + around + format.end
     if isinstance(format, HeaderFormat):
-        begin, *more = reversed(format.begins)
-        return "".join(more) + format.between.join(begin + text for text in texts) + format.end
+        begin, *section = reversed(format.begins)
+        return "".join(section) + format.between.join(begin + text for text in texts) + format.end
     if isinstance(format, TagFormat):
         begin = "" if format.names[0] == format.begins[0] else format.begins[0]
         space = format.between if format.names[0] and begin else ""
@@ -114,21 +114,21 @@ def write_tags(format: TagFormat, name: str, arguments: dict[str, Any], i: int) 
         return f"{format.key}{key}{key_end}{format.padding}{value}{format.padding}{value_end}"
 
     end = (format.written_end or format.name_end).replace("{#}", str(i)).strip() + format.newline
-    fields = "".join(field(*each) for each in arguments.items())
+    fields = "".join(field(*pair) for pair in arguments.items())
     return format.names[0] + name + end + fields + format.call_end
 
 
 def write_python(format: PythonFormat, name: str, arguments: dict[str, Any], i: int) -> str:
-    def value(each: Any) -> str:
-        if isinstance(each, str):
-            return format.raw + each + format.raw if format.raw else repr(each)
-        if isinstance(each, list):
-            return "[" + ", ".join(map(value, each)) + "]"
-        if isinstance(each, dict):
-            return "{" + ", ".join(f"{value(key)}: {value(inner)}" for key, inner in each.items()) + "}"
-        return json.dumps(each) if format.raw else repr(each)
+    def value(inner: Any) -> str:
+        if isinstance(inner, str):
+            return format.raw + inner + format.raw if format.raw else repr(inner)
+        if isinstance(inner, list):
+            return "[" + ", ".join(map(value, inner)) + "]"
+        if isinstance(inner, dict):
+            return "{" + ", ".join(f"{value(key)}: {value(inner)}" for key, inner in inner.items()) + "}"
+        return json.dumps(inner) if format.raw else repr(inner)
 
-    fields = (f"{key}{format.between}{value(each)}" for key, each in arguments.items())
+    fields = (f"{key}{format.between}{value(inner)}" for key, inner in arguments.items())
     return format.prefix + name + format.brackets[0] + ", ".join(fields) + format.brackets[1]
 
 
@@ -278,9 +278,9 @@ def test_arguments_in_another_form_are_not_none_at_all(parser: str, other: str) 
     format = TOOL_PARSERS[parser]
     assert isinstance(format, TagFormat)
     begin, _, rest = answer.partition(format.key)
-    wrong = begin.rstrip() + "\n" + other + rest.partition(format.value_end)[2]
-    for pieces in ([wrong], [*wrong]):
-        assert read(pieces, parser) == (("", [["write", other]]) if other[0] == "{" else (wrong, []))
+    answer_so = begin.rstrip() + "\n" + other + rest.partition(format.value_end)[2]
+    for pieces in ([answer_so], [*answer_so]):
+        assert read(pieces, parser) == (("", [["write", other]]) if other[0] == "{" else (answer_so, []))
     assert read([begin + rest.partition(format.value_end)[2]], parser) == ("", [["write", "{}"]])
 
 
@@ -360,7 +360,7 @@ def test_what_cannot_be_mended_is_content_in_harmony(broken: str) -> None:
     assert streamed == read([*answer], "openai") and not is_json(streamed[1][0][1])
 
 
-@pytest.mark.parametrize("parser", [name for name, each in TOOL_PARSERS.items() if isinstance(each, JsonFormat)])
+@pytest.mark.parametrize("parser", [name for name, format in TOOL_PARSERS.items() if isinstance(format, JsonFormat)])
 @pytest.mark.parametrize("key", ["params", "text"])
 def test_arguments_by_another_name_are_not_none_at_all(parser: str, key: str) -> None:
     """The tool would run without arguments. Where the name of the function is the key itself, there is no other."""
@@ -528,21 +528,21 @@ def test_what_is_made_of_anything_begins_json(raw: str | None) -> None:
         for _ in range(rng.randrange(4)):
             odd = [*"{}[](),:\"'\\x0\n\x0c\x1f\xa0 ", "", "True", "</t>", raw or '"""', '")']
             text[rng.randrange(len(text))] = rng.choice(odd)
-        said = "".join(text)
-        found = set()
-        for pieces in ([said], *in_pieces(said, rng)):
+        spoilt = "".join(text)
+        results = set()
+        for pieces in ([spoilt], *in_pieces(spoilt, rng)):
             mender, held, made = Mender(("</t>",), raw), "", ""
             for i, piece in enumerate(pieces):
                 held += piece
-                more, at = mender.read(held, 0, i == len(pieces) - 1)
-                held, made = held[at:], made + more
+                new, at = mender.read(held, 0, i == len(pieces) - 1)
+                held, made = held[at:], made + new
                 if mender.done or mender.broken:
                     break
-            found.add((made, mender.done, mender.broken))
-        ((made, done, _),) = found
+            results.add((made, mender.done, mender.broken))
+        ((made, done, _),) = results
         closed = "".join(closer[1] for closer in reversed(mender._closers))
         if done or raw is None:  # Python's braces are made only when a colon or a comma has come
-            assert any(is_json(made + more + closed) for more in ("", '"', '":0', ":0", "0", '"a":0')), (said, made)
+            assert any(is_json(made + new + closed) for new in ("", '"', '":0', ":0", "0", '"a":0')), (spoilt, made)
 
 
 def is_json(text: str) -> bool:
@@ -564,8 +564,8 @@ def test_reasoning_whose_beginning_is_left_out(parser: str) -> None:
     assert ("".join(p.reasoning for p in parts), "".join(p.content for p in parts)) == ("a b", "c")
     reader = new_reader(None, parser, [], "", ())
     assert "".join(part.content for piece in answer for part in reader.feed(piece)) == "a b\nc"
-    told = whole(written("hermes", [("write", {"text": "</think>"})]), "hermes", parser)  # in a call it ends nothing
-    assert [part.name for part in told if part.name] == ["write"]
+    parts = whole(written("hermes", [("write", {"text": "</think>"})]), "hermes", parser)  # in a call it ends nothing
+    assert [part.name for part in parts if part.name] == ["write"]
 
 
 def test_what_a_tool_would_answer_is_no_content() -> None:
