@@ -443,7 +443,7 @@ def main() -> None:
     found: dict[str, Any] = json.loads(RESULT.read_text()) if RESULT.exists() else {}
     failed = 0
     for config in classes:
-        of = RENAMED[config].of if config in RENAMED else config
+        of = RENAMED.get(config, config)
         has, rng = oracle.ask(fields=of), random.Random(f"{args.seed} {config}")
         drawn = passed = 0
         for i in range(args.count):

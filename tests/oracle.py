@@ -423,7 +423,7 @@ def changed_by(name: str, shape: dict, changes: list[dict]) -> list[str]:
 
 
 def answer(line: str) -> dict:
-    """What is asked for by a line of JSON."""
+    """The answer to a line of JSON."""
     case = json.loads(line)
     if "fields" in case:
         return fields_of(case["fields"])

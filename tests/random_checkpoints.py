@@ -17,7 +17,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -60,9 +60,11 @@ ROUTED = {
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
 LATENT = {
-    "q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+    "q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12,
     "num_key_value_heads": 4,
 }  # fmt: skip
+DEEPSEEK = ROUTED | LATENT | {
+    "n_group": 4, "topk_group": 2, "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.0}}  # fmt: skip
 
 FALCON = {"num_key_value_heads": ABSENT, "intermediate_size": ABSENT}
 GEMMA4 = {
@@ -87,9 +89,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "nemotron-super": case("DeciLMConfig", intermediate_size=512, num_hidden_layers=4, mlp_bias=True),
     "deepseek-v2": case("DeepseekV2Config", **ROUTED | LATENT | {"n_group": 4, "topk_group": 2},
                         topk_method="group_limited_greedy", norm_topk_prob=False),
-    "deepseek-v2-lite": case("DeepseekV2Config", **ROUTED | LATENT | {"q_lora_rank": None}, topk_method="greedy"),
-    "deepseek-v3": case("DeepseekV3Config", **ROUTED | LATENT | {"n_group": 4, "topk_group": 2},
-                        rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}),
+    "deepseek-v2-lite": case(
+        "DeepseekV2Config", **ROUTED | LATENT | {"q_lora_rank": None, "v_head_dim": 24}, topk_method="greedy",
+        rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}),
+    "deepseek-v3": case("DeepseekV3Config", **DEEPSEEK),
+    "deepseek-v3-halves-biases": case("DeepseekV3Config", **DEEPSEEK, rope_interleave=False, attention_bias=True),
+    "kimi-k2": case("DeepseekV3Config", **DEEPSEEK | {"n_group": 1, "topk_group": 1, "rope_parameters": YARN | {
+        "mscale": 0.7, "mscale_all_dim": 1.0, "beta_fast": 1.0, "beta_slow": 1.0}}),
     "ernie": case("Ernie4_5Config", head_dim=32, use_bias=False),
     "exaone4": case(
         "Exaone4Config", sliding_window=9, num_hidden_layers=4,
@@ -354,32 +360,6 @@ LLAMAS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
-# --- latent attention -------------------------------------------------------------------------------------------------
-
-LATENT_SHAPE = {
-    "vocab_size": 99, "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 80,
-    "max_position_embeddings": 256, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
-    "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 1,
-    "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "routed_scaling_factor": 1.7, "num_key_value_heads": 4,
-    "q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12,
-}  # fmt: skip
-LATENT_YARN = {
-    "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0, "mscale": 0.7,
-    "mscale_all_dim": 1.0,
-}  # fmt: skip
-LATENTS: dict[str, dict[str, Any]] = {
-    "deepseek-v2": {"config": "DeepseekV2Config", "shape": LATENT_SHAPE | {
-        "topk_method": "group_limited_greedy", "norm_topk_prob": False}},
-    "deepseek-v2-lite": {"config": "DeepseekV2Config", "shape": LATENT_SHAPE | {
-        "topk_method": "greedy", "q_lora_rank": None, "v_head_dim": 24,
-        "rope_parameters": LATENT_YARN | {"mscale": 1.0}}},
-    "deepseek-v3": {"config": "DeepseekV3Config", "shape": LATENT_SHAPE | {"rope_parameters": LATENT_YARN}},
-    "kimi-k2": {"config": "DeepseekV3Config", "shape": LATENT_SHAPE | {
-        "n_group": 1, "topk_group": 1, "rope_parameters": LATENT_YARN | {"beta_fast": 1.0, "beta_slow": 1.0}}},
-    "deepseek-v3-halves-biases": {"config": "DeepseekV3Config", "shape": LATENT_SHAPE | {
-        "rope_interleave": False, "attention_bias": True}},
-}  # fmt: skip
-
 # --- embeddings and classification ------------------------------------------------------------------------------------
 
 VOCAB = 1024  # of the demo's tokenizer
@@ -511,15 +491,7 @@ SEEING: dict[str, dict[str, Any]] = {
 # A case whose `config` is a key of `RENAMED` has the shape of the other class, and the family gets what has an effect.
 # Families that differ in names alone are in tests/models/test_other_files.py.
 Fields = dict[str, Any]
-
-
-class Renamed(NamedTuple):
-    """How a family is made of another one."""
-
-    of: str  # a config class of transformers
-    fields: Callable[[Fields], Fields]  # a config.json of the family for the class's shape
-    tensors: Callable[[Fields], Fields]  # its tensors for those of the class
-    zeros: Callable[[Fields], dict[str, int]]  # see oracle.py
+RENAMED = {"DeciLMConfig": "LlamaConfig"}
 
 
 def blocks(layers: int) -> list[tuple[bool, bool]]:
@@ -528,7 +500,7 @@ def blocks(layers: int) -> list[tuple[bool, bool]]:
 
 
 def nemotron(shape: Fields) -> Fields:
-    """Nemotron Super, of Llama. Sizes of MLPs are rounded up to 256 or 512."""
+    """The config.json of Nemotron Super for a shape of Llama. Sizes of MLPs are rounded up to 256 or 512."""
     groups = shape["num_attention_heads"] // shape["num_key_value_heads"]
     listed = [
         {"attention": {"no_op": not attention, "n_heads_in_group": groups if attention else None, "sparsify": None},
@@ -552,6 +524,7 @@ def nemotron_tensors(tensors: Fields) -> Fields:
 
 
 def nemotron_zeros(shape: Fields) -> dict[str, int]:
+    """The `zeros` of oracle.py: inputs of which Llama makes nothing."""
     zeros = {}
     for i, (attention, wide) in enumerate(blocks(shape["num_hidden_layers"])):
         zeros |= {} if attention else {f"layers.{i}.self_attn.o_proj.": 0}
@@ -559,40 +532,34 @@ def nemotron_zeros(shape: Fields) -> dict[str, int]:
     return zeros
 
 
-RENAMED = {
-    "DeciLMConfig": Renamed("LlamaConfig", nemotron, nemotron_tensors, nemotron_zeros),
-}
-
-
 def of_transformers(case: Fields) -> Fields:
     """The case with a config class that transformers has."""
-    renamed = RENAMED.get(case["config"])
-    return case | {"config": renamed.of, "zeros": renamed.zeros(case["shape"])} if renamed else case
+    if case["config"] not in RENAMED:
+        return case
+    return case | {"config": RENAMED[case["config"]], "zeros": nemotron_zeros(case["shape"])}
 
 
 def published(case: Fields) -> Fields:
     """What a config.json of the case says."""
-    renamed = RENAMED.get(case["config"])
-    return renamed.fields(case["shape"]) if renamed else case["shape"]
+    return nemotron(case["shape"]) if case["config"] in RENAMED else case["shape"]
 
 
 def rename(folder: Path, case: Fields) -> None:
     """Give the checkpoint that transformers has made of a case the names that the family has."""
-    if not (renamed := RENAMED.get(case["config"])):
+    if case["config"] not in RENAMED:
         return
     from safetensors.torch import load_file, save_file  # which the cases alone do not need
 
     architecture = case["config"].removesuffix("Config") + "ForCausalLM"
     raw = published(case) | {"architectures": [architecture], "dtype": case.get("dtype", "float32")}
     (folder / "config.json").write_text(json.dumps(raw))
-    tensors = load_file(folder / "model.safetensors")
-    save_file(renamed.tensors(tensors), folder / "model.safetensors")
+    save_file(nemotron_tensors(load_file(folder / "model.safetensors")), folder / "model.safetensors")
 
 
 # --- all of them ------------------------------------------------------------------------------------------------------
 
 GROUPS = {
-    "families": FAMILIES, "remote": REMOTE, "llamas": LLAMAS, "latents": LATENTS, "pooled": POOLED, "beams": SEARCHED,
+    "families": FAMILIES, "remote": REMOTE, "llamas": LLAMAS, "pooled": POOLED, "beams": SEARCHED,
 }  # fmt: skip
 KEPT = {
     "families": (
@@ -600,7 +567,6 @@ KEPT = {
         "bloom", "gemma3n"),
     "remote": (),
     "llamas": ("llama-gqa-llama3-rope-tied", "llama-longrope", "qwen2-sharded-tied"),
-    "latents": ("deepseek-v3",),
     "pooled": ("qwen3", "labels-3"),
     "beams": ("llama",),
 }  # fmt: skip

@@ -312,12 +312,7 @@ def test_the_copies_of_sleeping_weights_are_pinned_where_the_system_allows_it(mo
 
 
 @pytest.mark.parametrize(
-    ("shape", "windows"),
-    [
-        ({"sliding_window": 24}, [24]),
-        (WINDOWS | {"sliding_window": 24}, [0, 24]),
-        ({}, [0]),
-    ],
+    ("shape", "windows"), [({"sliding_window": 24}, [24]), (WINDOWS | {"sliding_window": 24}, [0, 24]), ({}, [0])]
 )
 def test_the_windows_of_the_kinds_of_layers_are_told(make, shape, windows):
     worker = make(shape)

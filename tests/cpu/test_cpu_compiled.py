@@ -1,4 +1,4 @@
-"""What is made into C++ gives what torch's operators give, is kept, and keeps nobody waiting or alive."""
+"""C++ that is made of operators gives what torch's operators give, is kept, and keeps nobody waiting or alive."""
 
 from __future__ import annotations
 

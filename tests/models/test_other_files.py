@@ -114,9 +114,7 @@ def tensors_of(name: str, of_class: Tensors) -> Tensors:
             rows = [of_class[f"{layer}.{part_name}_proj{ending}"] for part_name in "qkv"]
             groups = to.groups or 1
             key = f"{layer}.{to.qkv}{ending}"
-            tensor = torch.cat([part_name.view(groups, -1, *part_name.shape[1:]) for part_name in rows], 1).flatten(
-                0, 1
-            )
+            tensor = torch.cat([row.view(groups, -1, *row.shape[1:]) for row in rows], 1).flatten(0, 1)
         elif to.qkv and (".k_proj" in key or ".v_proj" in key):
             continue
         for old, new in to.names.items():
@@ -186,11 +184,7 @@ def test_a_published_config_means_what_that_of_the_class_does(name: str) -> None
         ("bailing-v2", {"norm_topk_prob": False}, "norm_topk_prob is False; Manta has True alone"),
         ("bailing-v2", {"moe_shared_expert_intermediate_size": 48}, "size' is 48, and Manta does not know"),
         ("chatglm", {"original_rope": False}, "original_rope is False; Manta has True alone"),
-        (
-            "chatglm",
-            {"rope_ratio": 16},
-            "rope_ratio is 16, by which ChatGLM 2 divides positions",
-        ),
+        ("chatglm", {"rope_ratio": 16}, "rope_ratio is 16, by which ChatGLM 2 divides positions"),
         ("chatglm", {"position_encoding_2d": True}, "'position_encoding_2d' is True, and Manta does not know"),
         ("internlm", {"rotary": {"base": 500, "type": "dynamic"}}, "rotary is {'base': 500, 'type': 'dynamic'}; Manta"),
         ("minicpm", {"num_experts": 8}, "'num_experts' is 8, and Manta does not know"),
@@ -295,7 +289,7 @@ SPELLINGS = {  # of the text's tensors: an architecture, where its text is descr
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_tensors_are_found_by_every_spelling(tmp_path: Path, spelling: str) -> None:
-    """Those of other halves are passed over; one that the text does not have is an error."""
+    """Tensors of other halves are passed over; one that the text does not have is an error."""
     architecture, where, prefix, beside = SPELLINGS[spelling]
     half = json.loads((QWEN3 / "config.json").read_text())
     half = {"text_config": half} if where == "thinker_config" else half

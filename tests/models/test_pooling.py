@@ -182,11 +182,7 @@ def test_a_folder_of_sentence_transformers_says_what_it_is(tmp_path, pooling, mo
 @pytest.mark.parametrize(
     ("pooling", "modules", "message"),
     [
-        (
-            {"pooling_mode": "min"},
-            [],
-            "asks for the pooling min; Manta has last, mean, cls, max, weightedmean, mean_s",
-        ),
+        ({"pooling_mode": "min"}, [], "asks for the pooling min; Manta has last, mean, cls, max, weightedmean, mean_s"),
         ({"pooling_mode": ["max", "clsmean"]}, [], "asks for the pooling max, clsmean; Manta has last"),
         (
             {},

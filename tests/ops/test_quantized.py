@@ -23,7 +23,7 @@ pytest.importorskip("triton")
 import kernels
 import reference
 from cpu import quantized as cpu_quantized
-from ops import matmul, quantized, quantized_inputs
+from ops import matmul, quantized
 from reference import BITS, Quantized
 from test_experts import check_experts, layer
 
@@ -215,7 +215,7 @@ def test_a_program_rounds_the_inputs_of_its_own_group(device: str) -> None:
     x, codes, scales = torch.randn(3, 1088), torch.full((3, 1088), 99, dtype=torch.int8), torch.full((3, 3), -1.0)
     x[:, 384] = 9  # the first of the next group
     x, codes, scales = x.to(device), codes.to(device), scales.to(device)
-    quantized_inputs.round_inputs_kernel[(3, 1)](x, None, codes, scales, 1088, 384, False, 512)
+    quantized.round_inputs_kernel[(3, 1)](x, None, codes, scales, 1088, 384, False, 512)
     assert (codes[:, 384:] == 99).all() and (scales[:, 1:] == -1).all()
     torch.testing.assert_close(scales[:, 0], x[:, :384].abs().amax(1) / 127)
 

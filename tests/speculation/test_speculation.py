@@ -76,7 +76,7 @@ class Guesses:
         self.answers, self.most = answers, most
 
     def propose(self, state: BatchState, batch: Batch, hidden: torch.Tensor, pool: torch.Tensor, count: int) -> None:
-        """See `Proposer`."""
+        """Draft what follows in the answer that each sequence has so far begun."""
         slots = batch.slots if count else batch.slots[:0]
         for slot in slots[slots >= 0].tolist():
             count = int(state.num_known[slot])
