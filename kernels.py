@@ -665,7 +665,9 @@ def attention_prefill_kernel(
     o_pos = i_len - i_count + o_token
     m_q = ((o_m < TOKENS * G) & (o_token < i_count))[:, None] & (o_d < D)[None, :]
     o_q = (((i_start + o_token).to(tl.int64) * H + i_kv * G + o_m % G) * D)[:, None] + o_d[None, :]
-    b_q = _query(tl.load(q + o_q, mask=m_q, other=0.0), kv.dtype.element_ty)
+    b_q = tl.load(q + o_q, mask=m_q, other=0.0)
+    if BLOCK_D <= 128:  # converted queries stay in registers, and larger ones would spill
+        b_q = _query(b_q, kv.dtype.element_ty)
     b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     if sinks is not None:

@@ -42,7 +42,7 @@ def rehearse(start: Start) -> None:
                 for count, length, drafts in {*kinds, *((1, some, 0) for some in some_tokens(start))}:
                     ones = np.ones(count, dtype=np.int32)
                     shape = dry.shape_of(ones * length, ones * (1 + drafts), ones * drafts)
-                    proposes = 0 < most and count <= MOST_DRAFTING
+                    proposes = most > 0 and count <= MOST_DRAFTING
                     shape = shape._replace(adjusted=adjusted, adapted=dry.adapters is not None, proposes=proposes)
                     run = StepRun(shape=shape, incoming=incoming_of(dry, shape.tokens))
                     brought = dry.forward(run)

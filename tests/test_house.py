@@ -63,9 +63,9 @@ EVERY_FILE = [
 ]
 # These may fall. They rise only when a capability with a name of its own comes.
 MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 24, 700, 80, 750
-MOST_STORY_LINES = 6611
+MOST_STORY_LINES = 6613
 MOST_LINES = {
-    ".": 10678, "api": 6300, "checkpoints": 3123, "commands": 957, "cpu": 2715, "device": 3821, "executors": 962,
+    ".": 10680, "api": 6300, "checkpoints": 3123, "commands": 957, "cpu": 2715, "device": 3821, "executors": 962,
     "lora": 852, "models": 3717, "observe": 1535, "ops": 2998, "processes": 3650,
     "scheduling": 1850, "speculation": 676, "text": 4837,
 }  # fmt: skip
@@ -400,3 +400,22 @@ def test_every_option_is_described_in_one_line():
     for cls in (config.EngineConfig, options.ServerConfig):
         for field in dataclasses.fields(cls):  # what has no help is set by the engine itself
             assert ("--" + field.name.replace("_", "-") in text) == bool(field.metadata["help"])
+
+
+EMPTY_NAMES = {
+    "aside", "asked", "each", "found", "given", "heed", "known", "late", "luck", "met", "more", "nap", "own", "owing",
+    "said", "told", "trial", "wrong",
+}  # fmt: skip
+
+
+def test_names_say_what_their_values_are() -> None:
+    """In a function that is longer than a glance, nothing is called by a word that fits anything."""
+    empty = []
+    for name, path in FILES.items():
+        for function in ast.walk(ast.parse(path.read_text())):
+            if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+                assert function.end_lineno
+                if function.end_lineno - function.body[0].lineno >= 5:
+                    stored = (x for x in ast.walk(function) if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store))
+                    empty += [f"{name}:{x.lineno}: {x.id}" for x in stored if x.id in EMPTY_NAMES]
+    assert not empty

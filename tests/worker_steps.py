@@ -21,6 +21,8 @@ SHAPE = {
     "max_position_embeddings": 256, "sliding_window": None,
 }  # fmt: skip
 ONE_LAYER = {"num_hidden_layers": 1}  # for kernels that are interpreted, which takes long
+LAYERS = ["sliding_attention", "full_attention"]
+WINDOWS = {"architectures": ["MinistralForCausalLM"], "sliding_window": 9, "layer_types": LAYERS}
 HYBRID = {
     "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "head_dim": 8, "linear_num_key_heads": 2,
     "linear_num_value_heads": 4, "linear_key_head_dim": 4, "linear_value_head_dim": 3, "linear_conv_kernel_dim": 3,
