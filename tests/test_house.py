@@ -63,10 +63,10 @@ EVERY_FILE = [
 ]
 # These may fall. They rise only when a capability with a name of its own comes.
 MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 24, 700, 80, 750
-MOST_STORY_LINES = 6740
+MOST_STORY_LINES = 6613
 MOST_LINES = {
     ".": 10685, "api": 6260, "checkpoints": 2950, "commands": 937, "cpu": 2715, "device": 3742, "executors": 863,
-    "lora": 796, "models": 3726, "observe": 1457, "ops": 3012, "processes": 3483,
+    "lora": 796, "models": 3717, "observe": 1457, "ops": 2998, "processes": 3483,
     "scheduling": 1849, "speculation": 676, "text": 4539,
 }  # fmt: skip
 STDLIB_ONLY = {
