@@ -1,11 +1,10 @@
-"""Gunicorn itself around a scripted engine: an API process that stands still, and how many connections one has."""
+"""What the log says of an API process that stands still: gunicorn itself, around a scripted engine."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import re
-import resource
 import signal
 import subprocess
 import sys
@@ -14,12 +13,11 @@ from collections.abc import Iterator
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from api import gunicorn_loop
-from api.gunicorn_loop import SPARE, Gunicorn
+from api.gunicorn_loop import Gunicorn
 from api.options import ServerConfig
 from api.routes import Api
 from observe.logs import set_up
@@ -90,17 +88,6 @@ def test_the_request_that_an_api_process_stands_still_over_is_named(standing: tu
         connection.request("GET", "/health")
         assert connection.getresponse().status == 200
     assert "secret" not in log.read_text()
-
-
-@pytest.mark.parametrize(("limit", "connections"), [(1024, 1024 - SPARE), (SPARE, 1), (resource.RLIM_INFINITY, 65536)])
-def test_connections_leave_descriptors_for_the_rest_of_the_process(
-    monkeypatch: pytest.MonkeyPatch, limit: int, connections: int
-) -> None:
-    monkeypatch.setattr("api.gunicorn_loop.resource.getrlimit", lambda kind: (limit, limit))
-    nothing: Any = SimpleNamespace()
-    gunicorn = Gunicorn(nothing, listen("127.0.0.1", 0, "--port"), nothing, ServerConfig())
-    os.close(int(gunicorn.address.removeprefix("fd://")))
-    assert gunicorn.cfg.worker_connections == connections
 
 
 if __name__ == "__main__":
