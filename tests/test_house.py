@@ -65,7 +65,7 @@ EVERY_FILE = [
 MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 24, 700, 80, 750
 MOST_STORY_LINES = 6740
 MOST_LINES = {
-    ".": 10770, "api": 6175, "checkpoints": 3123, "commands": 957, "cpu": 2719, "device": 3821, "executors": 863,
+    ".": 10770, "api": 6175, "checkpoints": 3123, "commands": 957, "cpu": 2719, "device": 3821, "executors": 862,
     "lora": 852, "models": 3744, "observe": 1457, "ops": 3006, "processes": 3483,
     "scheduling": 1850, "speculation": 720, "text": 4540,
 }  # fmt: skip
