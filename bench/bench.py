@@ -225,13 +225,9 @@ def show(figures: Figures) -> None:
     """Print figures as a table; a single figure gets a line for each of its entries."""
     if len(figures) == 1:
         figures = [{"figure": name, "value": value} for name, value in figures[0].items()]
-    rows = [
-        list(figures[0]),
-        *(
-            [f"{value:,}" if isinstance(value, (int, float)) else value for value in figure.values()]
-            for figure in figures
-        ),
-    ]
+    rows = [[*figures[0]]]
+    for figure in figures:
+        rows.append([f"{value:,}" if isinstance(value, (int, float)) else value for value in figure.values()])
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
         print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))

@@ -36,7 +36,7 @@ from device.startup import start_worker
 from model_config import ModelConfig
 from models.families import ALIASES, FAMILIES
 from plan import NewRow, StepPlan
-from renamed import RENAMED, of_transformers, rename
+from random_checkpoints import RENAMED, of_transformers, rename
 
 ROOT = Path(__file__).parent.parent
 RESULT = ROOT / "bench_results" / "families.json"
@@ -166,7 +166,6 @@ LEFT_ALONE = {  # what Manta has one value of, or what another field says
     "MptConfig": {"logit_scale"}, "OlmoeConfig": {"clip_qkv"},
     "Gemma3TextConfig": {"attn_logit_softcapping"}, **{name: {"layer_types"} for name in QWEN_NEXT},
 }  # fmt: skip
-PARTIAL = {"partial_rotary_factor"}
 PARTLY_ROTATED = {
     "GlmConfig", "Glm4Config", "Glm4MoeConfig", "GPTNeoXConfig", "PhiConfig", "Phi3Config", "NemotronConfig",
     "StableLmConfig", "MiniMaxM2Config", *QWEN_NEXT,
@@ -177,10 +176,10 @@ def draw(rng: random.Random, config: str, has: dict[str, Any]) -> dict[str, Any]
     """A shape for a config class that has these fields."""
     heads = rng.choice((1, 2, 3, 4, 6, 8))
     dim, layers = rng.choice((8, 12, 16, 32)), rng.randint(1, 4)
-    own = "head_dim" in has
+    has_head_dim = "head_dim" in has
     sizes = [size for size in (24, 40, 48, 64, 72) if size % heads == 0]
     shape: dict[str, Any] = {
-        "vocab_size": rng.randint(30, 200), "hidden_size": rng.choice(sizes) if own else heads * dim,
+        "vocab_size": rng.randint(30, 200), "hidden_size": rng.choice(sizes) if has_head_dim else heads * dim,
         "num_attention_heads": heads, "num_hidden_layers": layers, "max_position_embeddings": rng.choice((64, 96, 256)),
         "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
     }  # fmt: skip
@@ -191,7 +190,7 @@ def draw(rng: random.Random, config: str, has: dict[str, Any]) -> dict[str, Any]
         shape["num_key_value_heads"] = keys
     elif "num_kv_heads" in has:
         shape["num_kv_heads"] = keys
-    if own and "kv_lora_rank" not in has:
+    if has_head_dim and "kv_lora_rank" not in has:
         shape["head_dim"] = dim
     if "intermediate_size" in has:
         shape["intermediate_size"] = rng.choice((24, 44, 72) if "num_experts_per_tok" in has else (24, 41, 72))
@@ -440,10 +439,10 @@ def main() -> None:
     torch.set_num_threads(1)
     oracle, folder = Oracle(), Path(tempfile.mkdtemp())
     classes = args.families or config_classes()
-    found: dict[str, Any] = json.loads(RESULT.read_text()) if RESULT.exists() else {}
+    results: dict[str, Any] = json.loads(RESULT.read_text()) if RESULT.exists() else {}
     failed = 0
     for config in classes:
-        of = RENAMED[config].of if config in RENAMED else config
+        of = RENAMED.get(config, config)
         has, rng = oracle.ask(fields=of), random.Random(f"{args.seed} {config}")
         drawn = passed = 0
         for i in range(args.count):
@@ -459,11 +458,11 @@ def main() -> None:
         print(f"{config}: {passed} of {drawn}", flush=True)
         failed += drawn - passed
         if not args.dry:
-            before = found.get(architecture_of(config), {}) if args.add else {}
-            found[architecture_of(config)] = {
+            before = results.get(architecture_of(config), {}) if args.add else {}
+            results[architecture_of(config)] = {
                 "drawn": drawn + before.get("drawn", 0), "passed": passed + before.get("passed", 0)
             }  # fmt: skip
-            RESULT.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+            RESULT.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
     oracle.close()
     sys.exit(failed > 0)
 
@@ -514,7 +513,8 @@ def table() -> str:
     drawn = json.loads(RESULT.read_text())
     lines = ["| known as | `architectures` |", "|---|---|"]
     for name in sorted(FAMILIES, key=lambda name: known_as(name).lower()):
-        names = ", ".join(f"`{each}`" for each in (name, *(alias for alias, of in ALIASES.items() if of == name)))
+        architectures = [name, *(alias for alias, of in ALIASES.items() if of == name)]
+        names = ", ".join(f"`{architecture}`" for architecture in architectures)
         star = "" if name in drawn else "\\*"
         lines.append(f"| {known_as(name)}{star} | {names} |")
     return "\n".join(lines)

@@ -141,10 +141,10 @@ def with_rules(grammar: str) -> dict[str, tuple[str, dict[str, Any]]]:
 
 def harmful(name: str) -> dict[str, tuple[str, dict[str, Any]]]:
     """Requests by each field whose grammar is a chain, or endless, or large: their paths and bodies."""
-    found = {f"rules by {field}": sent for field, sent in with_rules(rules(name)).items()}
+    requests = {f"rules by {field}": sent for field, sent in with_rules(rules(name)).items()}
     for what, schema in (("references", references), ("multiples", endless), ("properties", thousands)):
-        found |= {f"{what} by {field}": sent for field, sent in with_schema(schema(name)).items()}
-    return found
+        requests |= {f"{what} by {field}": sent for field, sent in with_schema(schema(name)).items()}
+    return requests
 
 
 # --- all kinds --------------------------------------------------------------------------------------------------------

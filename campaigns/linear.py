@@ -112,6 +112,19 @@ class Clock:
         self.longest, self.begun = max(self.longest, now - self.begun), now
 
 
+def run_of(read: Callable[[Clock], None], *refusals: type[Exception]) -> Run:
+    """A run that measures `read`, which may end by one of these errors."""
+
+    def run() -> float:
+        clock = Clock()
+        with contextlib.suppress(*refusals):
+            read(clock)
+        clock.tick()
+        return clock.longest
+
+    return run
+
+
 # --- answers ----------------------------------------------------------------------------------------------------------
 
 
@@ -121,92 +134,32 @@ def in_pieces(parser: str | None, thinking: str | None, prompt: str, size: int) 
     def make(text: str) -> Run:
         pieces = [text[i : i + size] for i in range(0, len(text), size)]
 
-        def run() -> float:
-            clock = Clock()
-            reader = new_reader(parser, thinking, TOOLS, prompt, ("<|special|>",))
+        def read(clock: Clock) -> None:
+            reader = new_reader(parser, thinking, TOOLS, prompt, SPECIAL)
             for piece in pieces:
                 reader.feed(piece)
                 clock.tick()
             reader.end()
-            clock.tick()
-            return clock.longest
 
-        return run
+        return run_of(read)
 
     return make
 
 
 def as_a_whole(parser: str | None, thinking: str | None, prompt: str) -> Callable[[str], Run]:
     """The reading of a reply in one piece, as the API does it."""
-
-    def make(text: str) -> Run:
-        def run() -> float:
-            clock = Clock()
-
-            def reader(**more: Any) -> Any:
-                return new_reader(parser, thinking, TOOLS, prompt, ("<|special|>",), **more)
-
-            read_whole(reader, thinking, text)
-            clock.tick()
-            return clock.longest
-
-        return run
-
-    return make
+    reader = partial(new_reader, parser, thinking, TOOLS, prompt, SPECIAL)
+    return lambda text: run_of(lambda clock: read_whole(reader, thinking, text))
 
 
+SPECIAL = ("<|special|>",)
 PLAIN = [
-    "1",
-    "x",
-    " ",
-    "\n",
-    "\\",
-    '"',
-    "'",
-    "é",
-    "<",
-    "</",
-    "{",
-    "[",
-    "(",
-    "}",
-    "]",
-    ",",
-    ":",
-    "1,",
-    "1.",
-    "x ",
-    "x\n",
-    "\\n",
-    "\\u00e9",
-    "\\ud83d",
-    "\\ud83d\\ude00",
-    '\\"',
-    "'1',",
-    '"1",',
-    '{"a":',
-    "{'a':",
-    '[{"a":',
-    '{"a":1},',
-    "[1,",
-    '"a":1,',
-    "a=1,",
-    "a b, ",
-    "0x1",
-    "-",
-    "True,",
-    "<|special|>",
-    "<|special|",
-    '{"id":',
-    '{"id":[1,',
-    '{"id":"',
-    '{"arguments":{"a":1},',
-    '"id": 1, ',
-    '{"name": "write", "arguments": {}}',
-    "\n\n",
-    "```",
+    "1", "x", " ", "\n", "\\", '"', "'", "é", "<", "</", "{", "[", "(", "}", "]", ",", ":", "1,", "1.", "x ", "x\n",
+    "\\n", "\\u00e9", "\\ud83d", "\\ud83d\\ude00", '\\"', "'1',", '"1",', '{"a":', "{'a':", '[{"a":', '{"a":1},',
+    "[1,", '"a":1,', "a=1,", "a b, ", "0x1", "-", "True,", "<|special|>", "<|special|", '{"id":', '{"id":[1,',
+    '{"id":"', '{"arguments":{"a":1},', '"id": 1, ', '{"name": "write", "arguments": {}}', "\n\n", "```",
     "```json\n",
-]
+]  # fmt: skip
 
 
 def units_of(parser: str) -> list[str]:
@@ -223,23 +176,11 @@ def units_of(parser: str) -> list[str]:
         begin = f"{format.begins[0]}\n{format.names[0]} write{format.name_end}\n"
         argument = f"{format.key}text{format.key_end}"
         texts += [
-            key,
-            key + "\n",
-            key + "x" + end,
-            key + end + "\n",
-            key + end + end,
-            key + ends,
-            f"{end}\n{argument}",
-            f"\n{end}\n{ends}",
-            f"{ends}\n",
-            f"{begin}{argument}x{ends}\n",
-            f"{begin}{argument}x{end}{ends}\n",
-            f"\n{argument}x",
-            "".join(f"\n{format.key}a{i}{format.key_end}x{end}" for i in range(100)),
-            f"{end} x",
-            f"{begin}x",
-            f"\n{format.key}n{format.key_end}[1,{end}",
-        ]
+            key, key + "\n", key + "x" + end, key + end + "\n", key + end + end, key + ends, f"{end}\n{argument}",
+            f"\n{end}\n{ends}", f"{ends}\n", f"{begin}{argument}x{ends}\n", f"{begin}{argument}x{end}{ends}\n",
+            f"\n{argument}x", "".join(f"\n{format.key}a{i}{format.key_end}x{end}" for i in range(100)), f"{end} x",
+            f"{begin}x", f"\n{format.key}n{format.key_end}[1,{end}",
+        ]  # fmt: skip
     return list(dict.fromkeys(texts))
 
 
@@ -266,17 +207,8 @@ def answers() -> Iterator[Case]:
     for name, thinking in REASONING_PARSERS.items():
         tools = None if name == "openai_gptoss" else "hermes"
         marks = [*thinking.starts, *thinking.ends, *thinking.openers, *thinking.closers]
-        units = [
-            *marks,
-            *(mark[:-1] for mark in marks),
-            *(f"{mark} \n" for mark in marks),
-            " ",
-            "\n",
-            "x",
-            "x ",
-            "<",
-            "<tool_call>\n",
-        ]
+        units = [*marks, *(mark[:-1] for mark in marks), *(f"{mark} \n" for mark in marks)]
+        units += [" ", "\n", "x", "x ", "<", "<tool_call>\n"]
         for unit, prompt in itertools.product(dict.fromkeys(units), ("", "".join(thinking.starts[:1]))):
             yield from readings(f"reasoning {name}", tools, name, prompt, "", unit, "")
 
@@ -389,7 +321,7 @@ def taken(face: Face, body: dict[str, Any]) -> Run:
     """The reading of a body and all that is made of it before the engine gets a request."""
     data = json.dumps(body).encode()
 
-    def read() -> None:
+    def read(clock: Clock) -> None:
         config = ServerConfig()
         fields = read_fields(face, parse_json(data, config), CheckContext(config))
         if fields.get("tools"):
@@ -400,14 +332,7 @@ def taken(face: Face, body: dict[str, Any]) -> Run:
         structure = structure_of(fields) if "response_format" in fields else None
         SamplingParams(**params | {"structured_outputs": structure}).check_vocabulary(2**20)
 
-    def run() -> float:
-        clock = Clock()
-        with contextlib.suppress(ApiError, ValueError):
-            read()
-        clock.tick()
-        return clock.longest
-
-    return run
+    return run_of(read, ApiError, ValueError)
 
 
 def one_field(name: str, value: Callable[[int], Any], n: int) -> dict[str, Any]:
@@ -482,14 +407,7 @@ def files(folder: Path) -> Iterator[Case]:
         (folder / CONFIG).write_text(json.dumps(fields))
         (folder / WEIGHTS).touch()
 
-        def run() -> float:
-            clock = Clock()
-            with contextlib.suppress(ValueError):
-                read_adapter(str(folder))
-            clock.tick()
-            return clock.longest
-
-        return run
+        return run_of(lambda clock: read_adapter(str(folder)), ValueError)
 
     def gguf(make: Callable[[int], tuple[dict[str, Any], dict[str, tuple[int, ...]]]], n: int) -> Run:
         values, tensors = make(n)

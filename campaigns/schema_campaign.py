@@ -88,10 +88,10 @@ def report(log: str) -> None:
     assert "Traceback" not in log, log[-4000:]
     seen: dict[str, Counter[int]] = {}
     for line in log.splitlines():
-        told = json.loads(line) if line.startswith("{") else {}
-        if "path" in told:
-            place = NAMED.sub(r"\1/*\2", told["path"])
-            seen.setdefault(f"{told['method']} {place}", Counter())[told["status"]] += 1
+        entry = json.loads(line) if line.startswith("{") else {}
+        if "path" in entry:
+            place = NAMED.sub(r"\1/*\2", entry["path"])
+            seen.setdefault(f"{entry['method']} {place}", Counter())[entry["status"]] += 1
     for route, statuses in sorted(seen.items()):
         print(f"{sum(statuses.values()):6} {route[:60]:60} {dict(sorted(statuses.items()))}")
     total = sum(seen.values(), Counter())
@@ -105,8 +105,8 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=5000, help="random ones in all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=2, help="requests at a time")
-    args, more = parser.parse_known_args()
-    options, worst = ["--seed", str(args.seed), "--workers", str(args.workers), *more], 0
+    args, others = parser.parse_known_args()
+    options, worst = ["--seed", str(args.seed), "--workers", str(args.workers), *others], 0
     for pooling in (False, True):
         cases = round(args.cases * (0.25 if pooling else 0.75))
         with tempfile.TemporaryDirectory() as name:

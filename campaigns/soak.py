@@ -11,6 +11,7 @@ more than 3% of its mean, if a process was replaced, or if a reply was not what 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import random
 import statistics
@@ -19,14 +20,14 @@ import tempfile
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
-from http.client import HTTPConnection
+from collections.abc import Callable, Iterator
+from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from served import Server, serving
+from served import Server, command, serving
 
 ALLOWED = 0.03  # of the mean: what a process may grow by over the last half
 EVERY = 5.0  # seconds between looks at the memory
@@ -79,50 +80,44 @@ class Load:
             "max_tokens": min(self.context - length, 1 + int(rng.expovariate(1 / 60))),
             "temperature": rng.choice((0, 0.7, 1.5)), "n": answers, "ignore_eos": rng.random() < 0.7,
         }  # fmt: skip
-        more: dict[str, Any] = {
+        options: dict[str, Any] = {
             "top_p": 0.9, "top_k": 40, "min_p": 0.05, "seed": rng.randrange(2**31), "stop": ["the", "\n\n"],
             "presence_penalty": 0.5, "repetition_penalty": 1.2, "logit_bias": {str(rng.randrange(1000)): 5},
         }  # fmt: skip
-        return fields | {name: more[name] for name in more if rng.random() < 0.2}
+        return fields | {name: options[name] for name in options if rng.random() < 0.2}
 
-    def send(self, body: dict[str, Any]) -> HTTPConnection:
+    @contextlib.contextmanager
+    def send(self, body: dict[str, Any]) -> Iterator[HTTPResponse]:
         connection = HTTPConnection("127.0.0.1", self.server.port, timeout=TIMEOUT)
-        connection.request("POST", COMPLETIONS, json.dumps(body), {"Content-Type": "application/json"})
-        return connection
+        with contextlib.closing(connection):
+            connection.request("POST", COMPLETIONS, json.dumps(body), {"Content-Type": "application/json"})
+            yield connection.getresponse()
 
     def plain(self, rng: random.Random) -> str:
         """A whole reply; returns what is wrong with it, or nothing."""
         body = self.body(rng)
-        connection = self.send(body)
-        response = connection.getresponse()
-        content = json.loads(response.read())
-        connection.close()
+        with self.send(body) as response:
+            content = json.loads(response.read())
         whole = response.status == 200 and len(content["choices"]) == body["n"]
         return "" if whole else f"{response.status} {content}"
 
     def stream(self, rng: random.Random) -> str:
         """A stream that is read to its end."""
-        connection = self.send(self.body(rng) | {"stream": True})
-        response = connection.getresponse()
-        *_, last = [line for line in response if line.strip()]
-        connection.close()
+        with self.send(self.body(rng) | {"stream": True}) as response:
+            *_, last = [line for line in response if line.strip()]
         return "" if response.status == 200 and last == b"data: [DONE]\n" else f"{response.status} {last!r}"
 
     def left(self, rng: random.Random) -> str:
         """A stream whose client leaves after some events."""
-        connection = self.send(self.body(rng) | {"stream": True})
-        response = connection.getresponse()
-        for _ in range(rng.randrange(20)):
-            response.readline()
-        connection.close()
+        with self.send(self.body(rng) | {"stream": True}) as response:
+            for _ in range(rng.randrange(20)):
+                response.readline()
         return "" if response.status == 200 else f"{response.status}"
 
     def mistake(self, rng: random.Random) -> str:
         """A request that is refused."""
-        connection = self.send(rng.choice(MISTAKES))
-        status = connection.getresponse().status
-        connection.close()
-        return "" if status == 400 else f"{status}"
+        with self.send(rng.choice(MISTAKES)) as response:
+            return "" if response.status == 400 else f"{response.status}"
 
 
 def memory(pid: int) -> dict[str, float]:
@@ -134,11 +129,10 @@ def memory(pid: int) -> dict[str, float]:
 
 def name_of(pid: int, main: int) -> str:
     """What a process of the server is, by its title."""
-    command = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
     if pid == main:
         return "main"
     words = {"manta: engine": "engine", "resource_tracker": "tracker", "manta: worker": "worker", "manta: api": "api"}
-    return next((name for word, name in words.items() if word in command), command)
+    return next((name for word, name in words.items() if word in command(pid)), command(pid))
 
 
 def rise(samples: list[tuple[float, float]]) -> float:
@@ -169,17 +163,16 @@ def soak(server: Server, minutes: float, seed: int, clients: int) -> dict[str, A
     return {
         "minutes": minutes, "seed": seed, "clients": clients, "done": dict(load.done),
         "wrong": load.wrong[:20], "replaced": replaced, "processes": [
-            summary(names[pid], found) for pid, found in samples.items()],
+            summary(names[pid], sizes) for pid, sizes in samples.items()],
     }  # fmt: skip
 
 
 def summary(name: str, samples: list[tuple[float, dict[str, float]]]) -> dict[str, Any]:
     """A process's RSS in MiB at the quarters of the soak, and how it and anonymous memory rise over the last half."""
     rss = [sizes["rss"] for _, sizes in samples]
-    found: dict[str, Any] = {"name": name, "rss": [round(rss[i * (len(rss) - 1) // 4], 1) for i in range(5)]}
-    for kind in ("rss", "anonymous"):
-        found[f"{kind}_rise"] = round(rise([(at, sizes[kind]) for at, sizes in samples]), 4)
-    return found
+    quarters = [round(rss[i * (len(rss) - 1) // 4], 1) for i in range(5)]
+    lines = {kind: [(at, sizes[kind]) for at, sizes in samples] for kind in ("rss", "anonymous")}
+    return {"name": name, "rss": quarters} | {f"{kind}_rise": round(rise(line), 4) for kind, line in lines.items()}
 
 
 def main() -> None:
@@ -191,16 +184,16 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="file for what was found")
     options, flags = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as folder, serving(Path(folder), *flags) as server:
-        found = {"flags": flags} | soak(server, options.minutes, options.seed, options.clients)
+        report = {"flags": flags} | soak(server, options.minutes, options.seed, options.clients)
     print(f"{'process':<10}{'RSS in MiB at each quarter':<45}{'RSS':>8}{'anonymous':>12}, over the last half")
-    for process in found["processes"]:
+    for process in report["processes"]:
         sizes = "".join(f"{size:>9,.1f}" for size in process["rss"])
         print(f"{process['name']:<10}{sizes}{process['rss_rise']:>+8.1%}{process['anonymous_rise']:>+12.1%}")
-    print(f"requests: {found['done']}; wrong: {found['wrong']}; a process was replaced: {found['replaced']}")
+    print(f"requests: {report['done']}; wrong: {report['wrong']}; a process was replaced: {report['replaced']}")
     if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
-    grown = [p for p in found["processes"] if p["rss_rise"] > ALLOWED]
-    sys.exit(bool(grown or found["wrong"] or found["replaced"]))
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    grown = [p for p in report["processes"] if p["rss_rise"] > ALLOWED]
+    sys.exit(bool(grown or report["wrong"] or report["replaced"]))
 
 
 if __name__ == "__main__":

@@ -194,7 +194,7 @@ class Storm:
                 different += 1
                 self.disputes.append((stream, index, text))
         if error:
-            if not any(known in error for known in DOCUMENTED):
+            if not any(words in error for words in DOCUMENTED):
                 raise Broken(f"stream {stream.number} ended with an error that nobody promised: {error}")
             self.counts["ended: " + re.sub(r"\d+(\.\d+)?", "N", error)[:60]] += 1
         elif not done:
@@ -246,8 +246,8 @@ class Storm:
 
     def victim(self, kinds: tuple[str, ...] = tuple(VICTIMS)) -> tuple[str, int] | None:
         family = self.server.family()
-        found = [(kind, pid) for kind in kinds for pid in family[kind] for _ in range(VICTIMS[kind])]
-        return self.rng.choice(found) if found else None
+        weighted = [(kind, pid) for kind in kinds for pid in family[kind] for _ in range(VICTIMS[kind])]
+        return self.rng.choice(weighted) if weighted else None
 
     def hurt(self, kind: str, pid: int, number: signal.Signals) -> None:
         if kind == "api":
@@ -258,36 +258,36 @@ class Storm:
     async def death(self) -> None:
         """Any process dies."""
         number = self.rng.choice([signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGTERM])
-        if found := self.victim():
-            if found[0] == "api" and number == signal.SIGTERM:  # which would drain it
+        if victim := self.victim():
+            if victim[0] == "api" and number == signal.SIGTERM:  # which would drain it
                 number = signal.SIGKILL
-            self.last = f"{number.name} of the {found[0]}"
-            self.hurt(*found, number)
+            self.last = f"{number.name} of the {victim[0]}"
+            self.hurt(*victim, number)
 
     async def double_death(self) -> None:
         """Two processes die within 100 ms, or the same kind twice."""
         self.last = "two deaths within 100 ms"
         for _ in range(2):
-            if found := self.victim():
-                self.hurt(*found, signal.SIGKILL)
+            if victim := self.victim():
+                self.hurt(*victim, signal.SIGKILL)
             await asyncio.sleep(self.rng.random() / 10)
 
     async def death_in_recovery(self) -> None:
         """A worker dies, and then, one to three times, whoever replaces it while it starts."""
         self.last = "deaths during a recovery"
         for _ in range(self.rng.randrange(2, 5)):
-            if found := self.victim(("worker", "engine") if self.rng.random() < 0.3 else ("worker",)):
-                self.hurt(*found, self.rng.choice([signal.SIGKILL, signal.SIGSEGV]))
+            if victim := self.victim(("worker", "engine") if self.rng.random() < 0.3 else ("worker",)):
+                self.hurt(*victim, self.rng.choice([signal.SIGKILL, signal.SIGSEGV]))
             await asyncio.sleep(self.rng.uniform(0.08, 1.8))
 
     async def stop(self) -> None:
         """A process is stopped; perhaps it goes on after some seconds."""
-        if found := self.victim():
-            self.last = f"SIGSTOP of the {found[0]}"
-            self.hurt(*found, signal.SIGSTOP)
-            if found[0] == "api" or self.rng.random() < 0.5:
+        if victim := self.victim():
+            self.last = f"SIGSTOP of the {victim[0]}"
+            self.hurt(*victim, signal.SIGSTOP)
+            if victim[0] == "api" or self.rng.random() < 0.5:
                 await asyncio.sleep(self.rng.uniform(1, 8))
-                self.hurt(*found, signal.SIGCONT)
+                self.hurt(*victim, signal.SIGCONT)
 
     async def poison(self) -> None:
         """A request that kills each worker which runs it: it alone gets an error."""
@@ -309,10 +309,10 @@ class Storm:
 
     async def harmful(self) -> None:
         """Three grammars that would harm whoever compiles them, by any of the fields that take one."""
-        asked = hostile.harmful(f"n{self.rng.getrandbits(60)}")
-        chosen = self.rng.sample(sorted(asked), 3)
+        grammars = hostile.harmful(f"n{self.rng.getrandbits(60)}")
+        chosen = self.rng.sample(sorted(grammars), 3)
         self.last = "grammars: " + ", ".join(chosen)
-        await asyncio.gather(*(self.be_refused(what, *asked[what]) for what in chosen))
+        await asyncio.gather(*(self.be_refused(what, *grammars[what]) for what in chosen))
 
     async def be_refused(self, what: str, path: str, body: dict[str, Any]) -> None:
         """Send a grammar until it is refused for what is wrong with it; large ones may be answered.
@@ -336,7 +336,7 @@ class Storm:
             if status == 200 and what.startswith("properties"):
                 self.counts["grammars answered"] += 1
                 return
-            if status != 503 or (text and not any(known in text for known in DOCUMENTED)):
+            if status != 503 or (text and not any(words in text for words in DOCUMENTED)):
                 raise Broken(f"{what} got {status}: {text[:300]}")
             await asyncio.sleep(0.5)  # no engine at that moment
         raise Broken(f"{what} was never refused: {text[:300]}")
@@ -353,9 +353,9 @@ class Storm:
                 if port:
                     with contextlib.suppress(OSError):  # the gate hangs up on the one before
                         stack.callback((await asyncio.open_connection("127.0.0.1", port))[1].close)
-            if self.rng.random() < 0.7 and (found := self.victim(("worker", "engine", "gate"))):
-                self.last += f", and the {found[0]} is killed"
-                self.hurt(*found, signal.SIGKILL)
+            if self.rng.random() < 0.7 and (victim := self.victim(("worker", "engine", "gate"))):
+                self.last += f", and the {victim[0]} is killed"
+                self.hurt(*victim, signal.SIGKILL)
             await self.recover()
 
     async def broken_library(self) -> None:
@@ -371,8 +371,8 @@ class Storm:
         broken.write_bytes(data)
         broken.chmod(0o600)
         broken.replace(library)  # the worker that runs has the old file
-        if found := self.victim(("worker",)):
-            self.hurt(*found, signal.SIGKILL)
+        if victim := self.victim(("worker",)):
+            self.hurt(*victim, signal.SIGKILL)
         await self.recover(COMPILING)
         for path in compiled_folder().glob(f"{library.stem.rpartition('-')[0]}-*.so"):
             if hashlib.sha256(path.read_bytes()).hexdigest() != path.stem.rpartition("-")[2]:
@@ -489,9 +489,9 @@ def settle(disputes: list[tuple[Stream, int, str]], world: World, folder: Path) 
     llm = LLM(DEMO, dtype="float32", device="cpu", threads=1, compile=world.compiles, **options)
     paths = adapters(folder) if world.adapters else {}
     requests = {name: LoRARequest(name, i + 1, str(paths[name])) for i, name in enumerate(paths)}
-    known: set[str] = set()  # texts that it has given
+    written: set[str] = set()  # texts that it has given
     for stream, index, text in disputes:
-        if any(other.startswith(text) for other in known):
+        if any(other.startswith(text) for other in written):
             continue
         fields = json.loads(stream.body)
         del fields["stream"], fields["n"]
@@ -505,7 +505,7 @@ def settle(disputes: list[tuple[Stream, int, str]], world: World, folder: Path) 
             params = [SamplingParams(**fields, max_tokens=most - len(begin)) for begin in begins]
             outputs = llm.generate([prompt + b for b in begins], params, use_tqdm=False, lora_request=adapter)
             wholes = [begin + output.outputs[0].token_ids for begin, output in zip(begins, outputs, strict=True)]
-            known.update(map(llm.tokenizer.decode, wholes))
+            written.update(map(llm.tokenizer.decode, wholes))
             return wholes
 
         tokens = resume([[]])[0]
@@ -514,9 +514,9 @@ def settle(disputes: list[tuple[Stream, int, str]], world: World, folder: Path) 
         begins = [tokens[:i] for i in range(max(0, place - 64), place + 1)]
         for size in (len(begins), 5, 1):  # how many are resumed together
             for i in range(0, len(begins), size):
-                if not any(other.startswith(text) for other in known):
+                if not any(other.startswith(text) for other in written):
                     resume(begins[i : i + size])
-        if not any(other.startswith(text) for other in known):
+        if not any(other.startswith(text) for other in written):
             raise Broken(f"stream {stream.number} is {text!r}; it should be {stream.expected[index]!r}")
 
 

@@ -101,8 +101,8 @@ class Server:
         self.processes: list[subprocess.Popen[bytes]] = []
         with open("/dev/full" if world.full_disk else self.log, "a") as log:
             options: dict[str, Any] = {"cwd": ROOT, "env": environment, "stderr": log, "start_new_session": True}
-            for own in (("--port", str(self.port)), HOST)[: 1 + world.hosts]:
-                self.processes.append(subprocess.Popen([*command, *own], **options))
+            for flags in (("--port", str(self.port)), HOST)[: 1 + world.hosts]:
+                self.processes.append(subprocess.Popen([*command, *flags], **options))
         self.process = self.processes[0]
         self.seen: set[int] = set()
 

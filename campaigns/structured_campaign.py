@@ -18,11 +18,9 @@ import re
 import signal
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -30,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import jsonschema
 
 from engine import LLM, SamplingParams, StructuredOutputsParams
-from served import serving
+from served import Reader, serving, worker_of
 
 DEMO = str(Path(__file__).parent.parent / "demo")
 BATCH = 64
@@ -42,21 +40,21 @@ def schemas(path: Path, limit: int | None) -> bool:
     lines = [json.loads(line) for line in path.read_text().splitlines()][:limit]
     counts: Counter[str] = Counter()
     with LLM(DEMO, dtype="float32", max_num_seqs=BATCH) as llm:
-        asked = []
+        accepted = []
         for line in lines:
-            wanted = StructuredOutputsParams(json=json.dumps(line["schema"]))
+            structure = StructuredOutputsParams(json=json.dumps(line["schema"]))
             try:
-                llm.core.grammars.compile(wanted).result()
-                asked.append((line, wanted))
+                llm.core.grammars.compile(structure).result()
+                accepted.append((line, structure))
             except ValueError:
                 counts["schemas refused"] += 1
         room = llm.core.facts["max_model_len"] - 16
         params = [
-            SamplingParams(temperature=1.0, seed=i, max_tokens=room, structured_outputs=wanted)
-            for i, (_, wanted) in enumerate(asked)
+            SamplingParams(temperature=1.0, seed=i, max_tokens=room, structured_outputs=structure)
+            for i, (_, structure) in enumerate(accepted)
         ]
-        answers = llm.generate(["JSON: "] * len(asked), params)
-    for (line, _), answer in zip(asked, answers, strict=True):
+        answers = llm.generate(["JSON: "] * len(accepted), params)
+    for (line, _), answer in zip(accepted, answers, strict=True):
         out = answer.outputs[0]
         if answer.error or out.finish_reason != "stop":
             counts[answer.error or "answers that filled the context"] += 1
@@ -82,37 +80,23 @@ def kills(streams: int, times: int) -> bool:
     for disturbed in (False, True):
         flags = ("--max-num-seqs", str(2 * streams))
         with tempfile.TemporaryDirectory() as folder, serving(Path(folder), *flags) as server:
-            client, found = server.client(), [""] * len(bodies)
-
-            def read(i: int, body: dict[str, Any], client: Any = client, found: list[str] = found) -> None:
-                more = {name: value for name, value in body.items() if name in ("ignore_eos", "structured_outputs")}
-                plain = {name: value for name, value in body.items() if name not in more}
-                for event in client.completions.create(model="demo", stream=True, extra_body=more, **plain):
-                    found[i] += event.choices[0].text
-
-            readers = [threading.Thread(target=read, args=each) for each in enumerate(bodies)]
-            for reader in readers:
-                reader.start()
+            readers = [Reader(server, **body) for body in bodies]
             for _ in range(times if disturbed else 0):
-                before = sum(map(len, found))
-                while sum(map(len, found)) < before + 20 * streams and any(reader.is_alive() for reader in readers):
+                before = sum(len(reader.text) for reader in readers)
+                while sum(len(reader.text) for reader in readers) < before + 20 * streams and not all(
+                    reader.ended for reader in readers
+                ):
                     time.sleep(0.1)
-                worker = next(pid for pid in server.family() if "worker" in title(pid))
-                os.kill(worker, signal.SIGKILL)
-                print(f"killed the worker after {sum(map(len, found)):,} characters")
+                os.kill(worker_of(server), signal.SIGKILL)
+                print(f"killed the worker after {sum(len(reader.text) for reader in readers):,} characters")
             for reader in readers:
                 reader.join()
-            texts.append(found)
+            texts.append([reader.text for reader in readers])
             print(f"{'disturbed' if disturbed else 'alone'}: {server.metric('num_worker_restarts_total'):.0f} restarts")
     same = texts[0] == texts[1]
     valid = sum(re.fullmatch(PATTERN, text) is not None for text in texts[1][1::2])
     print(f"texts as undisturbed: {same}; structured ones valid: {valid} of {streams}")
     return same and valid == streams
-
-
-def title(pid: int) -> str:
-    """What `ps` calls a process."""
-    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
 
 
 def main() -> None:

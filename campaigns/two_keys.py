@@ -88,24 +88,24 @@ def other_key(port: int, at_once: int, seed: int, seconds: float, pipe: Connecti
         begun = time.monotonic()
         try:
             most = WORK_LONGEST if kind in hostile.WORK else hostile.LONGEST
-            statuses, said = hostile.send(port, raw, kinds[kind].way, most)
+            statuses, body = hostile.send(port, raw, kinds[kind].way, most)
         except OSError as error:
-            statuses, said = [0], repr(error).encode()
-        return Answered(kind, statuses, time.monotonic() - begun, said[:200].decode(errors="replace"))
+            statuses, body = [0], repr(error).encode()
+        return Answered(kind, statuses, time.monotonic() - begun, body[:200].decode(errors="replace"))
 
-    def ask(asked: list[bytes]) -> None:
+    def ask(batches: list[bytes]) -> None:
         while not pipe.poll():
-            hostile.send(port, asked[0], hostile.Way(), WORK_LONGEST)
-            asked.append(asked.pop(0))
+            hostile.send(port, batches[0], hostile.Way(), WORK_LONGEST)
+            batches.append(batches.pop(0))
 
     with ThreadPoolExecutor(at_once) as threads:
         while (names := pipe.recv()) != "end":
             made = [(name, kinds[name].make(KEYS[1])) for name in names or ()]
-            asked = [ordinary(rng) for _ in range(0 if names else 40)]
+            batches = [ordinary(rng) for _ in range(0 if names else 40)]
             pipe.send("ready")
             pipe.recv()
             if names is None:
-                list(threads.map(ask, [asked] * at_once))
+                list(threads.map(ask, [batches] * at_once))
                 pipe.send(pipe.recv())  # "enough"
             else:
                 begun, answers = time.monotonic(), list[Answered]()
@@ -172,7 +172,7 @@ def figures(quiet: Quiet) -> dict[str, Any]:
     Raises:
         ValueError: the turns are too short for a figure.
     """
-    found: dict[str, Any] = {}
+    rows: dict[str, Any] = {}
     for what, times in (("time to first token", quiet.first), ("between tokens", quiet.between)):
         turns = {turn: percentiles(values) for turn, values in times.items() if turn and len(values) > 1}
         p99 = {turn: values["p99_ms"] for turn, values in turns.items()}
@@ -180,8 +180,8 @@ def figures(quiet: Quiet) -> dict[str, Any]:
         if short := [turn for pair in held.items() for turn in pair if turn not in p99]:
             raise ValueError(f"{what}: there are too few in the turns {short}")
         ratios = {f"{turn} / {other}": round(p99[turn] / p99[other], 2) for turn, other in held.items()}
-        found[what] = turns | {"ratios of p99": ratios}
-    return found
+        rows[what] = turns | {"ratios of p99": ratios}
+    return rows
 
 
 # --- the campaign -----------------------------------------------------------------------------------------------------
@@ -234,7 +234,7 @@ def measure(port: int, kinds: list[str], at_once: int, seed: int, seconds: float
 
 def report(quiet: Quiet, answers: list[Answered]) -> tuple[dict[str, Any], list[str]]:
     """The figures, and what broke a promise."""
-    found = figures(quiet)
+    rows = figures(quiet)
     by_kind: dict[str, Counter[str]] = defaultdict(Counter)
     for answer in answers:
         by_kind[answer.kind].update([*map(str, answer.statuses)] or ["none"])
@@ -243,14 +243,14 @@ def report(quiet: Quiet, answers: list[Answered]) -> tuple[dict[str, Any], list[
         for one in answers
         if any(status == 0 or (status >= 500 and status != 503) for status in one.statuses)
     ]
-    broken += [f"the quiet key got: {wrong[:200]}" for wrong in quiet.wrong]
-    for what in [*found]:
-        for held, ratio in found[what]["ratios of p99"].items():
+    broken += [f"the quiet key got: {reply[:200]}" for reply in quiet.wrong]
+    for what in [*rows]:
+        for held, ratio in rows[what]["ratios of p99"].items():
             broken += [f"{what}: the ratio of the p99s, {held}, is {ratio}"] if ratio > MOST else []
     longest = max(answers, key=lambda answer: answer.seconds)
-    found["longest hostile request"] = f"{longest.kind}: {longest.seconds:.1f} s, {longest.statuses}"
-    found["statuses"] = {kind: dict(counts) for kind, counts in sorted(by_kind.items())}
-    return found, broken
+    rows["longest hostile request"] = f"{longest.kind}: {longest.seconds:.1f} s, {longest.statuses}"
+    rows["statuses"] = {kind: dict(counts) for kind, counts in sorted(by_kind.items())}
+    return rows, broken
 
 
 def memory_of(pid: int) -> list[int]:
@@ -269,10 +269,10 @@ def main() -> int:
     parser.add_argument("--kind", action="append", choices=names)
     parser.add_argument("--seconds", type=float, default=5.0, help="that a turn takes at least")
     parser.add_argument("--each", action="store_true")
-    flags, more = parser.parse_known_args()
+    flags, others = parser.parse_known_args()
     chosen = flags.kind or names
     keys = [flag for key in KEYS for flag in ("--api-key", key)]
-    with tempfile.TemporaryDirectory() as folder, serving(Path(folder), "--threads", "1", *keys, *more) as server:
+    with tempfile.TemporaryDirectory() as folder, serving(Path(folder), "--threads", "1", *keys, *others) as server:
         plans = {kind: [kind] * BATCH for kind in chosen}
         if not flags.each:
             plans = {"all kinds": (chosen * flags.requests)[: flags.requests]}
@@ -280,10 +280,10 @@ def main() -> int:
         failed = False
         for name, kinds in plans.items():
             before = memory_of(server.process.pid)
-            found, broken = report(*measure(server.port, kinds, flags.at_once, flags.seed, flags.seconds))
+            rows, broken = report(*measure(server.port, kinds, flags.at_once, flags.seed, flags.seconds))
             time.sleep(5)
-            found["MiB of each process, before and after"] = [before, memory_of(server.process.pid)]
-            print(json.dumps({name: found | {"broken": broken}}, indent=1), flush=True)
+            rows["MiB of each process, before and after"] = [before, memory_of(server.process.pid)]
+            print(json.dumps({name: rows | {"broken": broken}}, indent=1), flush=True)
             failed = failed or bool(broken)
         log = server.log.read_text()
         if "Traceback" in log:

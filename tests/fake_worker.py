@@ -99,8 +99,8 @@ def made_up_drafts(tokens: list[int], seed: int, most: int) -> list[int]:
     drafts: list[int] = []
     for _ in range(mixed % (most + 1)):
         drafts.append(next_token([*tokens, *drafts], seed))
-    wrong = mixed // 16 % (most + 2)
-    return [token if i < wrong else (token + 1) % VOCAB for i, token in enumerate(drafts)]
+    right = mixed // 16 % (most + 2)
+    return [token if i < right else (token + 1) % VOCAB for i, token in enumerate(drafts)]
 
 
 def ahead_of(plan: StepPlan) -> list[tuple[int, int]]:
@@ -166,9 +166,9 @@ class FakeWorker:
         assert counts == sorted(counts, key=lambda count: count > 1), "rows of one known token come first"
         written: set[tuple[int, int]] = set()
         if self.trims:
-            found = {slot: min(most, len(self.slots[slot]["drafts"])) for slot, most in plan.drafts.items()}
-            rows = [(slot, count - plan.drafts.get(slot, 0) + found.get(slot, 0)) for slot, count in plan.rows]
-            plan = dataclasses.replace(plan, rows=rows, drafts=found)
+            drafted = {slot: min(most, len(self.slots[slot]["drafts"])) for slot, most in plan.drafts.items()}
+            rows = [(slot, count - plan.drafts.get(slot, 0) + drafted.get(slot, 0)) for slot, count in plan.rows]
+            plan = dataclasses.replace(plan, rows=rows, drafts=drafted)
         for slot, count in plan.rows:  # everybody writes before anybody reads, as on a device
             row = self.slots[slot]
             assert len(row["tables"]) == len(self.windows)
@@ -189,12 +189,12 @@ class FakeWorker:
             row = self.slots[slot]
             sampled.append(-1)
             for kind, (window, table) in enumerate(zip(self.windows, row["tables"], strict=True)):
-                known = count - plan.drafts.get(slot, 0)
-                first = row["computed"] - known - window + 1 if window else 0  # the oldest that a query sees
+                num_known = count - plan.drafts.get(slot, 0)
+                first = row["computed"] - num_known - window + 1 if window else 0  # the oldest that a query sees
                 for place in range(max(0, first), row["computed"]):
                     held = self.pool[table[place // self.size]][place % self.size]
-                    known = kind, row["tokens"][place], self.adapter_of(row)
-                    assert held == known, "a block holds somebody else's tokens"
+                    written_there = kind, row["tokens"][place], self.adapter_of(row)
+                    assert held == written_there, "a block holds somebody else's tokens"
             k, low, high = row["row"].score or (0, 0, 0)
             places = range(max(low, row["computed"] - count + 1), min(high, row["computed"] + 1))
             if places:
@@ -279,6 +279,7 @@ class Engine:
         self.worker_args = self.config, num_blocks, num_host_blocks, windows, room
         self.worker = FakeWorker(*self.worker_args)
         self.depth, self.flying = depth, deque[StepPlan]()
+        self.groups: dict[str, SequenceGroup] = {}
         self.answers: dict[str, dict[int, list[int]]] = {}
         self.logprobs: dict[tuple[str, int], float | None] = {}
         self.token_logprobs: dict[tuple[str, int], list[Logprobs]] = defaultdict(list)
@@ -306,6 +307,7 @@ class Engine:
             request_id, prompt, SamplingParams(**{"seed": 0} | params), salt, priority, client, None, chosen
         )
         (self.searches.begin if request.params.use_beam_search else self.scheduler.add)(request)
+        self.groups[request_id] = request
         self.answers[request_id] = {i: [] for i in range(request.params.num_samples)}
         return request.seqs[0]
 
@@ -389,10 +391,32 @@ class Engine:
         return {request_id: answers[0] for request_id, answers in self.answers.items()}
 
     def run(self) -> None:
+        """Run all requests to their ends, and check their answers."""
         while self.scheduler.has_work():
             self.step()
         while self.flying:
             self.land()
+        self.check()
+
+    def check(self) -> None:
+        """Check that all requests have ended, and that answers are the toy model's, but for those given up."""
+        limit = self.max_model_len
+        for name, answers in self.answers.items():
+            group, report = self.groups[name], self.scheduler.reports.explain(name)
+            if report is None:  # it is forgotten
+                assert name in self.finished
+                continue
+            assert report["finished"]
+            params, ids = group.params, [*group.prompt]
+            ended = [row["index"] for row in report["answers"] if row["finish_reason"] in ("stop", "length")]
+            ended = [index for index in ended if index in answers]
+            most = limit if params.max_tokens is None else params.max_tokens
+            if params.use_beam_search:
+                beams = expected_beams(ids, most, limit, params.num_sequences, params.n, params.ignore_eos)
+                assert not ended or [*answers.values()] == beams
+            for index in ended if not (params.use_beam_search or params.stop_token_ids) else ():
+                seed = adapted_seed(sample_seed(index, params.seed), group.adapter and group.adapter.row)
+                assert answers[index] == expected(ids, most, limit, params.ignore_eos, seed)
 
 
 def prompt(length: int, start: int = 1) -> list[int]:

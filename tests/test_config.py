@@ -58,10 +58,10 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_generation_config_is_what_llm_takes_without_parameters(folder: Path) -> None:
-    own = {"temperature": 0.5, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.1, "max_tokens": 9}
-    assert default_sampling(EngineConfig(str(folder))) == own
+    defaults = {"temperature": 0.5, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.1, "max_tokens": 9}
+    assert default_sampling(EngineConfig(str(folder))) == defaults
     llm = LLM(str(folder), device="cpu", dtype="float32", seed=3)
-    assert llm.get_default_sampling_params() == SamplingParams(**own)
+    assert llm.get_default_sampling_params() == SamplingParams(**defaults)
     tokens = llm.generate("Enter", use_tqdm=False)[0].outputs[0].token_ids
     assert 0 < len(tokens) <= 9
     longer = SamplingParams(max_tokens=12, ignore_eos=True)

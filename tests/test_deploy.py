@@ -139,9 +139,9 @@ def test_it_needs_no_rights(name):
 
 @pytest.mark.parametrize("name", SERVERS[1:])
 def test_they_differ_only_where_they_must(name):
-    own = {"args", "resources", "volumeMounts"}
+    needed = {"args", "resources", "volumeMounts"}
     first, other = container(SERVERS[0]), container(name)
-    assert {key for key in first | other if first.get(key) != other.get(key)} <= own
+    assert {key for key in first | other if first.get(key) != other.get(key)} <= needed
     first, other = pod(SERVERS[0]), pod(name)
     differing = {key for key in first | other if first.get(key) != other.get(key)}
     assert differing <= {"containers", "volumes", "terminationGracePeriodSeconds"}
@@ -160,10 +160,10 @@ def test_the_image_takes_every_command_and_serves_without_one(tmp_path: Path, wo
     (tmp_path / "manta").chmod(0o755)
     environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     command = ["sh", "-c", script, "manta-container", *words.split(), "--port", "1"]
-    said = subprocess.run(command, env=environment, capture_output=True, text=True).stdout
+    output = subprocess.run(command, env=environment, capture_output=True, text=True).stdout
     serves = "serve --host 0.0.0.0"
     wanted = words if COMMANDS.keys() - {"serve"} & {words} else serves if words == "serve" else f"{serves} {words}"
-    assert said.split() == [*wanted.split(), "--port", "1"]
+    assert output.split() == [*wanted.split(), "--port", "1"]
 
 
 def test_what_ends_a_server_waits_until_it_has_drained():

@@ -30,8 +30,8 @@ def test_links_lead_somewhere_and_files_are_there(page: Path) -> None:
         return
     for name in re.findall(r"`(?:python )?((?:\w+/)*\w+\.py)[` ]", text):
         places = (name, f"bench/{name}", f"tests/{name}", f"tests/*/{name}")
-        found = any(next(ROOT.glob(place), None) for place in places)
-        assert found or name.startswith("modeling_"), f"{name} is not there"  # that is transformers'
+        exists = any(next(ROOT.glob(place), None) for place in places)
+        assert exists or name.startswith("modeling_"), f"{name} is not there"  # that is transformers'
 
 
 def test_all_parsers_are_named() -> None:

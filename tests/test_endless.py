@@ -60,18 +60,18 @@ class Endless:
         scheduler, config, key = self.engine.scheduler, self.engine.config, request.seqs[0].key[:2]
         live = scheduler.requests.values()
         ahead = [r for r in live if self.policy == "fair" or r.seqs[0].key[:2] <= key]
-        more = self.may_pass(request) if self.policy == "fair" else 0
-        barred = 1 + more + sum(r.adapter is not None and r.adapter.row >= self.slots for r in ahead)
-        steps = sum(r.num_prompt + r.params.max_tokens for r in ahead) + (more + 2 * barred) * LIMIT
+        passing = self.may_pass(request) if self.policy == "fair" else 0
+        barred = 1 + passing + sum(r.adapter is not None and r.adapter.row >= self.slots for r in ahead)
+        steps = sum(r.num_prompt + r.params.max_tokens for r in ahead) + (passing + 2 * barred) * LIMIT
         steps *= self.engine.depth if config.enable_chunked_prefill else self.engine.depth * (1 + config.max_num_seqs)
         self.due[request.request_id] = scheduler.step + steps
 
     def may_pass(self, request: SequenceGroup) -> int:
         """Later requests that `fair` may put before this one: other clients get as many tokens as its own has then."""
-        clients, own = self.engine.scheduler.policy.clients, request.client
+        clients, name_of_client = self.engine.scheduler.policy.clients, request.client
         most, least = MOST_PROMPT + 2 * 2 * MOST_OUTPUT, 1 + 2  # tokens that a request is charged
-        queued = sum(other.client == own for other in self.engine.scheduler.requests.values())
-        behind = max(0, clients[own].counter - min(client.counter for client in clients.values()))
+        queued = sum(other.client == name_of_client for other in self.engine.scheduler.requests.values())
+        behind = max(0, clients[name_of_client].counter - min(client.counter for client in clients.values()))
         return CLASSES * ((queued + NUM_ADAPTERS + 1) * most + behind) // least
 
     def num_passed(self) -> int:
@@ -108,8 +108,8 @@ class Endless:
             scheduler.abort(self.random.choice([*scheduler.requests]))
         if scheduler.has_work():
             self.step_with_bar()
-        late = [name for name in scheduler.requests if scheduler.step > self.due[name]]
-        assert not late, f"{late} of {len(scheduler.requests)} requests have waited too long"
+        overdue = [name for name in scheduler.requests if scheduler.step > self.due[name]]
+        assert not overdue, f"{overdue} of {len(scheduler.requests)} requests have waited too long"
 
     def step_with_bar(self) -> None:
         """A step of the engine, after which the bar must have held."""

@@ -39,8 +39,8 @@ while scheduler.has_work():
 def steps_of(chapter: str) -> list[tuple[str, str, str]]:
     """Each block of code in a chapter of the page: the file that was named last, its language, and the code."""
     text, steps, file = PAGE.partition(f"## {chapter}\n")[2].partition("\n## ")[0], [], ""
-    for said, language, code in re.findall(r"(.*?)^ *```(\w+)\n(.*?)^ *```$", text, re.DOTALL | re.MULTILINE):
-        file = (re.findall(r"`([\w/]+\.py)`", said) or [file])[-1]
+    for before, language, code in re.findall(r"(.*?)^ *```(\w+)\n(.*?)^ *```$", text, re.DOTALL | re.MULTILINE):
+        file = (re.findall(r"`([\w/]+\.py)`", before) or [file])[-1]
         steps.append((file, language, code))
     return steps
 
@@ -216,8 +216,8 @@ def test_a_module_that_fails_while_it_is_imported_is_told_with_its_line(tmp_path
 def test_a_kernel_is_stepped_through():
     """It stops in our file at the kernel's first line, and goes on to where something is called."""
     pytest.importorskip("triton")
-    command, said = [sys.executable, "docs/step_through.py"], "b _attend\nc\np KV, BLOCK_N\ncl 2\nc\n"
-    ran = subprocess.run(command, cwd=ROOT, input=said, capture_output=True, text=True)
+    command, commands = [sys.executable, "docs/step_through.py"], "b _attend\nc\np KV, BLOCK_N\ncl 2\nc\n"
+    ran = subprocess.run(command, cwd=ROOT, input=commands, capture_output=True, text=True)
     at = rf"> {re.escape(str(ROOT / 'kernels.py'))}\(\d+\)"
     assert re.search(rf"{at}attention_decode_kernel\(\)\n-> i_p, i_part = ", ran.stdout), ran
     assert re.search(rf"{at}_attend\(\)\n-> .*\n\(Pdb\) \(2, \d+\)\n", ran.stdout), ran

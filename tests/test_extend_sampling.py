@@ -58,14 +58,14 @@ print("works")
 
 def steps(page: str) -> list[tuple[str, str, str]]:
     """(file, text before, text after) of each ```diff block; its file is the last that is named above it."""
-    found, file = [], ""
+    blocks, file = [], ""
     for named, block in re.findall(r"`([\w/]+\.py)`[^`]*(?=[:.] |:\n|\.\n)|```diff\n(.*?)```", page, re.DOTALL):
         file = named or file
         if block:
             lines = block.splitlines(keepends=True)
             before, after = ("".join(x[1:] for x in lines if x[0] in kept) for kept in (" -", " +"))
-            found.append((file, before, after))
-    return found
+            blocks.append((file, before, after))
+    return blocks
 
 
 @pytest.fixture

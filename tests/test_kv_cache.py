@@ -7,7 +7,7 @@ from itertools import takewhile
 
 import pytest
 
-from fake_worker import VOCAB, Engine, expected, prompt, sample_seed
+from fake_worker import VOCAB, Engine, prompt
 from integrity import check_pool
 from kv_cache import BlockManager
 from scheduling.host_memory import COPIES
@@ -142,7 +142,6 @@ def test_fully_cached_prompt_computes_its_last_token_only():
     assert request.group.num_cached == 15 and [count for _, count in plan.rows] == [1]
     assert not plan.copies  # nobody else reads the block
     engine.run()
-    assert engine.outputs["again"] == engine.outputs["first"]
 
 
 def test_fully_cached_prompt_in_use_copies_its_last_block():
@@ -153,7 +152,6 @@ def test_fully_cached_prompt_in_use_copies_its_last_block():
     plan = engine.step()
     assert len(plan.copies) == 1
     engine.run()
-    assert engine.outputs["again"] == engine.outputs["first"] == expected(prompt(16), 30, 64, ignore_eos=True)
 
 
 def test_stale_hash_after_reuse_is_not_found():
@@ -165,7 +163,6 @@ def test_stale_hash_after_reuse_is_not_found():
     again = engine.add("again", prompt(16), max_tokens=2, ignore_eos=True)
     engine.run()
     assert again.group.num_cached < 15
-    assert engine.outputs["again"] == engine.outputs["first"]
 
 
 def test_prefix_caching_can_be_off():
@@ -174,7 +171,6 @@ def test_prefix_caching_can_be_off():
         engine.add(name, prompt(16), max_tokens=3)
         engine.run()
     assert engine.scheduler.reports.metrics()["prefix_cache_hits_total"] == 0
-    assert engine.outputs["first"] == engine.outputs["again"]
 
 
 def test_prefix_hit_after_preemption():
@@ -190,7 +186,7 @@ def test_prefix_hit_after_preemption():
     metrics = engine.scheduler.reports.metrics()  # what clients are told of is what was cached when they came
     assert first.group.num_cached == second.group.num_cached == metrics["prefix_cache_hits_total"] == 0
     assert metrics["prefix_cache_queries_total"] == 16 + 15
-    assert engine.outputs["second"] == expected(prompt(15, 3), 20, 40, ignore_eos=True)
+    engine.check()
 
 
 def test_prefixes_come_back_from_host_memory():
@@ -203,7 +199,6 @@ def test_prefixes_come_back_from_host_memory():
     plan = engine.step()
     assert again.group.num_cached == 27 and len(plan.swap_in) > 3
     engine.run()
-    assert engine.outputs["again"] == engine.outputs["first"]
     assert engine.scheduler.reports.metrics()["host_cache_hits_total"] > 0
     engine.scheduler.space.reset_prefix_cache()
     forgotten = engine.add("forgotten", prompt(28), max_tokens=2, ignore_eos=True)
@@ -253,8 +248,6 @@ def test_swapped_blocks_can_be_found_by_others():
     twin = engine.add("twin", prompt(20), priority=0, max_tokens=2, ignore_eos=True)
     engine.run()
     assert twin.group.num_cached == 19
-    assert engine.outputs["twin"] == expected(prompt(20), 2, 32, ignore_eos=True)
-    assert engine.outputs["low"] == expected(prompt(20), 8, 32, ignore_eos=True)
 
 
 @pytest.mark.parametrize("fields", [{}, {"preemption_mode": "swap"}, {"max_num_batched_tokens": 8}], ids=str)
@@ -267,9 +260,6 @@ def test_blocks_that_a_window_has_passed_are_given_back(fields):
         assert sum(block >= 0 for block in seq.tables[0]) <= (9 + 4) // 4 + 1 or seq.num_computed < 20
     engine.run()
     assert any(seq.num_preemptions for seq in seqs)
-    for i in range(8):
-        for index, tokens in engine.answers[str(i)].items():
-            assert tokens == expected(prompt(20, i), 50, 80, ignore_eos=True, seed=sample_seed(index))
     assert engine.scheduler.blocks.num_free == 22
 
 
@@ -281,8 +271,7 @@ def test_lookahead_slots_are_owned_ahead_of_the_tokens():
         engine.step()
         for seq in engine.scheduler.running:
             assert len(seq.tables[0]) * 4 >= min(seq.num_computed, seq.num_tokens) + 5
-    for i in range(4):
-        assert engine.outputs[str(i)] == expected(prompt(6, i), 20, 40, ignore_eos=True)
+    engine.check()
     with pytest.raises(ValueError, match="17 KV blocks of 4; the whole pool has 16"):
         Engine(num_blocks=16, num_lookahead_slots=5).add("a", prompt(4), max_tokens=60)
 
@@ -297,8 +286,7 @@ def test_pool_exactly_full():
         engine.step()
         full += engine.scheduler.blocks.num_free == 0
     assert full > 0 and engine.scheduler.counters["num_preemptions_total"] == 0
-    for i in range(3):
-        assert engine.outputs[str(i)] == expected(prompt(8, i), 9, 17, ignore_eos=True)
+    engine.check()
 
 
 def test_preempted_while_its_swap_in_is_pending():
@@ -316,7 +304,6 @@ def test_preempted_while_its_swap_in_is_pending():
             engine.step()
     engine.run()
     assert low.num_preemptions == 4
-    assert engine.outputs["low"] == expected(prompt(20), 8, 32, ignore_eos=True)
 
 
 def test_a_block_given_up_while_a_step_reads_it_is_free_for_the_next_plan():
@@ -329,10 +316,11 @@ def test_a_block_given_up_while_a_step_reads_it_is_free_for_the_next_plan():
     again = engine.add("again", prompt(16), max_tokens=5, ignore_eos=True)
     overlapping = engine.scheduler.schedule()  # made while the first step still runs
     assert again.group.num_cached == 0
-    assert not [*engine.scheduler.update(plan, engine.worker.step(plan))]
-    engine.scheduler.update(overlapping, engine.worker.step(overlapping))
+    engine.flying += [plan, overlapping]
+    engine.land()
+    engine.land()
+    assert not engine.outputs["a"]
     engine.run()
-    assert len(engine.outputs["again"]) == 4  # but for the first, which was not asked for here
 
 
 # --- steps that are interrupted before their moves --------------------------------------------------------------------
@@ -364,7 +352,6 @@ def test_what_a_step_was_to_bring_back_is_not_found_where_it_never_came():
     interrupt(engine, lambda plan: plan.swap_in)
     assert again.status is Status.WAITING
     engine.run()
-    assert engine.outputs["again"] == expected(prompt(20), 6, 36, ignore_eos=True)
 
 
 def test_what_a_step_was_to_keep_in_host_memory_is_not_found_there():
@@ -377,7 +364,6 @@ def test_what_a_step_was_to_keep_in_host_memory_is_not_found_there():
     engine.run()
     engine.add("again", prompt(20), max_tokens=6, ignore_eos=True)
     engine.run()
-    assert engine.outputs["again"] == expected(prompt(20), 6, 36, ignore_eos=True)
 
 
 def test_who_was_to_be_swapped_out_by_a_step_computes_its_tokens_again():
@@ -390,4 +376,3 @@ def test_who_was_to_be_swapped_out_by_a_step_computes_its_tokens_again():
     interrupt(engine, lambda plan: low.status is Status.SWAPPED)
     assert low.status is Status.WAITING and engine.scheduler.space.host.num_free == 32
     engine.run()
-    assert engine.outputs["low"] == expected(prompt(20), 8, 32, ignore_eos=True)

@@ -75,14 +75,14 @@ def imports(source: str) -> set[str]:
 @pytest.fixture
 def recipe(monkeypatch: pytest.MonkeyPatch) -> Any:
     """What setup.py defines, without setuptools; `asked` is what it asks of these."""
-    stand_in, command, asked = ModuleType("setuptools"), ModuleType("build_py"), dict[str, Any]()
-    stand_in.setup, command.build_py = lambda **more: asked.update(more), object
+    stand_in, command, options = ModuleType("setuptools"), ModuleType("build_py"), dict[str, Any]()
+    stand_in.setup, command.build_py = lambda **more: options.update(more), object
     monkeypatch.setitem(sys.modules, "setuptools", stand_in)
     monkeypatch.setitem(sys.modules, "setuptools.command.build_py", command)
     spec = importlib.util.spec_from_file_location("recipe", ROOT / "setup.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return SimpleNamespace(**vars(module), asked=asked)
+    return SimpleNamespace(**vars(module), asked=options)
 
 
 def test_the_recipe_packs_all_folders(recipe: Any) -> None:

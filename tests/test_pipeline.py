@@ -79,10 +79,10 @@ def run(model: Transformer, incoming: torch.Tensor | None = None) -> torch.Tenso
     state.block_tables[:, :, :2] = tables
     slots, starts = torch.tensor([1, 0], dtype=torch.int32), torch.tensor([0, 1, 22], dtype=torch.int32)
     state.token_ids[:, :21] = torch.arange(42, dtype=torch.int32).view(2, 21)
-    found = reference.prepare_inputs(
+    inputs = reference.prepare_inputs(
         state.token_ids, state.num_computed, state.block_tables, slots, starts, 22, size
     )  # fmt: skip
-    ids, positions, slot_mapping, lens = found
+    ids, positions, slot_mapping, lens = inputs
     batch = Batch(
         input_ids=ids, positions=positions, slot_mapping=slot_mapping, seq_lens=lens, slots=slots,
         block_tables=state.block_tables, num_decodes=1, starts=starts, query_starts=starts[1:] - 1, max_query_len=21,
@@ -127,9 +127,9 @@ def test_layers_are_divided_by_bytes(tmp_path: Path, given: dict[str, Any], stag
 
 def test_layers_are_divided_as_asked_for(tmp_path: Path) -> None:
     config = model_config(tmp_path, architectures=["LlamaForCausalLM"], num_hidden_layers=4)
-    asked = EngineConfig(pipeline_parallel_size=2, pipeline_layer_partition="1,3")
-    assert stage_layers(asked, config, reference, torch.float32) == [range(1), range(1, 4)]
-    for fields, said in (
+    partitioned = EngineConfig(pipeline_parallel_size=2, pipeline_layer_partition="1,3")
+    assert stage_layers(partitioned, config, reference, torch.float32) == [range(1), range(1, 4)]
+    for fields, message in (
         (
             {"pipeline_parallel_size": 2, "pipeline_layer_partition": "2,3"},
             r"is '2,3'; .* has 4 layers, and a stage may",
@@ -137,16 +137,16 @@ def test_layers_are_divided_as_asked_for(tmp_path: Path) -> None:
         ({"pipeline_parallel_size": 5}, r"is 5; .* has 4 layers, which can be divided in at most 4 stages"),
         ({"pipeline_layer_partition": "3"}, r"is '3'; .* has 4 layers"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             stage_layers(EngineConfig(**fields), config, reference, torch.float32)
-    for fields, said in (
+    for fields, message in (
         ({"pipeline_layer_partition": "1,3"}, r"'1,3'; these are 2 counts; .* pipeline_parallel_size is 1"),
         ({"pipeline_layer_partition": "1;3"}, r"'1;3'; it must be counts of layers, like 12,16"),
         ({"pipeline_parallel_size": 0}, "must be at least 1"),
         ({"pipeline_parallel_size": 8, "max_num_seqs": 4}, "must be at most max_num_seqs, 4"),
         ({"pipeline_parallel_size": 2, "distributed_executor_backend": "uni"}, "'uni', which has one worker"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             EngineConfig(**fields)
 
 
@@ -154,12 +154,12 @@ def test_a_stage_has_the_kinds_of_the_whole_model_and_smaller_pages() -> None:
     windows, shapes = [9, 9, 9, 9, 9, 0] * 4, [(2, 2, 16)] * 24
     whole = layout_of(windows, shapes)
     halves = [part_of(whole, shapes, range(begin, begin + 12)) for begin in (0, 12)]
-    for half, own in zip(halves, (range(12), range(12, 24)), strict=True):
+    for half, layers in zip(halves, (range(12), range(12, 24)), strict=True):
         assert half.windows == whole.windows and half.shapes == whole.shapes
         assert half.total * 2 == whole.total and half.size <= whole.size / 2 + 64
-        places = [half.places[i] for i in own]
+        places = [half.places[i] for i in layers]
         assert len(set(places)) == 12 and all(
-            half.windows[kind] == windows[i] for i, (kind, _) in zip(own, places, strict=True)
+            half.windows[kind] == windows[i] for i, (kind, _) in zip(layers, places, strict=True)
         )
         assert all(place < half.layers[kind] for kind, place in places)
     assert part_of(whole, shapes, [0]).layers.count(0) > 0  # no layer of some kinds, whose blocks it does not fill

@@ -101,8 +101,8 @@ class Scenario:
         name, ids = str(len(self.engine.answers)), prompt(min(length, self.limit - 1), start)
         self.adapter_of[name] = chosen = adapter - 1 if adapter and self.adapters else None
         params, self.prompts[name] = self.SAMPLES[samples], ids
-        more = {"priority": priority, "client": str(priority), "adapter": chosen, "max_tokens": max_tokens}
-        seq = self.engine.add(name, ids, **params, **more)
+        fields = {"priority": priority, "client": str(priority), "adapter": chosen, "max_tokens": max_tokens}
+        seq = self.engine.add(name, ids, **params, **fields)
         self.asked[name] = ids, max_tokens
         for other in self.engine.scheduler.requests.values():
             if other is seq.group or self.any_order or other.seqs[0].key[0] > seq.key[0]:
@@ -145,15 +145,15 @@ class Scenario:
         Of what was proposed, their grammars take some, or none.
         """
         masked = [seq for seq in self.engine.scheduler.others if seq.group.params.constrained]
-        late = {seq for seq in masked if awaits_token(seq)}
+        without_mask = {seq for seq in masked if awaits_token(seq)}
         if masked and self.num_late < MOST_LATE and self.random.random() < 0.3:
             self.num_late += 1
-            late.add(self.random.choice(masked))
+            without_mask.add(self.random.choice(masked))
             for name in self.due:  # a step that is missed may be a turn of all lanes
                 self.due[name] += self.engine.depth
-        for seq in (seq for seq in masked if seq not in late):
+        for seq in (seq for seq in masked if seq not in without_mask):
             del seq.proposed[self.random.randrange(4) :]
-        self.engine.scheduler.awaiting_masks = late
+        self.engine.scheduler.awaiting_masks = without_mask
 
     def interrupt(self, plan: StepPlan) -> tuple[int, int] | None:
         """Where a step that moves blocks is interrupted, if it is to be; what is rare is not missed."""
@@ -188,11 +188,11 @@ class Scenario:
 
     def lose(self, lost: bool, refuse: bool, whole: int = 9, moves: int = NUM_MOVES) -> None:
         """The workers are lost in a step, or it is interrupted; and the latest to come may be to blame for it."""
-        known = set(self.engine.finished)
+        finished = set(self.engine.finished)
         self.be_late()
         self.engine.lose(lost, "it will not fit" if refuse else None, whole, moves)
         self.check_books()
-        self.check_loss(set(self.engine.finished) - known)
+        self.check_loss(set(self.engine.finished) - finished)
 
     def check_loss(self, ended: set[str]) -> None:
         """Only some of `ended` have ended by it; all others have as much time again."""

@@ -85,8 +85,11 @@ def test_a_request_that_a_policy_fails_for_is_not_kept(fails, name):
 def test_a_script_hears_of_it_and_may_go_on(make_llm):
     options = {"scheduling_policy": PICKY, "logits_processors": [PROCESSOR], "max_num_seqs": 2, "max_model_len": 64}
     with make_llm(**options) as llm:
-        for length, said in ((RANK, "Picky.rank returned None"), (STEP, r"Processor.__call__ returned \[\d, 1023\]")):
-            with pytest.raises(ValueError, match=rf"^bad_classes:{said}.*{FILE}, line \d+\)$"):
+        for length, message in (
+            (RANK, "Picky.rank returned None"),
+            (STEP, r"Processor.__call__ returned \[\d, 1023\]"),
+        ):
+            with pytest.raises(ValueError, match=rf"^bad_classes:{message}.*{FILE}, line \d+\)$"):
                 llm.generate([[5] * 4, [5] * length, [5] * 4], SHORT, use_tqdm=False)
             assert not llm.core.has_work()
             assert len(llm.generate([5] * 4, SHORT, use_tqdm=False)[0].outputs[0].token_ids) == 2
@@ -139,11 +142,11 @@ def test_a_server_tells_its_clients(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"))
     options = ("--scheduling-policy", PICKY, "--logits-processors", PROCESSOR, "--max-num-seqs", "2", "--threads", "1")
     with serving(tmp_path, *options) as server:
-        said = {}
+        messages = {}
         for length in (RANK, STEP, 4, END):
             body = {"prompt": [5] * length, "max_tokens": 2}
             status, text = server.post("/v1/completions", body)
-            said[length] = status, json.loads(text).get("error", {"message": ""})["message"]
-    assert [status for status, _ in said.values()] == [500, 500, 200, 503], said
+            messages[length] = status, json.loads(text).get("error", {"message": ""})["message"]
+    assert [status for status, _ in messages.values()] == [500, 500, 200, 503], messages
     for length, words in ((RANK, "Picky.rank returned None"), (STEP, "Processor.__call__ returned"), (END, "no nine")):
-        assert words in said[length][1] and "bad_classes.py, line " in said[length][1], said
+        assert words in messages[length][1] and "bad_classes.py, line " in messages[length][1], messages

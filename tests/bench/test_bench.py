@@ -134,7 +134,7 @@ def test_vllm_is_asked_by_its_own_api(monkeypatch):
             assert len(prompts) == len(params)
             made.append((self.options, prompts, params))
             return [
-                SimpleNamespace(outputs=[SimpleNamespace(token_ids=(7,) * asked["max_tokens"])]) for asked in params
+                SimpleNamespace(outputs=[SimpleNamespace(token_ids=(7,) * param["max_tokens"])]) for param in params
             ]
 
     made = []
@@ -146,7 +146,7 @@ def test_vllm_is_asked_by_its_own_api(monkeypatch):
     ((options, prompts, params),) = made
     assert options["model"] == "folder" and (options["max_model_len"], options["gpu_memory_utilization"]) == (64, 0.45)
     assert prompts == [{"prompt_token_ids": [1, 2]}, {"prompt_token_ids": [3]}]
-    assert [(asked["max_tokens"], asked["ignore_eos"], asked["temperature"]) for asked in params] == [
+    assert [(param["max_tokens"], param["ignore_eos"], param["temperature"]) for param in params] == [
         (2, True, 0.6), (1, True, 0.6),
     ]  # fmt: skip
 

@@ -57,13 +57,13 @@ def in_tier(case: Any) -> Any:
 def test_each_case_is_checked_against_its_twin(case):
     with np.errstate(all="ignore"):  # the interpreter computes in numpy, which warns of log(0)
         assert bench_kernels.check(case, kernels, reference, "cpu") <= 1e-2
-    for i, wrong in enumerate((50, float("nan"))):
-        found = bench_kernels.results(case.make("cpu"), reference)[-1].clone(memory_format=torch.contiguous_format)
-        if i == 0 or found.is_floating_point():
-            spoilt = found.clone()
-            spoilt.view(-1)[len(spoilt) // 2] += wrong
+    for i, value in enumerate((50, float("nan"))):
+        result = bench_kernels.results(case.make("cpu"), reference)[-1].clone(memory_format=torch.contiguous_format)
+        if i == 0 or result.is_floating_point():
+            spoilt = result.clone()
+            spoilt.view(-1)[len(spoilt) // 2] += value
             with pytest.raises(AssertionError, match=case.op):
-                bench_kernels.relative_error(case, spoilt, found)
+                bench_kernels.relative_error(case, spoilt, result)
 
 
 @pytest.mark.interpreted
@@ -181,5 +181,5 @@ def test_an_op_is_compared_with_its_twin_by_name(monkeypatch, capsys):
     no_ops = {"keys_of", "uniform", "apart", "dequantize"}
     assert {n for n in made if n[0] != "_"} - no_ops == set(message.partition("ops: ")[2].split(", "))
     monkeypatch.setattr(kernels, "act", lambda *args: 1.1 * reference.act(*args))
-    code, told = said("act")
-    assert code == 1 and told.endswith("error 1.00e-01 where 0.01 is allowed: WRONG\n")
+    code, text = said("act")
+    assert code == 1 and text.endswith("error 1.00e-01 where 0.01 is allowed: WRONG\n")

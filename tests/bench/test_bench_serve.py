@@ -116,8 +116,8 @@ def answers(*scripts):
 
         async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
             port = server.sockets[0].getsockname()[1]
-            found = [await read_events(port, b"{}", time.perf_counter()) for _ in scripts]
-        return [*found, await read_events(port, b"{}", time.perf_counter())]
+            replies = [await read_events(port, b"{}", time.perf_counter()) for _ in scripts]
+        return [*replies, await read_events(port, b"{}", time.perf_counter())]
 
     return asyncio.run(run())
 

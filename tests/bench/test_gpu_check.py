@@ -119,11 +119,11 @@ def test_a_test_is_told_of_before_the_others_have_ended(tmp_path, monkeypatch, p
         pass
     assert row["test"].endswith("test_some.py::test_fails") and row["failure"].startswith("assert 1 == 2")
     go.touch()
-    found = []
+    others = []
     with pytest.raises(AssertionError, match="see the rows before"):
         for row in rows:
-            found.append(row)
-    *earlier, last = [{key: row[key] for key in ("tests", "failed", "skipped")} for row in found]
+            others.append(row)
+    *earlier, last = [{key: row[key] for key in ("tests", "failed", "skipped")} for row in others]
     assert earlier[-1] == last == {"tests": 4, "failed": 1, "skipped": 1} and earlier[0]["tests"] == 2
 
 
@@ -131,11 +131,11 @@ def test_what_a_checker_finds_is_a_row_and_a_failure(tmp_path):
     file, checker = tmp_path / "test_some.py", tmp_path / "checker.py"
     file.write_text("def test_passes(): pass")
     checker.write_text(CHECKER)
-    found = []
+    both = []
     with pytest.raises(AssertionError, match="see the rows before"):
         for row in gpu_tests.pytest_rows([[str(file)]], {"racecheck": [sys.executable, str(checker)]}):
-            found.append(row)
-    finding, last = found
+            both.append(row)
+    finding, last = both
     assert finding["checker"] == "racecheck" and finding["says"].startswith("Error: Race reported")
     assert last["tests"] == 1 and last["findings"] == {"racecheck": 1}
 

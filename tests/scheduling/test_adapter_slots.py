@@ -277,12 +277,12 @@ def test_adapters_are_loaded_anew_after_what_went_wrong(lost):
 
 def test_virtual_tokens_are_where_the_slot_of_their_adapter_is():
     """The scheduler's own tokens are the same in all slots; those of the plans are not."""
-    slots, plan, known = AdapterSlots(3, room=8), StepPlan(0), []
+    slots, plan, tables = AdapterSlots(3, room=8), StepPlan(0), []
     for i, virtual in enumerate((2, 0, 8)):
         adapter = Adapter(str(i), i, "", virtual)
         request = SequenceGroup(str(i), [PLACEHOLDER] * virtual + [5, 6], SamplingParams(), adapter=adapter)
         seq = Sequence(request, 0, Timeline(WaitClock()))
         slots.take(seq, plan)
-        known.append(slots.row_tokens(seq))
+        tables.append(slots.row_tokens(seq))
     assert plan.adapters == [(0, 0), (1, 1), (2, 2)]
-    assert known == [[-1, -2, 5, 6], [5, 6], [*range(-17, -25, -1), 5, 6]]
+    assert tables == [[-1, -2, 5, 6], [5, 6], [*range(-17, -25, -1), 5, 6]]

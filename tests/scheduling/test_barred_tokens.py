@@ -61,13 +61,13 @@ def test_no_answer_ends_before_min_tokens(llm, requests):
 def barred(llm, requests) -> tuple[list[list[int]], list[SamplingParams], list[list[int]]]:
     """The same with all that bars tokens at once, and the answers: bad words are of what would be written else."""
     prompts, params = requests
-    free, asked = llm.generate(prompts, params, use_tqdm=False), []
-    for i, (output, given) in enumerate(zip(free, params, strict=True)):
+    free, changed = llm.generate(prompts, params, use_tqdm=False), []
+    for i, (output, param) in enumerate(zip(free, params, strict=True)):
         ids = output.outputs[0].token_ids
         words = [tuple(ids[:2]), tuple(ids[3:6]), tuple(ids[5:9]), (ids[0],)][: 3 + (i % 3 == 2)]
         allowed = None if i % 4 < 2 else tuple({*range(0, 1024, 2), *ids, *llm.core.model_config.eos_token_ids})
-        asked.append(replace(given, bad_word_ids=words, allowed_token_ids=allowed))
-    return prompts, asked, drawn(llm.generate(prompts, asked, use_tqdm=False))
+        changed.append(replace(param, bad_word_ids=words, allowed_token_ids=allowed))
+    return prompts, changed, drawn(llm.generate(prompts, changed, use_tqdm=False))
 
 
 def ends_of(words, ids: list[int]) -> set[int]:
@@ -82,12 +82,12 @@ def completions(words, ids: list[int]) -> list[int]:
 
 def test_all_that_bars_tokens_does_so_at_once(llm, requests, barred):
     prompts, params, answers = barred
-    owners = [given for given in params for _ in range(given.n)]
-    for ids, given in zip(answers, owners, strict=True):
-        assert len(ids) > 12 and not completions(given.bad_word_ids, ids)
-        assert not given.allowed_token_ids or {*ids} <= {*given.allowed_token_ids}
+    owners = [param for param in params for _ in range(param.n)]
+    for ids, param in zip(answers, owners, strict=True):
+        assert len(ids) > 12 and not completions(param.bad_word_ids, ids)
+        assert not param.allowed_token_ids or {*ids} <= {*param.allowed_token_ids}
     free = drawn(llm.generate(prompts, requests[1], use_tqdm=False))
-    assert sum(bool(completions(given.bad_word_ids, ids)) for ids, given in zip(free, owners, strict=True)) > 11
+    assert sum(bool(completions(param.bad_word_ids, ids)) for ids, param in zip(free, owners, strict=True)) > 11
 
 
 @pytest.mark.parametrize(
@@ -159,13 +159,13 @@ def test_many_draws_write_no_bad_word(llm):
 def test_no_stop_string_ends_an_answer_before_min_tokens(llm, scene):
     """The text goes on to the stop string that the text of the first tokens does not hold, or not all of."""
     (free,), least = scene.outputs, 12
-    border, more = (llm.tokenizer.decode(free.token_ids[:count]) for count in (least, least + 1))
-    again = next(char for char in border if char in free.text[len(more) :])
-    over = free.text[len(border) - 1 : len(more)]  # it begins in the text of the first tokens, and ends after it
-    asked = [(again, 0), (again, least), (over, least), (over, least + 1), (border[-1], least - 1), ("\0", least)]
-    held = {count: len(llm.tokenizer.decode(free.token_ids[:count])) for _, count in asked}
-    ends = [free.text.find(stop, max(0, held[count] - len(stop) + 1) if count else 0) for stop, count in asked]
-    cases = {case: free.text[:end] if end >= 0 else free.text for case, end in zip(asked, ends, strict=True)}
+    border, beyond = (llm.tokenizer.decode(free.token_ids[:count]) for count in (least, least + 1))
+    again = next(char for char in border if char in free.text[len(beyond) :])
+    over = free.text[len(border) - 1 : len(beyond)]  # it begins in the text of the first tokens, and ends after it
+    stops = [(again, 0), (again, least), (over, least), (over, least + 1), (border[-1], least - 1), ("\0", least)]
+    held = {count: len(llm.tokenizer.decode(free.token_ids[:count])) for _, count in stops}
+    ends = [free.text.find(stop, max(0, held[count] - len(stop) + 1) if count else 0) for stop, count in stops]
+    cases = {case: free.text[:end] if end >= 0 else free.text for case, end in zip(stops, ends, strict=True)}
     assert cases[over, least] == border[:-1] and cases[again, 0] in border and cases[again, least] not in border
     params = [replace(GREEDY, stop=(stop,), min_tokens=least) for stop, least in cases]
     for output, text in zip(llm.generate([SCENE] * len(cases), params, use_tqdm=False), cases.values(), strict=True):
@@ -210,13 +210,13 @@ def test_a_worker_draws_what_is_left(make, few_programs, monkeypatch, backend, g
             worker.graphs[shape] = graph, graph.ids
     new = [row(i, [1, 2, *([free] if i == 4 else [])]) for i in range(5)]
     few, everything = (free, 5, 9, 31, 32, 96), range(97)
-    for each in new[1:]:
-        each.num_prompt = 2  # row 4 comes back after a preemption, with one token of output
-        each.bad_words = [[free, token] for token in few[:4]] + [[free, free, 5], [7], [31, 96]]
+    for new_row in new[1:]:
+        new_row.num_prompt = 2  # row 4 comes back after a preemption, with one token of output
+        new_row.bad_words = [[free, token] for token in few[:4]] + [[free, free, 5], [7], [31, 96]]
     new[2].allowed, new[3].allowed = bit_words(few), bit_words(few)
     new[3].stops, new[3].min_tokens = bit_words([5, 96]), 3
     new[4].bad_words = [[rng.randrange(97), rng.randrange(97)] for _ in range(97)] + [[free, i] for i in range(30)]
-    outputs, met = [[], [], [], [], [free]], 0
+    outputs, differing = [[], [], [], [], [free]], 0
     for step in range(8):
         rows = [(i, 1 if step else len(new[i].token_ids)) for i in range(5)]
         plan = StepPlan(step + 1, rows=rows, new=[] if step else new, released=[] if step else [0])
@@ -225,9 +225,9 @@ def test_a_worker_draws_what_is_left(make, few_programs, monkeypatch, backend, g
             allowed = {*(few if i in (2, 3) else everything)} - ends_of(new[i].bad_words, outputs[i])
             allowed -= {5, 96} if i == 3 and step < 3 else set()
             assert ids[i] == max(allowed, key=lambda token: float(x[token])), (step, i)
-            met += ids[i] != int(x.argmax())
+            differing += ids[i] != int(x.argmax())
             outputs[i].append(ids[i])
-    assert met > 8 and (not graphs or graph.replays == 7)
+    assert differing > 8 and (not graphs or graph.replays == 7)
 
 
 @pytest.mark.parametrize(
@@ -241,8 +241,8 @@ def test_a_worker_takes_masks_with_its_steps(make, few_programs, monkeypatch, ba
     monkeypatch.setattr(worker, "greedy_head", None)  # it makes no logits
     worker.arrange()
     new = [row(i, [1, 2]) for i in range(3)]
-    for each in new[1:]:
-        each.constrained, each.num_logprobs = True, 2
+    for new_row in new[1:]:
+        new_row.constrained, new_row.num_logprobs = True, 2
     new[2].masked_logprobs = True
     for step in range(5):
         sets = [rng.sample(range(97), rng.choice([1, 2, 40])) for _ in range(2)]
@@ -266,12 +266,12 @@ def test_a_worker_takes_masks_with_its_steps(make, few_programs, monkeypatch, ba
 def test_masked_logprobs_are_not_for_the_next_sequence_of_the_slot(make):
     worker, new = make(ONE_LAYER), [row(0, [1, 2], num_logprobs=2) for _ in range(3)]
     new[1].constrained = new[1].masked_logprobs = True
-    told = []
-    for step, each in enumerate(new):
-        plan = StepPlan(step, rows=[(0, 2)], new=[each], released=[0] * (step > 0))
-        plan.masks = [(0, np.array([1 << 5, 0, 0, 0], dtype=np.uint32).tobytes())] * each.constrained
-        told.append(worker.step(plan).logprobs[0])
-    assert told[0] == told[2] != told[1] and (told[1].ids[0], told[1].sampled) == (5, 0.0)
+    records = []
+    for step, new_row in enumerate(new):
+        plan = StepPlan(step, rows=[(0, 2)], new=[new_row], released=[0] * (step > 0))
+        plan.masks = [(0, np.array([1 << 5, 0, 0, 0], dtype=np.uint32).tobytes())] * new_row.constrained
+        records.append(worker.step(plan).logprobs[0])
+    assert records[0] == records[2] != records[1] and (records[1].ids[0], records[1].sampled) == (5, 0.0)
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
@@ -280,8 +280,8 @@ def test_a_worker_counts_down_and_then_bars_nothing(make, backend, allowed):
     """In the same batch another row goes on as ever. An allowed list of its own comes back afterwards."""
     free, worker = make(backend=backend), make(backend=backend)
     new = [row(0, [1, 2]), row(1, [3])]
-    for each in new:
-        each.allowed = bit_words(allowed) if allowed else None
+    for new_row in new:
+        new_row.allowed = bit_words(allowed) if allowed else None
     plain = free.step(StepPlan(0, rows=[(1, 1), (0, 2)], new=new)).token_ids[1:]
     new[0].stops, new[0].min_tokens = bit_words(plain), 2
     result = [worker.step(StepPlan(0, rows=[(1, 1), (0, 2)], new=new))]
@@ -330,7 +330,7 @@ def test_what_changes_logits_beside_min_tokens_outlasts_them(make):
 
 def test_graphs_of_adjusted_steps_serve_while_a_row_is_held(make):
     """Each step finds the bitmask that its own row is due, and the step in which it is lifted is a plain one."""
-    told = []
+    errors = []
     for graphs in (False, True):
         worker = make()
         new = row(0, [1, 2])
@@ -344,8 +344,8 @@ def test_graphs_of_adjusted_steps_serve_while_a_row_is_held(make):
                 worker.graphs[shape] = graph, graph.ids
                 worker.state.words.copy_(kept[0]), worker.state.token_counts.copy_(kept[1])
         ids = [worker.step(StepPlan(i, rows=[(0, 1)])).token_ids[0] for i in range(1, 7)]
-        told.append(first + ids)
-    assert told[0] == told[1] and min(told[0][:3]) >= 60
+        errors.append(first + ids)
+    assert errors[0] == errors[1] and min(errors[0][:3]) >= 60
     assert [graph.replays for graph, _ in worker.graphs.values()] == [4, 2]
 
 

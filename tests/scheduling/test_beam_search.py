@@ -83,7 +83,7 @@ def by_the_letter(model: Model, search: Search) -> tuple[list[tuple[float, tuple
     running: list[tuple[float, tuple[int, ...]]] = [(0.0, ()), *[(-1e9, ())] * (width - 1)]
     finished: list[tuple[float, tuple[int, ...], bool]] = [(-1e9, (), False)] * width
     for length in range(1, search.max_tokens + 1):
-        every = [(score + more, (*o, token)) for score, o in running for token, more in enumerate(model(o))]
+        every = [(score + value, (*o, token)) for score, o in running for token, value in enumerate(model(o))]
         candidates = top(max(2, 1 + len(search.stop_ids)) * width, every)
         ends = [o[-1] in search.stop_ids or length == search.max_tokens for _, o in candidates]
         running = top(width, [(score - 1e9 * end, o) for (score, o), end in zip(candidates, ends, strict=True)])
@@ -114,11 +114,11 @@ def check_search(data, seed, width, stops, max_tokens, penalty, early):
     vocab = data.draw(st.integers(max(2, width + stops), 14))  # fewer tokens, and transformers makes beams up
     stop_ids = frozenset(random.Random(seed).sample(range(vocab), stops))
     search, model = Search(width, max_tokens, stop_ids, penalty, early), toy(vocab, seed)
-    found, steps = drive(search, model)
+    answers, steps = drive(search, model)
     expected, expected_steps = by_the_letter(model, search)
-    assert [tuple(answer.tokens) for answer in found] == [tokens for _, tokens in expected]
-    assert [answer.score for answer in found] == pytest.approx([score for score, _ in expected])
-    assert [answer.stopped for answer in found] == [tokens[-1] in stop_ids for _, tokens in expected]
+    assert [tuple(answer.tokens) for answer in answers] == [tokens for _, tokens in expected]
+    assert [answer.score for answer in answers] == pytest.approx([score for score, _ in expected])
+    assert [answer.stopped for answer in answers] == [tokens[-1] in stop_ids for _, tokens in expected]
     assert steps == expected_steps
 
 
@@ -140,10 +140,10 @@ def test_search_wide_enough_finds_everything(seed, vocab, stops, max_tokens, pen
             if stop_ids.isdisjoint(output[:-1]) and (stopped or length == max_tokens):
                 logprob = sum(model(output[:i])[token] for i, token in enumerate(output))
                 everything.append((logprob / length**penalty, list(output), stopped))
-    found, _ = drive(Search(vocab**max_tokens + len(everything), max_tokens, stop_ids, penalty, early), model)
+    answers, _ = drive(Search(vocab**max_tokens + len(everything), max_tokens, stop_ids, penalty, early), model)
     everything.sort(key=lambda answer: -answer[0])
-    assert [(answer.tokens, answer.stopped) for answer in found] == [answer[1:] for answer in everything]
-    assert [answer.score for answer in found] == pytest.approx([score for score, _, _ in everything])
+    assert [(answer.tokens, answer.stopped) for answer in answers] == [answer[1:] for answer in everything]
+    assert [answer.score for answer in answers] == pytest.approx([score for score, _, _ in everything])
 
 
 @settings(max_examples=100)
@@ -388,8 +388,8 @@ def test_abort_leaves_nothing_behind(checkpoints, steps):
     for news in finish(core).values():
         outputs += news
     for i, j in places:
-        found = [output for output in outputs if output.request_id == f"{j}.{i}"]
-        assert found or (i, j) == dropped
-        if found:
-            check_answer(core, "llama", i, j, found)
+        brought = [output for output in outputs if output.request_id == f"{j}.{i}"]
+        assert brought or (i, j) == dropped
+        if brought:
+            check_answer(core, "llama", i, j, brought)
     assert core.metrics()["kv_cache_usage_perc"] == 0

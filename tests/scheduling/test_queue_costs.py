@@ -32,11 +32,10 @@ def lines_of_steps(waiting: int, policy: str = "fcfs", adapters: int = 0, most: 
     """The lines of 12 steps of 4 sequences, of which one ends in between, while so many requests wait."""
     engine = Engine(200, max_num_seqs=4, scheduling_policy=policy, max_loras=2, max_num_batched_tokens=64, **fields)
     for i in range(4 + waiting):
-        adapter = i % 2 if i < 4 else i % adapters if adapters else None
-        more = {"adapter": adapter, "priority": i % 3, "client": str(i % 3), "ignore_eos": True}
-        engine.add(
-            str(i), prompt(5), max_tokens=8 if i == 0 else most, **(more if adapters else more | {"adapter": None})
-        )
+        options = {"priority": i % 3, "client": str(i % 3), "ignore_eos": True, "max_tokens": most if i else 8}
+        if adapters:
+            options["adapter"] = i % 2 if i < 4 else i % adapters
+        engine.add(str(i), prompt(5), **options)
     for _ in range(4):
         engine.now += 0.1
         step(engine)
