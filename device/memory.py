@@ -314,18 +314,55 @@ def fit_pool(config: EngineConfig, windows: Sequence[int], fits: int, max_model_
 
 def check_pool(config: EngineConfig, model: Transformer, plan: MemoryPlan, room: int) -> None:
     """Check that `room` bytes, what all else leaves, hold a block of the KV pool. The ValueError says by how much the
-    weights are too large."""
-    if (over := plan.block - room) > 0 and not config.num_gpu_blocks_override:
-        plain = " as plain numbers" if model.config.quantization and not model.coded else ""
-        raise ValueError(too_large(plan.weights, over, plain))
+    weights are too large, and what would make them fit."""
+    over = plan.block - room
+    if over <= 0 or config.num_gpu_blocks_override:
+        return
+    room = plan.weights - sum(table.nbytes for table in model.rotations) - over
+    remedy = what_fits(config, model, room, plan.step + plan.state, plan.context > 0)
+    size, missing = (f"{count / 2**30:,.2f}" for count in (plan.weights, over))
+    plain = " as plain numbers" if model.config.quantization and not model.coded else ""
+    raise ValueError(f"the weights take {size} GiB{plain}, {missing} more than there is room for: {remedy}")
 
 
-def too_large(size: int, missing: int, plain: str = "") -> str:
-    """Says that weights of so many bytes lack room, and what makes more of it."""
-    return (
-        f"the weights take {size / 2**30:,.2f} GiB{plain}, {missing / 2**30:,.2f} more than there is room for: "
-        "use --quantization, more GPUs (--tensor-parallel-size), or lower max_num_batched_tokens and max_num_seqs"
-    )
+def what_fits(config: EngineConfig, model: Transformer, room: int, steps: int, cuda: bool) -> str:
+    """Says with which `--quantization` the weights fit into `room` bytes of a rank, or else on how many GPUs. Lower
+    limits leave a quarter of the `steps` bytes, which the largest step and the batch state take."""
+    few_bits = model.config.quantization or coded_as(config, model.config) == "checkpoint"
+    kinds = [config.quantization] if few_bits else [config.quantization, "int8", "fp8", "int4"]
+    ranks, stages = config.tensor_parallel_size, config.pipeline_parallel_size
+    ways = [(room, ranks, ""), (room + 3 * steps // 4, ranks, "lower max_num_batched_tokens and max_num_seqs")]
+    for n in (ranks << i for i in range(1, 10 if cuda else 1)):
+        ways.append((room - NCCL, n, f"--tensor-parallel-size {n} on {n * stages} GPUs"))
+    for left, count, also in ways:
+        fitting = [kind for kind in kinds if fits(config, model, left, count, kind)]
+        rounded = "" if config.quantization in fitting else f"--quantization {' or '.join(fitting)}"
+        if fitting:
+            return f"use {' and '.join(filter(None, (rounded, also)))}"
+    if room < 0:
+        return "not even a model without weights would fit"
+    return "no --quantization makes them fit" + (", and no number of GPUs" if cuda else "")
+
+
+def fits(config: EngineConfig, model: Transformer, room: int, ranks: int, kind: str) -> bool:
+    """Whether the weights of one of so many ranks, without RoPE's tables, fit into `room` bytes if rounded so."""
+    shape = model.ops, model.dtype, 1, model.group.pipeline
+    try:
+        config = replace(config, tensor_parallel_size=ranks, quantization=kind)  # type: ignore[arg-type]
+        plain = count_bytes(dry_model(config, model.config, *shape).owners())
+        if least_bytes(config, model.config, plain, model.dtype) > room:  # settling many experts takes seconds
+            return False
+        return count_bytes(settled_model(config, model.config, *shape).owners()) <= room
+    except ValueError:  # the model cannot be divided so
+        return False
+
+
+def least_bytes(config: EngineConfig, model_config: ModelConfig, plain: int, dtype: torch.dtype) -> int:
+    """The least that the weights of a rank take, which take `plain` bytes where nothing is in codes. Reads no file."""
+    coded = coded_as(config, model_config)
+    if coded == "checkpoint":
+        return sum(map(os.path.getsize, files_of(config))) // config.world_size
+    return int(plain * (4.5 if coded == "int4" else 8) / (8 * dtype.itemsize)) if coded else plain
 
 
 def report(config: EngineConfig, model: Transformer, plan: MemoryPlan, room: int, where: str) -> Iterator[str]:
@@ -386,6 +423,21 @@ def report(config: EngineConfig, model: Transformer, plan: MemoryPlan, room: int
     yield f"tokens that each of {rows:,} requests may have for all to fit: {share:,}"
 
 
+def settled_model(
+    config: EngineConfig, model_config: ModelConfig, ops: ModuleType, dtype: torch.dtype, max_model_len: int,
+    pipeline: Pipeline, fp8: bool = False,
+) -> Transformer:  # fmt: skip
+    """See `dry_model`; its matrices are in codes if the worker's will be. `fp8`: see `plan_stage`."""
+    coded = coded_as(config, model_config)
+    model = dry_model(config, model_config, ops, dtype, max_model_len, pipeline, coded)
+    if coded and files_of(config):
+        wanted = model.parameters()
+        settle(model, wanted, all_sources(find_weights(model, config.weights or config.folder, wanted)[1]), fp8)
+    elif coded:
+        settle_dummy(model, model.parameters())
+    return model
+
+
 def plan_stage(
     config: EngineConfig, model_config: ModelConfig, ops: ModuleType, dtype: torch.dtype, max_model_len: int,
     pipeline: Pipeline, total: int, fp8: bool,
@@ -398,13 +450,7 @@ def plan_stage(
         total: bytes of a GPU; 0: the stage is on this machine's CPU.
         fp8: whether the GPU may round inputs of products to e4m3.
     """
-    coded = coded_as(config, model_config)
-    model = dry_model(config, model_config, ops, dtype, max_model_len, pipeline, coded)
-    if coded and files_of(config):
-        wanted = model.parameters()
-        settle(model, wanted, all_sources(find_weights(model, config.weights or config.folder, wanted)[1]), fp8)
-    elif coded:
-        settle_dummy(model, model.parameters())
+    model = settled_model(config, model_config, ops, dtype, max_model_len, pipeline, fp8)
     plan = plan_memory(config, model, total > 0)
     if total:
         budget = int(total * config.gpu_memory_utilization)
@@ -422,21 +468,20 @@ def check_room(
     config: EngineConfig, model_config: ModelConfig, ops: ModuleType, dtype: torch.dtype, max_model_len: int,
     pipeline: Pipeline, device: str,
 ) -> None:  # fmt: skip
-    """Check, before any of them is allocated, that there is room for a rank's weights, a draft's, and RoPE's tables; a
-    ValueError if not. Of weights in codes it counts the least that they may take."""
+    """Check, before any of them is allocated, that there is room for a rank's weights, a draft's, and RoPE's tables;
+    raises what `check_pool` does."""
     model = dry_model(config, model_config, ops, dtype, 1, pipeline)  # tables of one token, because they are made
-    size, coded = count_bytes(model.owners()), coded_as(config, model_config)
+    size = count_bytes(model.owners())
     draft = count_bytes({*model.owners(), *(model.draft or model).owners()}) - size
-    if coded == "checkpoint":
-        size = sum(map(os.path.getsize, files_of(config))) // config.world_size
-    elif coded:
-        size = int(size * (4.5 if coded == "int4" else 8) / (8 * dtype.itemsize))
-    size += draft + (max_model_len - 1) * sum(table.nbytes for table in model.rotations)
+    size = least_bytes(config, model_config, size, dtype) + draft
+    size += (max_model_len - 1) * sum(table.nbytes for table in model.rotations)
     if device == "cuda":
         torch.cuda.empty_cache()  # an engine that was closed in this process has left its memory to torch
     free = torch.cuda.mem_get_info()[0] if device == "cuda" else machine.available_bytes()
-    if size > free and not config.num_gpu_blocks_override:
-        raise ValueError(too_large(size, size - free))
+    if size > free:
+        total = free + CONTEXT if device == "cuda" else 0  # the context is there already, and is counted once more
+        stage = plan_stage(config, model_config, ops, dtype, max_model_len, pipeline, total, fp8=False)
+        check_pool(config, *stage[:3])
 
 
 def gpu_bytes() -> int:
