@@ -44,6 +44,7 @@ from api.gunicorn_loop import Gunicorn
 from api.http import (
     NO_ROUTE,
     Keys,
+    Refusals,
     allow_origin,
     api_error,
     body_of,
@@ -55,7 +56,7 @@ from api.http import (
     stream,
     under_root,
 )
-from api.options import with_all_keys
+from api.options import ServerConfig, with_all_keys
 from api.paths import paths_of
 from api.routes import Api
 from api.telemetry import Spans, check_telemetry
@@ -103,7 +104,7 @@ def create_app(api: Api, spans: Spans | None = None, address: str | None = None)
     add_routes(app, api)
     batches.go_on(api)
     guard(app, api, address or config.host)
-    answer_errors(app)
+    answer_errors(app, config)
     log_requests(app, api, spans)
     app.extensions |= {"spans": spans, "client": api.client}
     if config.root_path:
@@ -135,8 +136,9 @@ def guard(app: Flask, api: Api, address: str) -> None:
             raise ApiError(503, "the server is shutting down")
 
 
-def answer_errors(app: Flask) -> None:
+def answer_errors(app: Flask, config: ServerConfig) -> None:
     """Turn errors into replies, and free the request's body."""
+    refusals = Refusals()
 
     @app.teardown_request
     def release_body(error: BaseException | None) -> None:
@@ -154,6 +156,9 @@ def answer_errors(app: Flask) -> None:
                 error = NotFound()
         headers = {"Allow": ", ".join(sorted(error.valid_methods or ()))} if isinstance(error, MethodNotAllowed) else {}
         answer = api_error(error)
+        if len(set(config.api_key)) > 1 and answer.status < 500:
+            release_body(None)
+            gevent.sleep(refusals.wait(g.client, time.monotonic() - g.begun))  # for clients that send many bad requests
         g.error = str(answer)
         response = reply(error_body_of(request.path)(answer), answer.status)
         response.headers.update(headers | STATUS_HEADERS.get(answer.status, {}))

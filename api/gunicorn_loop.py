@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import faulthandler
+import functools
 import logging
 import math
 import re
@@ -12,7 +14,7 @@ import signal
 import socket
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from http import HTTPStatus
 from typing import Any
 
@@ -20,6 +22,7 @@ import gevent
 import gevent.lock
 import msgspec
 from flask import Flask
+from gevent.server import StreamServer
 from gunicorn import util
 from gunicorn.app.base import BaseApplication
 from gunicorn.arbiter import Arbiter
@@ -34,7 +37,7 @@ from api.generation import log_request
 from api.http import MOST_FIELD, MOST_FIELDS, MOST_HEAD, NO_ROUTE, api_error, error_body_of
 from api.options import ServerConfig
 from executor import end_with_parent, name_process
-from observe.logs import console, counted, logger
+from observe.logs import Repeated, console, counted, logger
 from processes.client import EngineDeadError
 from processes.fleet import Fleet
 from ring import nameless_file
@@ -42,7 +45,8 @@ from ring import nameless_file
 # Seconds in which signals count as one: Linux tells of a launcher's death (see `end_with_parent`) thread by thread.
 SAME_SIGNAL = 0.5
 API_TIMEOUT = 30  # seconds after which an API process is killed that has not got round to telling that it lives
-SPARE = 128  # descriptors (`ulimit -n`) that connections leave for the rest of the process
+SPARE = 16  # descriptors that connections leave for the rest of the process
+PAUSE = 0.1  # seconds for which no connection is taken where no descriptor can be had
 KEEP_ALIVE = 6  # seconds; more than the 5 after which the usual clients close an idle connection themselves
 
 
@@ -153,6 +157,43 @@ class NamelessResponse(wsgi.Response):
         return [status[self.ahead :], *(line for line in lines if not line.startswith("Server:"))]
 
 
+class Listener(StreamServer):
+    """gevent's server. If its connections take all descriptors (`ulimit -n`), a new one ends the one longest `idle`."""
+
+    def __init__(self, idle: dict[gevent.Greenlet, None], *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.idle, self.crowded = idle, Repeated()
+
+    def do_read(self) -> tuple[socket.socket, Any] | None:
+        """The next connection and its address, if there is one. This runs in gevent's hub."""
+        try:
+            accepted = super().do_read()
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+            self._make_room()
+            return None
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        # The system gives the lowest descriptor that is free, so a high one means that few are left.
+        if accepted and limit != resource.RLIM_INFINITY and accepted[0].fileno() >= limit - SPARE:
+            self._make_room()
+        return accepted
+
+    def _make_room(self) -> None:
+        if oldest := next(iter(self.idle), None):
+            del self.idle[oldest]
+            oldest.kill(block=False)
+        else:
+            self.stop_accepting()
+            gevent.spawn_later(PAUSE, self._go_on)
+        what = "connections take all descriptors (ulimit -n), and new ones the places of those that wait for a request"
+        gevent.spawn(self.crowded.warn, what)  # the hub itself must not wait
+
+    def _go_on(self) -> None:
+        if self.started:
+            self.start_accepting()
+
+
 class HttpWorker(ggevent.GeventWorker):
     """Gunicorn's worker. What it refuses itself, because it is no HTTP, gets a reply like the app's, not a page."""
 
@@ -162,11 +203,24 @@ class HttpWorker(ggevent.GeventWorker):
         self.app.fleet.disown()
         self.app.fleet.board.claim(self.age)
         wsgi.Response, RequestParser.mesg_class = NamelessResponse, BoundedRequest
+        self.idle: dict[gevent.Greenlet, None] = {}  # connections that wait for a request, the longest first
+        ggevent.StreamServer = functools.partial(Listener, self.idle)
         super().init_process()
+
+    @contextlib.contextmanager
+    def timeout_ctx(self) -> Iterator[None]:
+        """Gunicorn waits for a request inside this `with` block, which ends the wait when it takes too long."""
+        me = gevent.getcurrent()
+        self.idle[me] = None
+        try:
+            with super().timeout_ctx():
+                yield
+        finally:
+            self.idle.pop(me, None)
 
     def handle_error(self, req: Any, client: socket.socket, addr: Any, exc: BaseException) -> None:
         """Answer malformed requests and errors that the app did not catch, and hang up."""
-        if not isinstance(exc, Exception):  # the process ends
+        if not isinstance(exc, Exception):  # the process ends, or another connection needs the descriptor
             return
         begun, name, config = time.monotonic(), uuid.uuid4().hex, self.app.config
         answer = api_error(exc)
@@ -223,11 +277,9 @@ class Gunicorn(BaseApplication):
                 url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
                 console.info(f"  server    {url}")
 
-        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        connections = 65536 if limit == resource.RLIM_INFINITY else max(1, limit - SPARE)
         settings = {
             "bind": self.address, "worker_class": HttpWorker, "workers": self.config.api_server_count,
-            "worker_connections": connections, "keepalive": KEEP_ALIVE, "timeout": API_TIMEOUT,
+            "worker_connections": 65536, "keepalive": KEEP_ALIVE, "timeout": API_TIMEOUT,
             "graceful_timeout": KEEP_ALIVE, "logger_class": GunicornLog, "control_socket_disable": True,
             "loglevel": "debug" if logger.isEnabledFor(logging.DEBUG) else "error",
             "limit_request_fields": MOST_FIELDS, "limit_request_field_size": MOST_FIELD,

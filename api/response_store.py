@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any
 
@@ -35,6 +35,7 @@ class StoredResponse:
         self.conversation, self.response = msgspec.json.encode(items), b""
         self.events: list[bytes] = []
         self.first = self.length = 0  # the number of the first event that is left, and the bytes of all that are
+        self.counted = 0  # bytes, by the store
         self.runner: gevent.Greenlet | None = None  # makes it in the background
         self.news = Event()
 
@@ -62,11 +63,6 @@ class StoredResponse:
                 call()
 
     @property
-    def size(self) -> int:
-        """Bytes of all that is kept."""
-        return len(self.conversation) + len(self.response) + self.length
-
-    @property
     def is_running(self) -> bool:
         """Whether it is still made, in the background."""
         return self.runner is not None and not self.runner.ready()
@@ -87,38 +83,34 @@ class StoredResponse:
 class Store:
     """The latest responses of one API process, each known to its owner only: an API key, else an address.
 
-    Each API key has an equal share of the room; without keys, all addresses share it. Beyond it, the response goes that
-    was not used for longest, and one that runs in the background only after all others. The latest is kept, however
-    large, but for its events.
+    Each API key has an equal share of the room. Beyond it, it loses the response that it has not used for longest, and
+    one that runs in the background only after all others. Addresses share all of the room: where they have too much
+    together, the one with the most loses such a response. The latest is kept, however large, but for its events.
     """
 
     def __init__(self, config: ServerConfig):
-        self.shares = config.shares
-        self.most = config.max_stored_responses // max(1, self.shares)
-        self.most_bytes = config.max_stored_response_bytes // max(1, self.shares)
+        self.shares, total = config.shares, (config.max_stored_responses, config.max_stored_response_bytes)
+        self.limits = [most // max(1, self.shares) for most in total]
         self.closed = ""  # or why nothing is kept
         if not config.max_stored_responses:
             self.closed = "this server keeps no responses (max_stored_responses is 0)"
         elif (count := config.api_server_count) > 1:
             self.closed = f"this server keeps no responses, because api_server_count is {count}; with 1 it does"
         self.entries: OrderedDict[tuple[str, str], StoredResponse] = OrderedDict()
+        self.held = Counter[str](), Counter[str]()  # how many of these each owner has, and how large they are
 
     def put(self, kept: StoredResponse, is_new: bool = False) -> None:
         """Keep a response as it is now, as the latest, and make room. One that is gone stays so."""
-        if not self.entries.pop(key := (kept.owner, kept.id), None) and not is_new:
+        if not self._take_out(key := (kept.owner, kept.id)) and not is_new:
             return
-        if kept.length > self.most_bytes:  # the older half is forgotten, which readers that keep up have had
+        if kept.length > self.limits[1]:  # the older half is forgotten, which readers that keep up have had
             half = len(kept.events) // 2
             kept.first, kept.events = kept.first + half, kept.events[half:]
             kept.length = sum(map(len, kept.events))
         self.entries[key] = kept
-        sharing = [other for other in self.entries.values() if not self.shares or other.owner == kept.owner]
-        count, size = len(sharing), sum(other.size for other in sharing)
-        for other in sorted(sharing[:-1], key=lambda other: other.is_running):
-            if count <= self.most and size <= self.most_bytes:
-                break
-            count, size = count - 1, size - other.size
-            self._drop((other.owner, other.id))
+        kept.counted = len(kept.conversation) + len(kept.response) + kept.length
+        self._count(kept.owner, 1, kept.counted)
+        self._make_room(kept.owner)
 
     def response(self, owner: str, id: str, query: Mapping[str, str]) -> dict[str, Any] | Iterator[bytes]:
         """The response object; or, as `stream` of the query asks, the events of one made in the background.
@@ -195,13 +187,36 @@ class Store:
         self.entries.move_to_end((owner, id))
         return self.entries[owner, id]
 
+    def _make_room(self, newest: str) -> None:
+        """Drop responses beyond the limits, now that an owner has got another one."""
+        for held, limit in zip(self.held, self.limits, strict=True):
+            owners = [newest] if self.shares else self.held[0].keys()
+            while sum(held[owner] for owner in owners) > limit:
+                if not (several := [owner for owner in owners if self.held[0][owner] > 1 or owner != newest]):
+                    break
+                largest = max(several, key=lambda owner: (held[owner], owner == newest))
+                oldest_first = [key for key in self.entries if key[0] == largest]
+                self._drop(min(oldest_first, key=lambda key: self.entries[key].is_running))
+
     def _drop(self, key: tuple[str, str]) -> None:
-        if runner := self.entries.pop(key).runner:
-            runner.kill(ClientGone, block=False)
+        if (kept := self._take_out(key)) and kept.runner:
+            kept.runner.kill(ClientGone, block=False)
+
+    def _take_out(self, key: tuple[str, str]) -> StoredResponse | None:
+        if kept := self.entries.pop(key, None):
+            self._count(kept.owner, -1, -kept.counted)
+        return kept
+
+    def _count(self, owner: str, number: int, size: int) -> None:
+        """Note that an owner has so many responses more, or less, and bytes of them."""
+        for held, more in zip(self.held, (number, size), strict=True):
+            held[owner] += more
+            if not held[owner]:
+                del held[owner]
 
 
 def page_of(items: list[dict[str, Any]], query: Mapping[str, str], *filters: str) -> dict[str, Any]:
-    """A page of items, which come the oldest first; an `ApiError` if the query is wrong.
+    """Some of these items, the oldest of which is the first; an `ApiError` if the query is wrong.
 
     It may have a `limit`, from 1 to 100; an `order`, `desc` (the latest first) or `asc`; `after`, an item's id; and
     `filters`, which are fields of items, with the value that an item must have.

@@ -123,7 +123,8 @@ def routing_figures(trace: Path, engines: int, pools: list[int]) -> Figures:
         rates = {}
         for affinity in (False, True):
             schedulers = [new_scheduler(prompts, pool) for _ in range(engines)]
-            router, latest = Router(engines, 1, affinity=affinity), deque[int](maxlen=IN_FLIGHT)
+            router = Router(engines, 1 if affinity else 1 << 30)  # of so large a block none is full
+            latest = deque[int](maxlen=IN_FLIGHT)
             counts = [0] * engines
             for i, pages in enumerate(prompts):
                 router.update([(0, latest.count(rank)) for rank in range(engines)])

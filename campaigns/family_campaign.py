@@ -36,7 +36,7 @@ from device.startup import start_worker
 from model_config import ModelConfig
 from models.families import ALIASES, FAMILIES
 from plan import NewRow, StepPlan
-from renamed import RENAMED, of_transformers, rename
+from random_checkpoints import RENAMED, of_transformers, rename
 
 ROOT = Path(__file__).parent.parent
 RESULT = ROOT / "bench_results" / "families.json"
@@ -442,7 +442,7 @@ def main() -> None:
     results: dict[str, Any] = json.loads(RESULT.read_text()) if RESULT.exists() else {}
     failed = 0
     for config in classes:
-        of = RENAMED[config].of if config in RENAMED else config
+        of = RENAMED.get(config, config)
         has, rng = oracle.ask(fields=of), random.Random(f"{args.seed} {config}")
         drawn = passed = 0
         for i in range(args.count):

@@ -1,1 +1,1 @@
-"""Where a model's files come from, and how numbers are packed in them: the hub, safetensors, GGUF, schemes."""
+"""Files of models and the numbers packed in them: the hub, safetensors, GGUF, schemes."""

@@ -49,7 +49,7 @@ class CodedRows(NamedTuple):
 
 
 class CodedAs(NamedTuple):
-    """How a tensor can be kept in codes of `reference.Quantized`."""
+    """The codes of `reference.Quantized` in which a tensor can be kept."""
 
     kind: str
     group: int = 0  # neighbouring columns that share a scale and a zero

@@ -83,7 +83,7 @@ NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+?)(_exps|_shexp)?\.(weight|bias)")
 
 
 class SavedTensor(NamedTuple):
-    """Where a tensor of a checkpoint is in a file."""
+    """The place of a checkpoint's tensor in a file."""
 
     name: str  # llama.cpp's
     expert: int | None = None  # of those that lie together there
@@ -146,7 +146,9 @@ def config_of(headers: Sequence[Header], ends: Sequence[int]) -> dict[str, Any]:
         raise ValueError(f"{first.path} has no tensor 'token_embd.weight'")
     for header in headers:
         saved_names(first, header)
-    names_of = FIELDS | experts_fields(row) | dict(architecture.fields)
+    names_of = FIELDS | dict(architecture.fields)
+    if r := row.routing:
+        names_of |= {"expert_count": r.count, "expert_used_count": r.top_k, "expert_feed_forward_length": r.size}
     ours = {"rope_theta": 10000.0, **architecture.fixed}
     ours |= {field: alike(first, name) for name, field in names_of.items() if first.get(name) is not None}
     prefix = f"{first.architecture}."
@@ -184,13 +186,6 @@ def alike(header: Header, name: str, default: Any = None) -> Any:
     if not value or value != value[:1] * len(value):
         raise ValueError(f"{header.path}: {header.architecture}.{name} is {value!r:.80}; Manta has the same for all")
     return value[0]
-
-
-def experts_fields(row: Family) -> dict[str, str]:
-    """Values that say how many experts there are, and the family's fields for them."""
-    r = row.routing
-    names = ("expert_count", "expert_used_count", "expert_feed_forward_length")
-    return dict(zip(names, (r.count, r.top_k, r.size), strict=True)) if r else {}
 
 
 def attention_fields(first: Header, row: Family, ours: dict[str, Any]) -> dict[str, Any]:

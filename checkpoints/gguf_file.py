@@ -36,7 +36,7 @@ SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 
 class TensorPlace(NamedTuple):
-    """Where a tensor lies in a file."""
+    """The place of a tensor in a file."""
 
     kind: str  # a name of `TYPES`
     shape: tuple[int, ...]  # of its numbers, the last dimension is the one whose numbers lie together
@@ -188,7 +188,7 @@ class HeaderReader:
 
 
 def code_of(kind: int) -> str:
-    """How struct spells a type of values."""
+    """The letter of struct for a type of values."""
     if kind not in SCALARS:
         raise ValueError(f"a value of type {kind}")
     return SCALARS[kind]

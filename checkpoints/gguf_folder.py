@@ -72,12 +72,10 @@ def choose(model: str, files: Collection[str], quantization: str = "") -> str:
     ending = rf"(.*[-._/])?{wanted}(-00001-of-\d{{5}})?\.gguf" if quantization else r".*"
     candidates = sorted(file for file in files if is_gguf(file) and parts_of(file)[0] == file and "mmproj" not in file)
     matching = [file for file in candidates if re.fullmatch(ending, file, re.IGNORECASE)]
-    if not matching and quantization:
-        others = f"its GGUF files are {', '.join(candidates)}" if candidates else "it has no GGUF file at all"
-        raise ValueError(f"{model} has no GGUF file of {quantization!r:.80}; {others}")
     if len(matching) != 1:
-        count = f"{len(matching)} of them are of {quantization!r:.80}" if quantization else f"they are {len(matching)}"
-        raise ValueError(f"{model} has the GGUF files {', '.join(candidates) or 'of no kind'}: {count}; name one")
+        which = f" of {quantization!r:.80}" if quantization else ""
+        listed = ", ".join(candidates) or "none"
+        raise ValueError(f"{model} has {len(matching)} GGUF files{which}; its GGUF files are {listed}: name one")
     return matching[0]
 
 

@@ -22,7 +22,7 @@ def gptq(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The values of codes [n, inputs], and scales [n, ceil(inputs / group)] that are numbers of `dtype`; both float32.
 
-    With H = X^T X and U the upper Cholesky factor of H^-1, for each input j:
+    With H = X^T X + damping and U the upper Cholesky factor of H^-1, for each input j:
 
         q_j = nearest(w_j);  w_k -= (w_j - q_j) U_jk / U_jj for all k > j
 
@@ -31,12 +31,15 @@ def gptq(
 
     Args:
         numbers: [n, inputs] float32 of the matrix.
-        gram: [inputs, inputs] float32: H = X^T X of the inputs X [tokens, inputs].
+        gram: [inputs, inputs] float32: X^T X of the inputs X [tokens, inputs].
         kind: int8, int4 or fp8.
     """
     rest, inputs = numbers.clone(), numbers.shape[1]
     values, scales = torch.empty_like(rest), rest.new_empty(len(rest), -(-inputs // group))
-    factor = factor_of(gram).to(rest.dtype)
+    gram = gram.double()
+    gram = gram + torch.diag((gram.diagonal() == 0) + DAMPING * gram.diagonal().mean())
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(gram))
+    factor = torch.linalg.cholesky(inverse, upper=True).to(rest.dtype)
     block = BLOCK if group >= inputs else math.gcd(BLOCK, group)  # so that groups begin where blocks do
     for begin in range(0, inputs, block):
         end = min(begin + block, inputs)
@@ -50,12 +53,3 @@ def gptq(
             rest[:, j + 1 : end] -= errors[:, j - begin, None] * factor[j, j + 1 : end]
         rest[:, end:] -= errors @ factor[begin:end, end:]
     return values, scales
-
-
-def factor_of(gram: torch.Tensor) -> torch.Tensor:
-    """The upper Cholesky factor float64 of (X^T X + damping)^-1, for X^T X [inputs, inputs]."""
-    gram = gram.double()
-    unseen = gram.diagonal() == 0
-    gram = gram + torch.diag(unseen + DAMPING * gram.diagonal().mean())
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(gram))
-    return torch.linalg.cholesky(inverse, upper=True)

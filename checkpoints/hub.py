@@ -1,4 +1,4 @@
-"""Where a model's files are: in the folder that `--model` names, or in the hub's cache, where they are downloaded to.
+"""Finds a model's files, in the folder that `--model` names, or in the hub's cache, and downloads them to there.
 
 Only what Manta reads is downloaded, and the weights last, so that a model that cannot run is refused before them. The
 library `huggingface_hub` does it, with its cache and its environment variables: HF_TOKEN, HF_HOME, HF_HUB_OFFLINE,

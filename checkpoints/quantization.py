@@ -1,4 +1,4 @@
-"""How a checkpoint's weights are stored: what `quantization_config` of config.json says.
+"""Reads from `quantization_config` of config.json how a checkpoint's weights are stored.
 
 Standard library only: every process reads a model's shape, and most of them never import torch. `schemes.py` makes
 numbers of such weights.

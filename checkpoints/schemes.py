@@ -48,7 +48,7 @@ def matrix(codes: torch.Tensor) -> tuple[int, int]:
 
 
 def grouping(form: Format, inputs: int) -> tuple[int, int]:
-    """How many neighbouring inputs share a scale, and how many such groups there are. They divide the inputs: with a
+    """The number of neighbouring inputs that share a scale, and of such groups. They divide the inputs: with a
     smaller group at the end, a wrong size could fit the same scales."""
     size = form.block[1] or max(1, inputs)
     if inputs > size and inputs % size:
@@ -316,7 +316,7 @@ class Beside(NamedTuple):
 
 
 class Scheme(NamedTuple):
-    """How tensors stand for one. Their names differ in their endings alone."""
+    """Tensors that stand for one. Their names differ in their endings alone."""
 
     codes: str  # the ending of the one with the codes
     plain: str  # the ending of a plain tensor's name

@@ -1,1 +1,1 @@
-"""What `python server.py COMMAND` does beside serving: conversations in the terminal, and files of requests."""
+"""Commands of `python server.py` beside serving: conversations in the terminal, and files of requests."""

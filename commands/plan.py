@@ -36,7 +36,7 @@ PACKAGES = (*OF_ENGINES, "huggingface_hub", "flask", "gunicorn", "gevent", "msgs
 
 
 def size_or_model(text: str) -> float | str:
-    """What follows `--plan`: a number of GiB, or else the model, which may stand there too."""
+    """Read what follows `--plan`: a number of GiB, or else the model, which may stand there too."""
     try:
         return float(text)
     except ValueError:

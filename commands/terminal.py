@@ -56,7 +56,7 @@ Ctrl-C stops an answer; what it has said stays in the conversation.'''
 
 @dataclass(frozen=True)
 class AnswerOptions:
-    """What both commands take beside the engine's options. None leaves it to the model, or to the server of `url`."""
+    """Options of both commands beside the engine's. None leaves it to the model, or to the server of `url`."""
 
     GROUPS: ClassVar[dict[str, str]] = {  # titles in the help, and the first option of each
         "answers": "temperature", "instead of an engine": "url", "memory and batches": "max_num_seqs",

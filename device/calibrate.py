@@ -6,6 +6,7 @@ gets, and answers with the product of these codes. So each matrix learns behind 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -18,8 +19,8 @@ from config import EngineConfig
 from core import EngineCore
 from device.coded import PLAIN, key
 from device.startup import pick_device
-from models.shares import TensorPart
-from plan import EngineCoreRequest
+from models.shares import Parts, TensorPart
+from plan import EngineCoreRequest, EngineOutput
 from sampling_params import SamplingParams
 
 
@@ -60,33 +61,46 @@ def calibrate(
     """The codes of a model's matrices, by our names of the tensors of its checkpoint. Experts are not among them, nor
     is a matrix that no token came to. Each chunk of token ids is a prompt; the other arguments are those of `Learner`.
     A ValueError if a step has no room for all tokens."""
-    tokens = sum(map(len, chunks))
-    config = replace(
-        config, max_model_len=max(map(len, chunks)) + 1, max_num_seqs=len(chunks), max_num_batched_tokens=tokens,
-        enforce_eager=True, enable_prefix_caching=False, swap_space=0.0, disable_log_stats=True,
-    )  # fmt: skip
+    tokens, parts, learners = sum(map(len, chunks)), Parts(), dict[int, Learner]()
+    config = replace(config, max_num_seqs=len(chunks), max_num_batched_tokens=tokens)
     if pick_device(config.device) == "cpu":  # whose own ops would pack the matrices
         config = replace(config, backend="reference", dtype="float32")
-    core = EngineCore(config)
-    try:
+
+    def put_learners(core: EngineCore) -> None:
         (model,) = core.executor.collective_rpc(lambda worker: worker.model)
-        parts, learners = model.parameters(), dict[int, Learner]()
+        parts.update(model.parameters())
         for owner in model.owners():
             for name in owner.matrices:
                 weight = getattr(owner, name)
                 if name not in PLAIN and isinstance(weight, torch.Tensor):
                     learner = learners.setdefault(key(weight), Learner(weight, kind, group, dtype))
                     setattr(owner, name, learner)
-        for i, chunk in enumerate(chunks):
-            core.add(EngineCoreRequest(str(i), chunk, SamplingParams(temperature=0.0, max_tokens=1)))
-        while core.has_work():
-            core.step()
-    finally:
-        core.close()
-    assert learners
+
+    run_chunks(config, chunks, SamplingParams(temperature=0.0, max_tokens=1), put_learners)
     if (most := max(learner.tokens for learner in learners.values())) < tokens:
         raise ValueError(f"the calibration has {tokens} tokens, and a step has room for {most}; give a shorter text")
     return {name: codes for name, part in parts.items() if (codes := gathered(part, learners))}
+
+
+def run_chunks(
+    config: EngineConfig, chunks: list[list[int]], params: SamplingParams,
+    before: Callable[[EngineCore], None] = lambda core: None,
+) -> list[EngineOutput]:  # fmt: skip
+    """Run each chunk of token ids as a prompt, in an engine of its own, which `before` may change."""
+    config = replace(
+        config, max_model_len=max(map(len, chunks)) + 1, enforce_eager=True, enable_prefix_caching=False,
+        swap_space=0.0, disable_log_stats=True,
+    )  # fmt: skip
+    core, outputs = EngineCore(config), list[EngineOutput]()
+    try:
+        before(core)
+        for i, chunk in enumerate(chunks):
+            core.add(EngineCoreRequest(str(i), chunk, params))
+        while core.has_work():
+            outputs += core.step()
+        return outputs
+    finally:
+        core.close()
 
 
 def gathered(part: TensorPart, learners: dict[int, Learner]) -> CodedRows | None:

@@ -153,7 +153,7 @@ def files_of(config: EngineConfig) -> list[str]:
 
 
 def coded_as(config: EngineConfig, model_config: ModelConfig) -> str:
-    """How a model's matrices are kept, see `Transformer.coded`: as the options say, or as its checkpoint does; a
+    """The `Transformer.coded` of a model: as the options say how to keep matrices, or as its checkpoint does; a
     ValueError if they contradict each other."""
     kind, paths = config.quantization, files_of(config)
     in_codes = bool(paths and model_config.quantization) or any(path.endswith(".gguf") for path in paths)

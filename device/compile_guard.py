@@ -167,7 +167,7 @@ def check_compiler() -> None:
 
 
 def specialization(kernel: Any, name: str, value: Any) -> str:
-    """What Triton specializes on in the `value` of an interpreted kernel's parameter of this `name`: a constexpr's
+    """The specialization of Triton for the `value` of an interpreted kernel's parameter of this `name`: a constexpr's
     value, else the type and whether 16 divides the value."""
     if "constexpr" in str(kernel.fn.__annotations__.get(name)) or value is None:
         return repr(value)

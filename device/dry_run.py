@@ -87,7 +87,7 @@ def dry_worker(config: EngineConfig, model: Transformer, ops: ModuleType) -> Wor
 
 
 class Segments:
-    """What torch's allocator reserves on a GPU for tensors that come and go (c10/cuda/CUDACachingAllocator.cpp).
+    """Counts what torch's allocator reserves on a GPU for tensors that come and go (c10/cuda/CUDACachingAllocator.cpp).
 
     A tensor of up to 1 MiB is cut from a segment of 2 MiB, one below 10 MiB from a segment of 20, and a larger one has
     a segment of its own, in units of 2 MiB. It gets the smallest free piece that is large enough. What is left of that

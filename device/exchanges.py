@@ -1,4 +1,4 @@
-"""What other ranks and engines wait for in a step: how large its messages are, and what if it fails on one rank."""
+"""Messages of a step, for which other ranks and engines wait: their sizes, and what if it fails on one rank."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def load_weights(model: Transformer, folder: str, staged: bool | None = None, wa
 
 @contextlib.contextmanager
 def readers(model: Transformer, stage: Stage | None) -> Iterator[int]:
-    """How many threads read: READERS, or for codes on a CPU one a core, among which torch then divides nothing.
+    """The number of threads that read: READERS, or for codes on a CPU one a core, on which torch then has one thread.
 
     A code is made in many short steps, after each of which torch's threads would wait for each other. Each step makes a
     tensor, so malloc keeps their memory from here on.

@@ -83,7 +83,7 @@ class MemoryPlan:
         return self.beside_states(budget - used - max(self.step, measured) - self.state - self.graphs)
 
     def beside_states(self, room: int) -> int:
-        """What the recurrent states leave of `room` bytes, which is negative where even the weights do not fit; a
+        """The rest of `room` bytes beside the recurrent states, negative where even the weights do not fit; a
         ValueError if only the states do not."""
         if self.states > room >= 0:
             raise ValueError(
@@ -191,8 +191,8 @@ def stage_layers(
 
 
 def count_snapshots(config: EngineConfig, model: Transformer, room: int | None = None) -> int:
-    """How many recurrent states the prefix cache keeps: what is asked for, or one for each of `max_num_seqs` sequences
-    as far as all states fit into `room` bytes (None: they do). It keeps none where the model has none."""
+    """The number of recurrent states that the prefix cache keeps: the option's, or `max_num_seqs` as far as all states
+    fit into `room` bytes (None: they do). It keeps none where the model has none."""
     if not model.state_size or not config.enable_prefix_caching:
         return 0
     if config.num_state_snapshots is not None:
@@ -226,7 +226,7 @@ def piece_sizes(config: EngineConfig, model: Transformer) -> list[int]:
 
 
 def piece_bytes(config: EngineConfig, dry: Worker) -> int:
-    """What these graphs keep: their tensors, those in which they meet attentions, and what CUDA has of each graph."""
+    """Bytes of these graphs: their tensors, those in which they meet attentions, and what CUDA has of each graph."""
     if not (sizes := piece_sizes(config, dry.model)):
         return 0
     model, most, parts = dry.model, sizes[-1], [layer.attention for layer in dry.model.layers]
@@ -243,7 +243,7 @@ def piece_bytes(config: EngineConfig, dry: Worker) -> int:
 
 
 def kept_bytes(config: EngineConfig, model: Transformer) -> int:
-    """What layers with recurrent states keep of the tokens of drafts until it is known which are taken."""
+    """Bytes that layers with recurrent states keep of the tokens of drafts until it is known which are taken."""
     tokens = min(config.max_num_seqs, MOST_DRAFTING) * (1 + config.num_drafts) if config.num_drafts else 0
     recurrent = [layer.attention for layer in model.layers if isinstance(layer.attention, DeltaNet)]
     return tokens * sum(sum(part.sizes) for part in recurrent) * model.dtype.itemsize
@@ -260,7 +260,7 @@ def count_bytes(owners: Iterable[object]) -> int:
 
 
 def largest_step(config: EngineConfig, max_model_len: int) -> int:
-    """How many tokens the largest step has. A prompt that is pooled may have a step of its own."""
+    """The number of tokens of the largest step. A prompt that is pooled may have a step of its own."""
     most = max(config.token_budget, max_model_len) if config.makes_vectors else config.token_budget
     return min(most, config.max_num_seqs * max_model_len)
 
@@ -283,12 +283,12 @@ def blocks_per_seq(config: EngineConfig, windows: Sequence[int], length: int) ->
 
 
 def longest(config: EngineConfig, windows: Sequence[int], count: int, most: int) -> int:
-    """How many tokens, `most` at most, a sequence may have that holds no more than `count` blocks."""
+    """The number of tokens, at most `most`, of a sequence that holds no more than `count` blocks."""
     return bisect_right(range(1, most + 1), count, key=lambda length: blocks_per_seq(config, windows, length))
 
 
 def fit_pool(config: EngineConfig, windows: Sequence[int], fits: int, max_model_len: int) -> tuple[int, int]:
-    """How many blocks the KV pool has, and how many tokens a sequence may then have.
+    """The number of blocks of the KV pool, and of tokens that a sequence may then have.
 
     The pool has the `fits` blocks that memory has room for, but no more than all sequences at full length can use, or
     no more than two steps can use where prompts are pooled. Raises a ValueError if it does not hold one request of
@@ -345,32 +345,29 @@ def report(config: EngineConfig, model: Transformer, plan: MemoryPlan, room: int
         of = f" of stage {model.group.pipeline.stage}, which has the least room of {stages}" if stages > 1 else ""
         yield f"for each of {model.group.size} ranks{of}:"
     plain = model.config.quantization and not model.coded
-    remark = "as plain numbers: no file is read that tells which have few bits" if plain else ""
-    yield line("weights", plan.weights, remark)
-    if plan.draft and config.speculation:
-        yield line("draft", plan.draft, config.speculation.method)
-    if plan.adapters:
-        remark = f"{config.max_loras} of {plan.adapters / config.max_loras / MIB:,.1f} MiB"
-        yield line("adapters", plan.adapters, f"{remark}; the host's memory has {config.host_loras}")
-    yield line("batch state", plan.state, f"{rows:,} sequences of up to {max_model_len:,} tokens")
+    tokens, states = f"of {largest_step(config, max_model_len):,} tokens", ""
     if plan.states:
-        count = plan.states // (4 * model.state_size) - rows
-        size = f"{4 * model.state_size / MIB:,.1f} MiB each"
-        yield line("recurrent states", plan.states, f"{rows:,} of sequences and {count:,} of cached prefixes, {size}")
-    if plan.activations and config.makes_vectors:
-        yield line("largest step", plan.step, f"of {largest_step(config, max_model_len):,} tokens")
-    elif plan.activations:
-        remark = "the larger of activations, and logits with the larger of their workspaces"
-        yield line("largest step", plan.step, remark)
-        yield line("  activations", plan.activations, f"of {largest_step(config, max_model_len):,} tokens")
-        yield line("  logits", plan.logits, f"of {config.max_samples:,} rows")
-        yield line("  sampling", plan.sampling)
-        yield line("  log-probabilities", plan.logprobs, "at most, whatever requests ask for")
-    if plan.fragments:
-        yield line("  allocator", plan.fragments, "what it reserves between tensors")
-    if plan.context:
-        yield line("CUDA graphs", plan.graphs, "an allowance")
-        yield line("CUDA and libraries", plan.context, "an allowance")
+        size = 4 * model.state_size
+        cached = plan.states // size - rows
+        states = f"{rows:,} of sequences and {cached:,} of cached prefixes, {size / MIB:,.1f} MiB each"
+    adapters = f"{config.max_loras} of {plan.adapters / config.max_loras / MIB:,.1f} MiB"
+    for what, size, remark in (
+        ("weights", plan.weights, "as plain numbers: no file is read that tells which have few bits" if plain else ""),
+        ("draft", plan.draft, config.speculation.method if config.speculation else ""),
+        ("adapters", plan.adapters, f"{adapters}; the host's memory has {config.host_loras}"),
+        ("batch state", plan.state, f"{rows:,} sequences of up to {max_model_len:,} tokens"),
+        ("recurrent states", plan.states, states),
+        ("largest step", plan.step, "the larger of activations, and logits with their workspaces"),
+        ("  activations", plan.activations, tokens),
+        ("  logits", plan.logits, f"of {config.max_samples:,} rows"),
+        ("  sampling", plan.sampling, ""),
+        ("  log-probabilities", plan.logprobs, "at most, whatever requests ask for"),
+        ("  allocator", plan.fragments, "what it reserves between tensors"),
+        ("CUDA graphs", plan.graphs, "an allowance"),
+        ("CUDA and libraries", plan.context, "an allowance"),
+    ):
+        if size:
+            yield line(what, size, remark)
     check_pool(config, model, plan, room)
     layout = model.layout
     count, length = fit_pool(config, layout.windows, room // plan.block, max_model_len)
@@ -438,7 +435,7 @@ def check_room(
     if device == "cuda":
         torch.cuda.empty_cache()  # an engine that was closed in this process has left its memory to torch
     free = torch.cuda.mem_get_info()[0] if device == "cuda" else machine.available_bytes()
-    if size > free:
+    if size > free and not config.num_gpu_blocks_override:
         raise ValueError(too_large(size, size - free))
 
 
@@ -454,7 +451,7 @@ def gpu_capability() -> tuple[int, ...]:
 
 
 def ask_gpus(what: str) -> list[str]:
-    """What the driver says of each GPU that CUDA_VISIBLE_DEVICES lets through; nothing where there is none. CUDA would
+    """The driver's answer for each GPU that CUDA_VISIBLE_DEVICES lets through; nothing where there is none. CUDA would
     make a context first, which takes half a GiB of a GPU's memory."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     which = [] if visible is None else [f"--id={visible}"]

@@ -1,4 +1,4 @@
-"""What options add to a step: phases of their own, at their places among those of `Worker`, and nothing without them.
+"""Adds the phases of options to a step, at their places among those of `Worker`, and nothing without them.
 
 Each function below is one option. It says where its phases go, and what they do.
 """
@@ -150,7 +150,7 @@ def add_greedy_head(w: Worker, head: GreedyHead) -> None:
 
 
 def add_sanitizer(w: Worker, sanitizer: KVSanitizer) -> None:
-    """What a step reads is checked; see `KVSanitizer`."""
+    """`KVSanitizer` checks what a step reads."""
 
     def follow(run: StepRun) -> None:
         w.state.apply(w.ops)

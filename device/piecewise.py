@@ -14,7 +14,7 @@ from model import Transformer
 
 
 class GraphPiece(NamedTuple):
-    """What is between two attentions, and the one that follows, if one does."""
+    """The work between two attentions, and the attention that follows, if one does."""
 
     graph: torch.cuda.CUDAGraph
     attention: Attention | None
@@ -104,11 +104,11 @@ class PiecewiseGraphs:
         return pieces
 
     def padded(self, count: int) -> int:
-        """How many tokens a step of `count` is padded to: `count` itself if that is more than the largest size."""
+        """The size that a step of `count` tokens is padded to: `count` itself if that is more than the largest."""
         return next((size for size in self.sizes if size >= count), count)
 
     def run(self, batch: Batch, adapted: bool) -> torch.Tensor:
-        """What `Transformer.forward` gives for a step of at most as many tokens as the largest size has.
+        """Do what `Transformer.forward` does, for a step of at most as many tokens as the largest size has.
 
         Where it has adapters (`adapted`), they have begun the step.
         """

@@ -22,8 +22,8 @@ MAX_HOST_POOLS = 16  # host blocks for each block of the device, at most: each c
 
 
 def fit_states(start: Start) -> int:
-    """How many recurrent states the prefix cache keeps; the memory plan then counts these. On a CPU all states may take
-    as much memory as the KV pool and the host pool; a ValueError if they take more."""
+    """The number of recurrent states that the prefix cache keeps; the memory plan then counts these. On a CPU all
+    states may take as much memory as the KV pool and the host pool; a ValueError if they take more."""
     room = 2 * start.cpu_room if start.device == "cpu" else None
     count = start.group.min(count_snapshots(start.config, start.model, room))
     states = 4 * start.model.state_size * (start.config.max_num_seqs + count)
@@ -91,8 +91,8 @@ def new_host(
 
 
 def count_blocks(start: Start) -> int:
-    """How many blocks the KV pool has: as many as fit on every rank, within what `fit_pool` says. Errors are those of
-    `fit_pool` and `check_pool`."""
+    """The number of blocks of the KV pool: as many as fit on every rank, within what `fit_pool` says. Errors are those
+    of `fit_pool` and `check_pool`."""
     block = start.memory.block
     fits = start.config.num_gpu_blocks_override or start.group.min(free_bytes(start) // block)
     check_pool(start.config, start.model, start.memory, fits * block)

@@ -29,8 +29,7 @@ from checkpoints.rounding import codes_of, nearest_of
 from checkpoints.storage import tensors_in
 from checkpoints.tied_head import settle_head
 from config import DEMO, PROG, EngineConfig
-from core import EngineCore
-from device.calibrate import calibrate
+from device.calibrate import calibrate, run_chunks
 from device.coded import kinds_to_round
 from device.dry_run import dry_model
 from device.startup import pick_ops
@@ -38,7 +37,6 @@ from model_config import ModelConfig
 from models.families import our_name
 from observe.logs import set_up
 from parallel import Pipeline
-from plan import EngineCoreRequest
 from sampling_params import SamplingParams
 from tokenizer import Tokenizer
 
@@ -255,20 +253,9 @@ def spread(chunks: Chunks, most: int) -> Chunks:
 
 def perplexity(config: EngineConfig, chunks: Chunks) -> float:
     """exp of the mean of -log p(token | those before it in its chunk), over all but each chunk's first token."""
-    config = replace(
-        config, max_model_len=max(map(len, chunks)) + 1, max_num_seqs=MEASURED, enforce_eager=True,
-        enable_prefix_caching=False, swap_space=0.0, disable_log_stats=True,
-    )  # fmt: skip
-    scores: list[float] = []
-    core = EngineCore(config)
-    try:
-        for i, chunk in enumerate(chunks):
-            core.add(EngineCoreRequest(str(i), chunk, SamplingParams(max_tokens=0, prompt_logprobs=0)))
-        while core.has_work():
-            for output in core.step():
-                assert not output.error, output.error
-                scores += [scored.sampled for scored in output.prompt_logprobs or ()]
-    finally:
-        core.close()
+    params, scores = SamplingParams(max_tokens=0, prompt_logprobs=0), list[float]()
+    for output in run_chunks(replace(config, max_num_seqs=MEASURED), chunks, params):
+        assert not output.error, output.error
+        scores += [scored.sampled for scored in output.prompt_logprobs or ()]
     assert len(scores) == sum(len(chunk) - 1 for chunk in chunks)
     return math.exp(-sum(scores) / len(scores))

@@ -159,7 +159,7 @@ def facts(
 
 
 def check_sizes(config: EngineConfig, model_config: ModelConfig, device: str) -> int:
-    """How many tokens a sequence may have. Options that do not go with the device or the model are ValueErrors."""
+    """The `max_model_len` of a sequence. Options that do not go with the device or the model are ValueErrors."""
     if device == "cuda" and config.block_size not in CUDA_BLOCK_SIZES:
         raise ValueError(f"block_size is {config.block_size}; on cuda it must be one of {CUDA_BLOCK_SIZES}")
     if config.backend == "triton" and config.block_size.bit_count() > 1:

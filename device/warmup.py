@@ -181,7 +181,7 @@ def some_blocks(start: Start, tokens: int) -> list[list[int]]:
 
 
 def warm_up_prompts(start: Start) -> tuple[int, int]:
-    """How many prompts warm-up runs, and how many tokens each of them has."""
+    """The number of warm-up's prompts, and of each one's tokens."""
     tokens = start.config.token_budget
     drafts = start.config.num_drafts
     after = 3 + drafts if drafts else 1  # tokens that follow a prompt, in the steps behind it

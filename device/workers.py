@@ -230,7 +230,7 @@ class Workers:
         return options
 
     def get_weights_version(self) -> int:
-        """How often weights were updated; 0: they are those of the start."""
+        """The number of updates of the weights; 0: they are those of the start."""
         return self.config.weights_version
 
     def _check_alone(self, method: str) -> None:

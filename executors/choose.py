@@ -16,10 +16,7 @@ from model_config import ModelConfig
 def choose_backend(config: EngineConfig, alone: bool) -> str:
     """The executor that the options ask for; with `auto` it is Ray's if the ranks do not fit this machine and Ray runs.
 
-    Engines that are not `alone` share the experts with others on this machine.
-
-    Raises:
-        ValueError: see `local_backend`.
+    Engines that are not `alone` share the experts with others on this machine. Raises what `local_backend` does.
     """
     size = config.world_size
     if config.distributed_executor_backend == "auto" and alone and size > 1 and size > room(config):
@@ -30,12 +27,7 @@ def choose_backend(config: EngineConfig, alone: bool) -> str:
 
 
 def new_executor(config: EngineConfig, model_config: ModelConfig, peers: Any = None) -> UniExecutor | MpExecutor:
-    """The executor that the options ask for.
-
-    Raises:
-        ValueError, WorkerError, ConnectionError: see `choose_backend`, `lead_or_follow` and the executors.
-        SystemExit: this is a rank that follows, and is done.
-    """
+    """The executor that the options ask for; raises what `choose_backend`, `lead_or_follow` and the executors do."""
     backend = choose_backend(config, alone=not peers)
     if backend == "external_launcher":
         return ExternalExecutor(lead_or_follow(config, model_config), model_config)

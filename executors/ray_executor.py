@@ -198,11 +198,10 @@ class RayProcess:
 
 
 class RayExecutor(MpExecutor):
-    """A Ray actor for each rank, on any node of the cluster that this machine belongs to.
+    """A Ray actor for each rank, on any node of this machine's cluster; raises what `MpExecutor` does.
 
     Raises:
-        ValueError: see `join_cluster` and `start_worker`; or the cluster has too little room.
-        WorkerError: an actor died while it started, or was not ready within `startup_timeout` seconds.
+        ValueError: see `join_cluster`; or the cluster has too little room.
     """
 
     on_this_machine = False
@@ -222,8 +221,7 @@ class RayExecutor(MpExecutor):
         """Hand a plan over.
 
         Raises:
-            WorkerError: see `MpExecutor.submit`; or Ray has given up an actor. If only its raylet has ended, it works
-                on, but its devices may be given to others.
+            WorkerError: see `MpExecutor.submit`; or Ray has given up an actor, whose devices others may be given.
         """
         if time.monotonic() > self.next_count:
             self.next_count = time.monotonic() + BEAT
@@ -414,11 +412,7 @@ class RayWorker:
         token: bytes,
         environment: dict[str, str],
     ) -> None:
-        """Take the engine's connection, which begins with this token, and be a worker until it hangs up.
-
-        Raises:
-            ValueError: see `settle` and `find_model_here`.
-        """
+        """Take the engine's connection, which begins with this token, and be a worker until it hangs up."""
         settle(version, config, self.host, environment, f"worker {rank}")
         for name, addresses in psutil.net_if_addrs().items():
             if any(address.address.partition("%")[0] == self.host for address in addresses):

@@ -38,9 +38,7 @@ class ExternalExecutor(UniExecutor):
     No rank can be replaced here: when torchrun or `srun --kill-on-bad-exit=1` sees one end, it ends all of them.
 
     Raises:
-        ValueError: see `start_worker`.
-        ConnectionError: a rank is gone, or has made no progress for `step_timeout` seconds. From then on all methods
-            that need the other ranks raise it.
+        ConnectionError: a rank is gone, or has made no progress for `step_timeout` seconds.
     """
 
     on_this_machine = False
@@ -173,7 +171,6 @@ def lead_or_follow(config: EngineConfig, model_config: ModelConfig) -> EngineCon
 
     Raises:
         ValueError: nothing has started this process as a rank, or there are more or fewer ranks than the options say.
-        SystemExit: see `follow`.
     """
     os.environ.update(launched_as(os.environ))
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -189,12 +186,9 @@ def lead_or_follow(config: EngineConfig, model_config: ModelConfig) -> EngineCon
 
 
 def follow(config: EngineConfig, model_config: ModelConfig, rank: int) -> NoReturn:
-    """Do what rank 0 says, until it lets go of this rank or is gone.
+    """Do what rank 0 says, and end with 0 once it lets go of this rank.
 
-    Raises:
-        ValueError: see `start_worker`.
-        SystemExit: with 0, once rank 0 has let go. If rank 0 is gone, the process ends with 1, which torchrun and
-            `srun` take for a failure.
+    If it is gone, end with 1, which torchrun and `srun` take for a failure.
     """
     name_process(f"worker {rank}")
     try:

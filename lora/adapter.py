@@ -107,8 +107,8 @@ def check_count(what: str, value: Any, option: str, most: int, possible: int) ->
 
 
 def state_of(folder: str) -> str:
-    """Says which adapter a folder has now: another one once its files are written anew, or replaced. A ValueError if
-    there are none."""
+    """The identity of the adapter that a folder has now: another one once its files are written anew, or replaced. A
+    ValueError if there are none."""
     parts = [folder := os.path.realpath(folder)]
     for name in (CONFIG, WEIGHTS):
         try:

@@ -17,7 +17,7 @@ from sampling_params import LoRARequest
 
 LOOK = 0.1  # seconds between two looks at what workers have read, where these run steps and would be held up
 PAUSE = 0.002  # the same where nothing but an adapter is waited for
-MEMORY = 1.0  # seconds for which an adapter that could not be read is refused without being read again
+RETRY_FAILED_AFTER = 1.0  # seconds in which an adapter that could not be read is refused unread
 
 
 class HostAdapters:
@@ -102,7 +102,7 @@ class HostAdapters:
             self.loaded[adapter] = self.loaded.pop(adapter)
             return dataclasses.replace(adapter, name=lora.lora_name)  # one folder may have several names
         message, refused_at = self.failed.get(wanted, ("", 0.0))
-        if time.monotonic() < refused_at + MEMORY:
+        if time.monotonic() < refused_at + RETRY_FAILED_AFTER:
             raise ValueError(message)
         if not (has_turn and self._make_room()):
             return None
@@ -167,8 +167,8 @@ class HostAdapters:
     def _refuse(self, adapter: Adapter, message: str) -> None:
         """An adapter could not be read; all requests that wait for it are told why."""
         self.free.append(adapter.row)
-        now = time.monotonic()
-        self.failed = {other: failure for other, failure in self.failed.items() if now < failure[1] + MEMORY}
+        oldest = (now := time.monotonic()) - RETRY_FAILED_AFTER
+        self.failed = {other: failure for other, failure in self.failed.items() if failure[1] > oldest}
         self.failed[adapter] = message, now
 
     def reload(self, rpc: Callable[..., list[Any]]) -> dict[Adapter, str]:

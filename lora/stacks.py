@@ -120,7 +120,7 @@ def modules_of(model: Transformer, wanted: Parts) -> Parts:
 
 
 def slices_of(product: TargetProduct) -> list[int]:
-    """Where the slices of a product begin and end: between two outputs that not all the same modules fill. Outputs that
+    """The bounds of a product's slices: between two outputs that not all the same modules fill. Outputs that
     no module fills, as a rank may have at the end of a vocabulary, are part of any slice."""
     ends = {0, product.shape[0]}
     for covers in product.covers.values():

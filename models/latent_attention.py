@@ -47,23 +47,14 @@ class RowGroup(NamedTuple):
 
 def heads_at_once(heads: int, c: ModelConfig, max_model_len: int, itemsize: int) -> int:
     """How many heads have their keys and values in the workspace at a time. Kernels are compiled for this number."""
-    return _divisor(heads, WORKSPACE // (head_numbers(c) * itemsize * max(CONTEXT_TOKENS, max_model_len)))
-
-
-def absorbed_heads(heads: int) -> int:
-    """How many heads of rows of many tokens are in the absorbed form at a time."""
-    return _divisor(heads, ABSORBED_HEADS)
+    assert c.latent
+    numbers = 2 * c.head_dim + c.latent.nope_dim + c.latent.v_dim  # of a token: key and value, and the product's result
+    return _divisor(heads, WORKSPACE // (numbers * itemsize * max(CONTEXT_TOKENS, max_model_len)))
 
 
 def _divisor(number: int, most: int) -> int:
     """The largest divisor of `number` that is at most `most`; at least 1."""
     return max(i for i in range(1, number + 1) if number % i == 0 and i <= max(1, most))
-
-
-def head_numbers(c: ModelConfig) -> int:
-    """Numbers of the workspace that a head takes for a token: key and value, and what the product gave."""
-    assert c.latent
-    return 2 * c.head_dim + c.latent.nope_dim + c.latent.v_dim
 
 
 class LatentAttention(Attention):
@@ -137,7 +128,7 @@ class LatentAttention(Attention):
         if n < len(q) and self.batch_invariant:
             of_rows = batch.slots[first:], batch.seq_lens[first:], batch.query_starts
             rows = batch.block_tables[0], *of_rows, batch.max_query_len
-            size = absorbed_heads(self.heads)
+            size = _divisor(self.heads, ABSORBED_HEADS)
             for begin in range(0, self.heads, size):
                 heads = slice(begin, begin + size)
                 absorbed = self.absorb(q[n:, heads].contiguous(), rotation[n:], heads)

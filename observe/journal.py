@@ -28,14 +28,9 @@ from sequence import Beam, Sequence, SequenceGroup
 
 
 class Journal(Observer):
-    """Writes the journal of a scheduler, and is its clock.
+    """Writes the journal of a scheduler, and is its clock; raises what its file does.
 
-    Args:
-        path: of the file, which is replaced.
-        sizes: the scheduler's arguments beside the engine's options, by name.
-
-    Raises:
-        ValueError: there can be no such file.
+    `sizes` has the scheduler's arguments beside the engine's options, by name.
     """
 
     def __init__(self, path: str, sizes: dict[str, Any], scheduler: Scheduler):

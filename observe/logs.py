@@ -69,12 +69,9 @@ class StderrHandler(logging.Handler):
 
 
 def set_up(level: str, format: str, name: str | None = None) -> None:
-    """Send records to stderr, unless a script has set up logging itself.
+    """Send records from a level on to stderr, as text or JSON, unless a script has set up logging itself.
 
-    Args:
-        level: debug, info, warning or error; what is below it is not said.
-        format: text or json.
-        name: of the logger whose records are sent; None: those of libraries as well, from warning on.
+    `name` is the logger's whose records are sent; None: those of libraries as well, from warning on.
     """
     logger.setLevel(level.upper())
     target = logging.getLogger(name)

@@ -64,11 +64,9 @@ class KVSanitizer:
 
     Args:
         pool: the KV pool, [num_blocks, ..], which is filled with NaN here.
-        num_host_blocks: blocks of the host pool.
         state: has the worker's own tokens of each sequence, and the tables that attention reads.
         windows: of each kind of layers, the most tokens that its attention sees; 0 for all.
         states: the pool of recurrent states [rows, size or 0], which is filled with NaN here, too.
-        num_host_states: rows of the host's.
     """
 
     def __init__(
@@ -133,10 +131,7 @@ class KVSanitizer:
         slot_mapping: torch.Tensor,
         seq_lens: torch.Tensor,
     ) -> None:
-        """Check all that the plan's rows are about to read and write.
-
-        Args:
-            plan: the plan that `follow` was given. The tensors are the results of `prepare_inputs` for it.
+        """Check all that the plan's rows are about to read and write, from what `prepare_inputs` has made of the plan.
 
         Raises:
             SanitizerError: names the request, the block and the step.
@@ -189,11 +184,7 @@ class KVSanitizer:
         self.state_shadow.hashes[slots, 0] = self.hashes[slots, computed.long()]
 
     def check_hidden(self, plan: StepPlan, hidden: torch.Tensor) -> None:
-        """Check that the hidden states [T, hidden] of a step have no NaN, which they would get from poison.
-
-        Raises:
-            SanitizerError: names the request and the step.
-        """
+        """Check that the hidden states [T, hidden] of a step have no NaN, as poison makes; raises what `check` does."""
         has_nan = hidden.isnan().any(-1)
         if has_nan.any():
             slots, counts = np.array(plan.rows).T

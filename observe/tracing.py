@@ -20,15 +20,7 @@ LAST = "update"  # phase of a step
 
 
 class Trace(Observer):
-    """Writes the timeline of one engine. Times are those of `time.perf_counter`, which all processes share.
-
-    Args:
-        path: of the file, which is replaced.
-        stages: of the pipeline.
-
-    Raises:
-        ValueError: there can be no such file.
-    """
+    """Writes the timeline of an engine by `time.perf_counter`, which all processes share; raises what its file does."""
 
     def __init__(self, path: str, stages: int = 1):
         self.file = DiagnosticFile("trace", path, tail=b"\n]\n")

@@ -107,28 +107,26 @@ class Node:
     def _answer(self, link: socket.socket, dial: Dial) -> None:
         """Connect an engine with somebody who waits for it at the gate."""
         self.launched.wait()
-        if sock := self._try_to_dial(Attach(dial.ticket), lambda: self.link is link):
-            handshake.hand_over(sock, self.engines[dial.rank].address)
+        self._connect(self.engines[dial.rank].address, dial.ticket, lambda: self.link is link)
 
     def _take(self, listener: socket.socket) -> None:
         """Take the engines' connections to the coordinator."""
+
+        def connect(half: socket.socket) -> None:
+            with half:
+                self._connect(half, "", lambda: not self.refused)
+
         with listener:
             while half := accept(listener):
-                threading.Thread(target=self._connect, args=(half,), daemon=True).start()
+                threading.Thread(target=connect, args=(half,), daemon=True).start()
 
-    def _connect(self, half: socket.socket) -> None:
-        with half:
-            if sock := self._try_to_dial(Attach(), lambda: not self.refused):
-                handshake.hand_over(sock, half)
-
-    def _try_to_dial(self, first: Message, wanted: Callable[[], bool]) -> socket.socket | None:
-        """A connection, as soon as there can be one, if it is still wanted then."""
+    def _connect(self, through: socket.socket, ticket: str, wanted: Callable[[], bool]) -> None:
+        """Dial, again and again while it is wanted, and hand the connection over."""
         while wanted():
             try:
-                return self._dial(first)
+                return handshake.hand_over(self._dial(Attach(ticket)), through)
             except OSError:  # the link tells what is wrong
                 time.sleep(handshake.PAUSE)
-        return None
 
     def wait(self, seconds: float) -> None:
         """Wait until the server has let this host in; a ConnectionError if it has not within so many seconds."""

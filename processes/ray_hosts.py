@@ -119,7 +119,7 @@ class RayHost:
         """Run the engine until it does not start any more, or the server does not let it in.
 
         Raises:
-            ValueError: the engine has not started, or see `settle` and `find_model_here`.
+            ValueError: the engine has not started; or see `settle` and `find_model_here`.
             ConnectionError, ChildProcessError: see `Node.run`.
         """
         import ray

@@ -39,15 +39,14 @@ class Router:
         block_size: tokens of a block.
         num_blocks: of an engine; so many prefixes are remembered for each.
         routers: how many there are, one in each API process.
-        affinity: whether prefixes count.
 
     Attributes:
         latest: the hash of all full blocks of the prompt that came last; empty if it had none.
     """
 
-    def __init__(self, size: int, block_size: int, num_blocks: int = 1 << 14, routers: int = 1, affinity: bool = True):
-        self.size, self.block_size = size, block_size
-        self.routers, self.affinity = routers, affinity
+    def __init__(self, size: int, block_size: int, num_blocks: int = 1 << 14, routers: int = 1):
+        self.size, self.routers = size, routers
+        self.block_size = block_size
         self.loads = [0] * size
         self.holders: OrderedDict[bytes, int] = OrderedDict()  # by hash, the one least recently asked for first
         self.most, self.turn = size * num_blocks, 0
@@ -60,8 +59,7 @@ class Router:
     def choose(self, tokens: Sequence[int], salt: str, width: int, alive: Sequence[int]) -> int:
         """Choose the engine, one of `alive`, for a prompt with `width` sequences."""
         hashes: list[bytes] = []
-        if self.affinity:
-            chain(hashes, tokens, self.block_size, salt)
+        chain(hashes, tokens, self.block_size, salt)
         drawn = alive if self.routers == 1 or len(alive) < 3 else random.sample(alive, 2)
         least = min(self.loads[rank] for rank in drawn)
         near = {rank for rank in alive if self.loads[rank] - least <= CLOSE}

@@ -59,26 +59,26 @@ def make_checkpoint(name: str, case: dict, folder: Path, kind: type, more: dict)
 
 
 def make(name: str, case: dict, folder: Path) -> None:
-    more = {"experts_implementation": "eager"} if case.get("exact") else {}  # the others lack float64
+    options = {"experts_implementation": "eager"} if case.get("exact") else {}  # the others lack float64
     kind = getattr(transformers, case.get("head", "AutoModelForCausalLM"))
     if not (folder / "config.json").exists():
-        make_checkpoint(name, case, folder, kind, more)
+        make_checkpoint(name, case, folder, kind, options)
     attention = "sdpa" if case.get("shape", {}).get("alibi") else "eager"  # Falcon's eager attention adds ALiBi twice
-    model = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention, **more)
+    model = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention, **options)
     if "head" in case:
         with torch.no_grad():
             outputs = [model(torch.tensor([prompt])) for prompt in case["prompts"]]
-        found = {
+        results = {
             f"labels{i}" if "logits" in output else f"hidden{i}": output[0][0].contiguous()
             for i, output in enumerate(outputs)
         }
-        save_file(found, folder / "oracle.safetensors")
+        save_file(results, folder / "oracle.safetensors")
         return
-    found = {}
+    results = {}
     for i, prompt in enumerate(case["prompts"]):
         ids = torch.tensor([prompt])
         with torch.no_grad():
-            found[f"logits{i}"] = model(ids).logits[0].contiguous()
+            results[f"logits{i}"] = model(ids).logits[0].contiguous()
             if i not in case.get("generated", range(i + 1)):
                 continue
             mask = torch.ones_like(ids)  # without it a token 0 in the prompt passes for padding
@@ -86,28 +86,28 @@ def make(name: str, case: dict, folder: Path) -> None:
                 ids, attention_mask=mask, max_new_tokens=case["new"], do_sample=False, pad_token_id=0,
                 return_dict_in_generate=True, output_logits=True,
             )  # fmt: skip
-        found[f"tokens{i}"] = greedy.sequences[0, len(prompt) :].contiguous()
+        results[f"tokens{i}"] = greedy.sequences[0, len(prompt) :].contiguous()
         best = torch.cat(greedy.logits).topk(2).values
-        found[f"margins{i}"] = best[:, 0] - best[:, 1]
+        results[f"margins{i}"] = best[:, 0] - best[:, 1]
         for j, arguments in enumerate(case.get("beams", [])):
             # The method is named, because `generate` would take a single beam for greedy search, which has no scores.
             beams = model.generate(
                 ids, attention_mask=mask, do_sample=False, pad_token_id=-1, return_dict_in_generate=True,
                 output_scores=True, custom_generate=transformers.GenerationMixin._beam_search, **arguments,
             )  # fmt: skip
-            found[f"beams{j}.{i}"] = beams.sequences[:, len(prompt) :].contiguous()
-            found[f"scores{j}.{i}"] = beams.sequences_scores
+            results[f"beams{j}.{i}"] = beams.sequences[:, len(prompt) :].contiguous()
+            results[f"scores{j}.{i}"] = beams.sequences_scores
     if case.get("exact"):
         model.double()
         for i, prompt in enumerate(case["prompts"]):
             with torch.no_grad():
-                found[f"exact{i}"] = model(torch.tensor([prompt])).logits[0].float()
+                results[f"exact{i}"] = model(torch.tensor([prompt])).logits[0].float()
         model.float()
     for length in case.get("tables", []):
         rotary, x = model.model.rotary_emb, torch.zeros(1)
         cos, sin = rotary(x, torch.arange(length)[None])
-        found[f"table{length}"] = torch.cat((cos[0], sin[0]), dim=-1)
-    save_file(found, folder / "oracle.safetensors")
+        results[f"table{length}"] = torch.cat((cos[0], sin[0]), dim=-1)
+    save_file(results, folder / "oracle.safetensors")
 
 
 def plain(folder: str, **more: object) -> torch.nn.Module:
@@ -125,12 +125,12 @@ def base_of(case: dict) -> torch.nn.Module:
 
 def both_logits(model: torch.nn.Module, case: dict) -> dict[str, torch.Tensor]:
     """Of each prompt, with the adapter and without."""
-    found = {}
+    logits = {}
     for i, prompt in enumerate(case["prompts"]):
-        found[f"logits{i}"] = model(torch.tensor([prompt])).logits[0].contiguous()
+        logits[f"logits{i}"] = model(torch.tensor([prompt])).logits[0].contiguous()
         with model.disable_adapter():
-            found[f"plain{i}"] = model(torch.tensor([prompt])).logits[0].contiguous()
-    return found
+            logits[f"plain{i}"] = model(torch.tensor([prompt])).logits[0].contiguous()
+    return logits
 
 
 @torch.no_grad()
@@ -152,12 +152,12 @@ def make_adapter(name: str, case: dict, out: Path) -> None:
         elif "lora_" in part:  # A x is about as large as x, and B changes a product by about a tenth
             parameter.normal_(0.0, parameter.shape[1] ** -0.5 * (0.1 if "lora_B" in part else 1.0))
     model.save_pretrained(out)
-    found = both_logits(model, case)
+    results = both_logits(model, case)
     merged = None if case["shares"] else model.merge_and_unload()
     for i, prompt in enumerate(case["prompts"] if merged else ()):
-        error = (merged(torch.tensor([prompt])).logits[0] - found[f"logits{i}"]).abs().max().item()
-        assert error <= 1e-4 * found[f"logits{i}"].abs().max(), f"{name}: merged, PEFT's model differs by {error}"
-    save_file(found, out / "oracle.safetensors")
+        error = (merged(torch.tensor([prompt])).logits[0] - results[f"logits{i}"]).abs().max().item()
+        assert error <= 1e-4 * results[f"logits{i}"].abs().max(), f"{name}: merged, PEFT's model differs by {error}"
+    save_file(results, out / "oracle.safetensors")
 
 
 @torch.no_grad()
@@ -176,19 +176,19 @@ def make_prompt(name: str, case: dict, out: Path) -> None:
     torch.manual_seed(len(Path(case["base"]).name))
     words = model.word_embeddings(torch.arange(model.config.vocab_size))
     model.prompt_encoder["default"].embedding.weight.normal_(0.0, words.square().mean().sqrt().item())
-    found = both_logits(model, case)
+    results = both_logits(model, case)
     for i, prompt in enumerate(case["prompts"]):
         tokens = list(prompt)
         for _ in range(case["new"]):
             tokens.append(model(torch.tensor([tokens])).logits[0, -1].argmax().item())
-        found[f"tokens{i}"] = torch.tensor(tokens[len(prompt) :])
+        results[f"tokens{i}"] = torch.tensor(tokens[len(prompt) :])
         if case["penalized"]:
             drawn = {"max_new_tokens": case["new"], "do_sample": False, "repetition_penalty": 1.3}
             ids = torch.tensor([prompt])
             made = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **drawn)
-            found[f"penalized{i}"] = made[0, len(prompt) :].contiguous()
+            results[f"penalized{i}"] = made[0, len(prompt) :].contiguous()
     model.save_pretrained(out)
-    save_file(found, out / "oracle.safetensors")
+    save_file(results, out / "oracle.safetensors")
 
 
 # --- layers of experts ------------------------------------------------------------------------------------------------
@@ -220,17 +220,17 @@ def make_experts(name: str, case: dict, out: Path) -> None:
             gate = getattr(layer, "shared_expert_gate", None)
             y = y - getattr(layer, shared)(x) * (1 if gate is None else gate(x).sigmoid())
     bias = getattr(router, "bias", None)
-    found = {"x": x, "logits": x @ router.weight.T + (0 if bias is None else bias), "y": y}
-    found |= {"gate_up": experts.gate_up_proj, "down": experts.down_proj}
+    tensors = {"x": x, "logits": x @ router.weight.T + (0 if bias is None else bias), "y": y}
+    tensors |= {"gate_up": experts.gate_up_proj, "down": experts.down_proj}
     if case.get("transposed"):
-        found |= {"gate_up": experts.gate_up_proj.mT, "down": experts.down_proj.mT}
+        tensors |= {"gate_up": experts.gate_up_proj.mT, "down": experts.down_proj.mT}
     if hasattr(experts, "gate_up_proj_bias"):
-        found |= {"gate_up_bias": experts.gate_up_proj_bias, "down_bias": experts.down_proj_bias}
+        tensors |= {"gate_up_bias": experts.gate_up_proj_bias, "down_bias": experts.down_proj_bias}
     for field, tensor in (*layer.named_buffers(), *layer.named_parameters()):
         if field.endswith("e_score_correction_bias"):
-            found["choice"] = tensor.flatten()
+            tensors["choice"] = tensor.flatten()
     out.mkdir()
-    save_file({key: tensor.contiguous().clone() for key, tensor in found.items()}, out / "oracle.safetensors")
+    save_file({key: tensor.contiguous().clone() for key, tensor in tensors.items()}, out / "oracle.safetensors")
 
 
 # --- checkpoints in few bits ------------------------------------------------------------------------------------------
@@ -286,14 +286,14 @@ def bitsandbytes(case: dict) -> dict[str, torch.Tensor]:
     config = transformers.BitsAndBytesConfig(**case["bitsandbytes"])
     model = plain(case["base"], quantization_config=config, device_map={"": "cpu"})
     model.save_pretrained(case["out"])
-    found = {}
+    weights = {}
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
         if hasattr(weight, "SCB"):
-            found[name] = int8_vectorwise_dequant(weight.data, weight.SCB)
+            weights[name] = int8_vectorwise_dequant(weight.data, weight.SCB)
         elif hasattr(weight, "quant_state"):
-            found[name] = dequantize_4bit(weight.data, weight.quant_state)
-    return found
+            weights[name] = dequantize_4bit(weight.data, weight.quant_state)
+    return weights
 
 
 def gptqmodel(case: dict) -> dict[str, torch.Tensor]:
@@ -312,8 +312,10 @@ def gptqmodel(case: dict) -> dict[str, torch.Tensor]:
     ids = torch.randint(0, case["shape"]["vocab_size"], (32, 1, 64))
     made.quantize([{"input_ids": x, "attention_mask": torch.ones_like(x)} for x in ids], batch_size=1, backend=backend)
     made.save(out)
-    found = {name: x.float() for name, x in load_file(Path(out, "model.safetensors")).items() if x.is_floating_point()}
-    found = {name.removesuffix(".weight"): x for name, x in found.items() if name.endswith(".weight")}
+    weights = {
+        name: x.float() for name, x in load_file(Path(out, "model.safetensors")).items() if x.is_floating_point()
+    }
+    weights = {name.removesuffix(".weight"): x for name, x in weights.items() if name.endswith(".weight")}
     read = GPTQModel.load(out, device="cpu", backend=backend, dtype=torch.float16)  # that of the stored scales
     for name, module in read.model.named_modules():
         if not hasattr(module, "qweight"):
@@ -321,10 +323,10 @@ def gptqmodel(case: dict) -> dict[str, torch.Tensor]:
         module.scales = module.scales.float()  # so that no product is rounded
         if backend == BACKEND.AWQ_TORCH:
             packed = module.qweight, module.qzeros, module.scales
-            found[name] = dequantize_gemm(*packed, bits=module.bits, group_size=module.group_size).T
+            weights[name] = dequantize_gemm(*packed, bits=module.bits, group_size=module.group_size).T
         else:
-            found[name] = module.dequantize_weight().T
-    return found
+            weights[name] = module.dequantize_weight().T
+    return weights
 
 
 def make_plain(case: dict) -> None:
@@ -354,21 +356,21 @@ def make_coded(name: str, case: dict, out: Path) -> None:
         make_plain(case)
     writers = {"weights": compressed, "bitsandbytes": bitsandbytes, "gptqmodel": gptqmodel}
     weights = next(write for name, write in writers.items() if name in case)(case)
-    model, found = plain(case["base"]), {}
+    model, results = plain(case["base"]), {}
     assert weights
     for name, weight in weights.items():
         model.get_submodule(name).weight.copy_(weight)
     for i, prompt in enumerate(case["prompts"]):
-        found[f"logits{i}"] = model(torch.tensor([prompt])).logits[0].contiguous()
+        results[f"logits{i}"] = model(torch.tensor([prompt])).logits[0].contiguous()
     ids = torch.tensor([case["prompts"][0]])
     greedy = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=TOKENS, do_sample=False, pad_token_id=0,
         return_dict_in_generate=True, output_logits=True,
     )  # fmt: skip
-    found["tokens"] = greedy.sequences[0, ids.shape[1] :].contiguous()
+    results["tokens"] = greedy.sequences[0, ids.shape[1] :].contiguous()
     best = torch.cat(greedy.logits).topk(2).values
-    found["margins"] = best[:, 0] - best[:, 1]
-    save_file(found, out / "oracle.safetensors")
+    results["margins"] = best[:, 0] - best[:, 1]
+    save_file(results, out / "oracle.safetensors")
 
 
 # --- questions --------------------------------------------------------------------------------------------------------
@@ -387,10 +389,10 @@ def fields_of(name: str) -> dict:
 def as_read(name: str, raw: dict) -> dict:
     """All that a config class makes of a config.json, its defaults among them; empty where it errs."""
     try:
-        found = getattr(transformers, name)(**raw).to_dict()
+        fields = getattr(transformers, name)(**raw).to_dict()
     except Exception:
         return {}
-    return json.loads(json.dumps(found, default=str))
+    return json.loads(json.dumps(fields, default=str))
 
 
 def random_model(name: str, shape: dict) -> torch.nn.Module:
@@ -403,7 +405,7 @@ def random_model(name: str, shape: dict) -> torch.nn.Module:
 def changed_by(name: str, shape: dict, changes: list[dict]) -> list[str]:
     """Whether logits are the "same" or have "changed" with each change; "error" where there is no such model."""
     torch.manual_seed(0)
-    model, prompt, found = random_model(name, shape), torch.arange(3, 27)[None], []
+    model, prompt, words = random_model(name, shape), torch.arange(3, 27)[None], []
     for parameter in model.parameters():
         parameter.data.normal_(1.0 if parameter.ndim == 1 and parameter.mean() > 0.5 else 0.0, 0.15)
     with torch.no_grad():
@@ -414,14 +416,14 @@ def changed_by(name: str, shape: dict, changes: list[dict]) -> list[str]:
                 model.load_state_dict(state)
                 logits = model(prompt).logits
             except Exception:
-                found.append("error")
+                words.append("error")
                 continue
-            found.append("same" if (logits - want).abs().max() <= 1e-5 * want.abs().max() else "changed")
-    return found
+            words.append("same" if (logits - want).abs().max() <= 1e-5 * want.abs().max() else "changed")
+    return words
 
 
 def answer(line: str) -> dict:
-    """What is asked for by a line of JSON."""
+    """The answer to a line of JSON."""
     case = json.loads(line)
     if "fields" in case:
         return fields_of(case["fields"])

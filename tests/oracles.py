@@ -61,12 +61,12 @@ KV_SCALES = st.sampled_from([None, None, (0.5, 3.0)])  # of a pool in FP8
 
 def fp8(x: torch.Tensor) -> torch.Tensor:
     """The numbers of FP8 (e4m3) that are nearest to x float32; of two the even one, and the largest for larger ones."""
-    known = torch.arange(127, dtype=torch.uint8).view(FP8).double()
-    borders = (known[1:] + known[:-1]) / 2
+    numbers = torch.arange(127, dtype=torch.uint8).view(FP8).double()
+    borders = (numbers[1:] + numbers[:-1]) / 2
     size = x.double().abs().contiguous()
     at = torch.bucketize(size, borders)
     at += (at % 2 == 1) & torch.isin(size, borders)
-    return torch.copysign(known[at], x.double()).float()
+    return torch.copysign(numbers[at], x.double()).float()
 
 
 def check_fp8_store(ops: ModuleType, device: str, dtype: torch.dtype) -> None:
@@ -76,14 +76,14 @@ def check_fp8_store(ops: ModuleType, device: str, dtype: torch.dtype) -> None:
     turn = rotation(torch.cat((angles.cos(), angles.sin()), 1)).to(device)
     pools = [torch.full((2, 2, 2, 2, 16, 24), 7.0, dtype=kind).to(device) for kind in (dtype, FP8)]
     for some in (slice(None), slice(4, 5)):  # one token may go another way than several
-        for pool, more in zip(pools, (None, torch.tensor(scales).to(device)), strict=True):
-            given = qkv[some].clone().to(device), None, None, 1e-6, turn[some], places[some].to(device), pool[:, 1]
-            ops.qk_norm_rope_store(*given, kv_scales=more)
+        for pool, kv_scales in zip(pools, (None, torch.tensor(scales).to(device)), strict=True):
+            arguments = qkv[some].clone().to(device), None, None, 1e-6, turn[some], places[some].to(device), pool[:, 1]
+            ops.qk_norm_rope_store(*arguments, kv_scales=kv_scales)
         plain, packed = ((ops.keys_of(pool[:, 1]).cpu().float(), pool[:, 1, 1].cpu().float()) for pool in pools)
-        for found, numbers, scale in zip(packed, plain, scales, strict=True):
+        for got, numbers, scale in zip(packed, plain, scales, strict=True):
             here = torch.arange(2)[:, None] * 16 + torch.arange(16)
-            stored = torch.isin(here, places[places >= 0])[:, None, :, None].expand_as(found)
-            assert torch.equal(found, torch.where(stored, fp8(numbers / scale), 7.0)) and found.abs().max() == 448
+            stored = torch.isin(here, places[places >= 0])[:, None, :, None].expand_as(got)
+            assert torch.equal(got, torch.where(stored, fp8(numbers / scale), 7.0)) and got.abs().max() == 448
 
 
 def read(context: list[torch.Tensor], scales: tuple[float, float] | None) -> list[torch.Tensor]:
@@ -453,7 +453,7 @@ def drafted(vocab: int, width: int, rows: int | None = None) -> Drafted:
     """
     heats, top_ks = torch.tensor([0.0, 1.0, 0.7, 1.5]), torch.tensor([0, 5, 0, 40]).int()[torch.randperm(4)]
     top_ps, min_ps = torch.tensor([1.0, 0.9, 0.5, 1.0])[torch.randperm(4)], torch.tensor([0.0, 0.0, 0.0, 0.05])
-    seeds, known = torch.randint(-(2**62), 2**62, (4,)), torch.randint(0, 9999, (4,)).int()
+    seeds, lengths = torch.randint(-(2**62), 2**62, (4,)), torch.randint(0, 9999, (4,)).int()
     order = torch.randperm(4 * (width + 1) + 3)[:rows]
     slots, after = (torch.cat((x, y))[order] for x, y in (
         (torch.arange(4).repeat(width + 1), torch.tensor([-1] * 3)),
@@ -463,12 +463,15 @@ def drafted(vocab: int, width: int, rows: int | None = None) -> Drafted:
     guesses = torch.randint(0, min(vocab, 5), (4, width))[owner]  # few tokens, so that some come several times
     drafts = guesses.masked_fill(torch.arange(width) >= after[:, None], -1).int()
     drafts[slots < 0] = 2**31 - 1  # nobody may read these
-    fields, state = adjustments([7, 0, 7, 7], vocab, width + 1), (columns(heats, top_ks, top_ps, min_ps), seeds, known)
+    fields, state = (
+        adjustments([7, 0, 7, 7], vocab, width + 1),
+        (columns(heats, top_ks, top_ps, min_ps), seeds, lengths),
+    )
     sampled = [x[owner] for x in fields]
     sampled[2] = sampled[2] + 2 * (drafts[:, :, None] == torch.arange(vocab)).sum(1, dtype=torch.int32)
     sampled[5] = sampled[5][torch.arange(len(slots)), after][:, None]
     rows = torch.arange(len(slots)).masked_fill(slots < 0, -1).int()
-    real = *(x[owner] for x in state[:-1]), (known[owner] + after).int()
+    real = *(x[owner] for x in state[:-1]), (lengths[owner] + after).int()
     logits = torch.randn(len(slots), vocab) * 3
     return Drafted(logits, (slots.int(), *state), fields, drafts, (rows, *real), tuple(x.contiguous() for x in sampled))
 

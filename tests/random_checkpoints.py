@@ -21,8 +21,6 @@ from typing import Any
 
 import pytest
 
-from renamed import of_transformers, rename
-
 TESTS = Path(__file__).parent
 DATA = TESTS / "data"
 NEW = 64  # tokens that transformers goes on with
@@ -35,11 +33,11 @@ ABSENT = object()
 
 def shape(**more: Any) -> dict[str, Any]:
     """A shape that suits most families: 4 heads of 16, two of which share a key. What is ABSENT is left out."""
-    found = {
+    fields = {
         "vocab_size": 99, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
         "num_hidden_layers": 2, "intermediate_size": 80, "max_position_embeddings": 256, "bos_token_id": None,
         "eos_token_id": None, "pad_token_id": None, "tie_word_embeddings": False, **more}  # fmt: skip
-    return {name: value for name, value in found.items() if value is not ABSENT}
+    return {name: value for name, value in fields.items() if value is not ABSENT}
 
 
 OWN_HEADS = {"num_key_value_heads": ABSENT}  # each head has keys of its own, and no field says so
@@ -62,9 +60,11 @@ ROUTED = {
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
 LATENT = {
-    "q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+    "q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12,
     "num_key_value_heads": 4,
 }  # fmt: skip
+DEEPSEEK = ROUTED | LATENT | {
+    "n_group": 4, "topk_group": 2, "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.0}}  # fmt: skip
 
 FALCON = {"num_key_value_heads": ABSENT, "intermediate_size": ABSENT}
 GEMMA4 = {
@@ -89,9 +89,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "nemotron-super": case("DeciLMConfig", intermediate_size=512, num_hidden_layers=4, mlp_bias=True),
     "deepseek-v2": case("DeepseekV2Config", **ROUTED | LATENT | {"n_group": 4, "topk_group": 2},
                         topk_method="group_limited_greedy", norm_topk_prob=False),
-    "deepseek-v2-lite": case("DeepseekV2Config", **ROUTED | LATENT | {"q_lora_rank": None}, topk_method="greedy"),
-    "deepseek-v3": case("DeepseekV3Config", **ROUTED | LATENT | {"n_group": 4, "topk_group": 2},
-                        rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}),
+    "deepseek-v2-lite": case(
+        "DeepseekV2Config", **ROUTED | LATENT | {"q_lora_rank": None, "v_head_dim": 24}, topk_method="greedy",
+        rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}),
+    "deepseek-v3": case("DeepseekV3Config", **DEEPSEEK),
+    "deepseek-v3-halves-biases": case("DeepseekV3Config", **DEEPSEEK, rope_interleave=False, attention_bias=True),
+    "kimi-k2": case("DeepseekV3Config", **DEEPSEEK | {"n_group": 1, "topk_group": 1, "rope_parameters": YARN | {
+        "mscale": 0.7, "mscale_all_dim": 1.0, "beta_fast": 1.0, "beta_slow": 1.0}}),
     "ernie": case("Ernie4_5Config", head_dim=32, use_bias=False),
     "exaone4": case(
         "Exaone4Config", sliding_window=9, num_hidden_layers=4,
@@ -265,7 +269,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def remote(architecture: str, config: str, **more: Any) -> dict[str, Any]:
-    """A model that computes what a class of transformers does; tests/models/test_remote_code.py renames its files."""
+    """A model that computes what a class of transformers does; tests/models/test_other_files.py renames its files."""
     return case(config, **more) | {"architecture": architecture}
 
 
@@ -354,32 +358,6 @@ LLAMAS: dict[str, dict[str, Any]] = {
         "config": "LlamaConfig", "tables": [64],
         "shape": small(99, 64, 4, 2, rope_parameters=LLAMA3 | {"high_freq_factor": 1.0}),
     },
-}  # fmt: skip
-
-# --- latent attention -------------------------------------------------------------------------------------------------
-
-LATENT_SHAPE = {
-    "vocab_size": 99, "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 80,
-    "max_position_embeddings": 256, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
-    "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 1,
-    "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "routed_scaling_factor": 1.7, "num_key_value_heads": 4,
-    "q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12,
-}  # fmt: skip
-LATENT_YARN = {
-    "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0, "mscale": 0.7,
-    "mscale_all_dim": 1.0,
-}  # fmt: skip
-LATENTS: dict[str, dict[str, Any]] = {
-    "deepseek-v2": {"config": "DeepseekV2Config", "shape": LATENT_SHAPE | {
-        "topk_method": "group_limited_greedy", "norm_topk_prob": False}},
-    "deepseek-v2-lite": {"config": "DeepseekV2Config", "shape": LATENT_SHAPE | {
-        "topk_method": "greedy", "q_lora_rank": None, "v_head_dim": 24,
-        "rope_parameters": LATENT_YARN | {"mscale": 1.0}}},
-    "deepseek-v3": {"config": "DeepseekV3Config", "shape": LATENT_SHAPE | {"rope_parameters": LATENT_YARN}},
-    "kimi-k2": {"config": "DeepseekV3Config", "shape": LATENT_SHAPE | {
-        "n_group": 1, "topk_group": 1, "rope_parameters": LATENT_YARN | {"beta_fast": 1.0, "beta_slow": 1.0}}},
-    "deepseek-v3-halves-biases": {"config": "DeepseekV3Config", "shape": LATENT_SHAPE | {
-        "rope_interleave": False, "attention_bias": True}},
 }  # fmt: skip
 
 # --- embeddings and classification ------------------------------------------------------------------------------------
@@ -508,10 +486,80 @@ SEEING: dict[str, dict[str, Any]] = {
     "voxtral": seeing("Voxtral", "llama", "audio_config"),
 }  # fmt: skip
 
+# --- a family that transformers lacks, by a class of it that computes the same where some weights are 0 ---------------
+
+# A case whose `config` is a key of `RENAMED` has the shape of the other class, and the family gets what has an effect.
+# Families that differ in names alone are in tests/models/test_other_files.py.
+Fields = dict[str, Any]
+RENAMED = {"DeciLMConfig": "LlamaConfig"}
+
+
+def blocks(layers: int) -> list[tuple[bool, bool]]:
+    """Whether each layer has attention, and whether its MLP is as wide as that of Llama, of 512."""
+    return [(i % 3 != 1, i == 0) for i in range(layers)]
+
+
+def nemotron(shape: Fields) -> Fields:
+    """The config.json of Nemotron Super for a shape of Llama. Sizes of MLPs are rounded up to 256 or 512."""
+    groups = shape["num_attention_heads"] // shape["num_key_value_heads"]
+    listed = [
+        {"attention": {"no_op": not attention, "n_heads_in_group": groups if attention else None, "sparsify": None},
+         "ffn": {"ffn_mult": (450 if wide else 200) / shape["hidden_size"], "no_op": False}}
+        for attention, wide in blocks(shape["num_hidden_layers"])
+    ]  # fmt: skip
+    return shape | {"block_configs": listed, "num_key_value_heads": None, "intermediate_size": None}
+
+
+def nemotron_tensors(tensors: Fields) -> Fields:
+    """What has no effect in Llama's is left out."""
+    kept, layers = {}, 1 + max(int(name.split(".")[2]) for name in tensors if "layers" in name)
+    for name, tensor in tensors.items():
+        attention, wide = blocks(layers)[int(name.split(".")[2])] if "layers" in name else (True, True)
+        if not attention and ("self_attn" in name or "input_layernorm" in name):
+            continue
+        if not wide and "mlp" in name and "down_proj.bias" not in name:
+            tensor = tensor[:, :256] if "down_proj" in name else tensor[:256]
+        kept[name] = tensor.contiguous().clone()
+    return kept
+
+
+def nemotron_zeros(shape: Fields) -> dict[str, int]:
+    """The `zeros` of oracle.py: inputs of which Llama makes nothing."""
+    zeros = {}
+    for i, (attention, wide) in enumerate(blocks(shape["num_hidden_layers"])):
+        zeros |= {} if attention else {f"layers.{i}.self_attn.o_proj.": 0}
+        zeros |= {} if wide else {f"layers.{i}.mlp.down_proj.weight": 256}
+    return zeros
+
+
+def of_transformers(case: Fields) -> Fields:
+    """The case with a config class that transformers has."""
+    if case["config"] not in RENAMED:
+        return case
+    return case | {"config": RENAMED[case["config"]], "zeros": nemotron_zeros(case["shape"])}
+
+
+def published(case: Fields) -> Fields:
+    """What a config.json of the case says."""
+    return nemotron(case["shape"]) if case["config"] in RENAMED else case["shape"]
+
+
+def rename(folder: Path, case: Fields) -> None:
+    """Give the checkpoint that transformers has made of a case the names that the family has."""
+    if case["config"] not in RENAMED:
+        return
+    from safetensors.torch import load_file, save_file  # which the cases alone do not need
+
+    architecture = case["config"].removesuffix("Config") + "ForCausalLM"
+    raw = published(case) | {"architectures": [architecture], "dtype": case.get("dtype", "float32")}
+    (folder / "config.json").write_text(json.dumps(raw))
+    save_file(nemotron_tensors(load_file(folder / "model.safetensors")), folder / "model.safetensors")
+
+
 # --- all of them ------------------------------------------------------------------------------------------------------
 
 GROUPS = {
-    "families": FAMILIES, "remote": REMOTE, "llamas": LLAMAS, "latents": LATENTS, "pooled": POOLED, "beams": SEARCHED,
+    "families": FAMILIES, "remote": REMOTE, "llamas": LLAMAS, "pooled": POOLED, "beams": SEARCHED,
 }  # fmt: skip
 KEPT = {
     "families": (
@@ -519,7 +567,6 @@ KEPT = {
         "bloom", "gemma3n"),
     "remote": (),
     "llamas": ("llama-gqa-llama3-rope-tied", "llama-longrope", "qwen2-sharded-tied"),
-    "latents": ("deepseek-v3",),
     "pooled": ("qwen3", "labels-3"),
     "beams": ("llama",),
 }  # fmt: skip
@@ -530,16 +577,16 @@ def ask() -> None:
     lengths = {"families": (7, 41), "remote": (7, 41), "pooled": (1, 7, 41, 100, 1, 64), "beams": (1, 7, 23)}
     for group, cases in GROUPS.items():
         first = int(group == "families")
-        for name, each in cases.items():
-            rng, vocab = random.Random(name), each["shape"]["vocab_size"]  # a new case changes no other one's prompts
-            each["prompts"] = [[rng.randrange(first, vocab) for _ in range(n)] for n in lengths.get(group, (1, 7, 41))]
+        for name, entry in cases.items():
+            rng, vocab = random.Random(name), entry["shape"]["vocab_size"]  # a new case changes no other one's prompts
+            entry["prompts"] = [[rng.randrange(first, vocab) for _ in range(n)] for n in lengths.get(group, (1, 7, 41))]
             if group in ("families", "remote"):
-                each["generated"] = [1]
+                entry["generated"] = [1]
             if group == "beams":
-                each["beams"] = [{"max_new_tokens": NEW_OF_BEAMS} | arguments for arguments in BEAMS]
-            each["new"] = NEW_OF_BEAMS if group == "beams" else NEW
+                entry["beams"] = [{"max_new_tokens": NEW_OF_BEAMS} | arguments for arguments in BEAMS]
+            entry["new"] = NEW_OF_BEAMS if group == "beams" else NEW
             if name in KEPT[group]:
-                each["dtype"] = "bfloat16"  # which takes half the room
+                entry["dtype"] = "bfloat16"  # which takes half the room
 
 
 ask()

@@ -82,12 +82,12 @@ def launches(shape: Shape, attention_only: bool, whole: bool) -> Iterator[Callab
         yield from latents(s, tables, ints)
         return
     sinks, slopes = (torch.zeros(s.heads) if has else None for has in (s.sinks, s.slopes))
-    more = s.window, s.soft_cap, sinks, slopes, s.chunked, torch.ones(2) if s.cache else None
+    options = s.window, s.soft_cap, sinks, slopes, s.chunked, torch.ones(2) if s.cache else None
     guesses = q.repeat_interleave(s.tokens, 0)
-    yield lambda ops: oracles.decode(ops, guesses, kv, tables, ints[:2], ints[:2], scale, *more)
+    yield lambda ops: oracles.decode(ops, guesses, kv, tables, ints[:2], ints[:2], scale, *options)
     if s.tokens > 1:
         return
-    yield lambda ops: ops.attention_prefill(q, kv, (tables, ints[:1], ints[:1], ints[:2], 2), scale, *more)
+    yield lambda ops: ops.attention_prefill(q, kv, (tables, ints[:1], ints[:1], ints[:2], 2), scale, *options)
     qkv, rotation = torch.zeros(2, (s.heads + 2 * s.kv_heads) * s.head_dim, dtype=dtype), torch.zeros(2, 2, s.head_dim)
     store = functools.partial(kernel_of, "qk_norm_rope_store", qkv)
     if s.cache:
@@ -119,8 +119,8 @@ def launches(shape: Shape, attention_only: bool, whole: bool) -> Iterator[Callab
     yield from sampling(s.vocab, dtype)
     bad = torch.zeros(4, 128, 16, dtype=int32)  # words, with and without a space before them, and tokens of each
     for width in (None, 4, 8):
-        more = drafted(s.vocab, width)
-        yield lambda ops, more=more: ops.mask_words(ints[:2], tables, ints, ints, bad, ops.Adjust(*more[0]), more[1])
+        case = drafted(s.vocab, width)
+        yield lambda ops, case=case: ops.mask_words(ints[:2], tables, ints, ints, bad, ops.Adjust(*case[0]), case[1])
     yield lambda ops: ops.look_up(tables, ints, ints, ints[:2], 2, 5, 8)
     for most in (1, 4):
         drafts = torch.zeros(2, most, dtype=int32)
@@ -340,7 +340,7 @@ def specializations(arch: int, shapes: tuple[str, ...]) -> list[tuple[str, Any, 
     import kernels
     from ops import matmul
 
-    found: dict[str, tuple[str, Any, dict[str, Any]]] = {}
+    compiled: dict[str, tuple[str, Any, dict[str, Any]]] = {}
     types = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
     types |= {torch.int32: "*i32", torch.int64: "*i64", torch.uint8: "*u8", torch.int8: "*i8"}
     types[torch.float8_e4m3fn] = "*fp8e4nv"
@@ -359,7 +359,7 @@ def specializations(arch: int, shapes: tuple[str, ...]) -> list[tuple[str, Any, 
             if aligned:
                 attributes[(param.num,)] = [["tt.divisibility", 16]]
         source = ASTSource(fn, signature, constants, attributes)
-        found.setdefault(source.hash() + str(options), (f"{fn.__name__}:{shape}", source, options))
+        compiled.setdefault(source.hash() + str(options), (f"{fn.__name__}:{shape}", source, options))
 
     JITFunction.run = record
     matmul.ARCH = arch
@@ -367,7 +367,7 @@ def specializations(arch: int, shapes: tuple[str, ...]) -> list[tuple[str, Any, 
         if (not shapes or shape in shapes) and (arch >= 89 or not any(name in shape for name in ("kv8", "w8a8-fp8"))):
             for launch in calls:
                 launch(kernels)
-    return list(found.values())
+    return list(compiled.values())
 
 
 def compile_and_inspect(name: str, source: Any, options: dict[str, Any], arch: int, folder: Path) -> dict[str, Any]:
@@ -456,9 +456,9 @@ def chips(whole: bool) -> dict[int, tuple[str, ...]]:
     """The chips to compile for, if this version of Triton can read their machine code, and the shapes; (): all."""
     if not whole:
         return BRIEF
-    known = subprocess.run([tool(), "--help"], check=True, capture_output=True, text=True).stdout
+    usage = subprocess.run([tool(), "--help"], check=True, capture_output=True, text=True).stdout
     brief = tuple(name for names in BRIEF.values() for name in names)
-    return {arch: brief if arch in SIBLINGS else () for arch in SHARED_LIMIT if f"'sm_{arch}'" in known}
+    return {arch: brief if arch in SIBLINGS else () for arch in SHARED_LIMIT if f"'sm_{arch}'" in usage}
 
 
 def print_table(results: list[dict[str, Any]]) -> None:
@@ -469,8 +469,8 @@ def print_table(results: list[dict[str, Any]]) -> None:
     rows: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for result in results:
         rows.setdefault((*result["kernel"].split(":"), str(result["arch"])), []).append(result)
-    for key, found in sorted(rows.items(), key=lambda row: (row[0][0], row[0][1], int(row[0][2]))):
-        most = [f"{max(result[name] for result in found):,}" for name in columns]
+    for key, group in sorted(rows.items(), key=lambda row: (row[0][0], row[0][1], int(row[0][2]))):
+        most = [f"{max(result[name] for result in group):,}" for name in columns]
         print("|", " | ".join([*key, *most]), "|")
 
 
@@ -506,9 +506,9 @@ def gate(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     pytest.importorskip("triton")
     folders, whole = [tmp_path_factory.mktemp("gate") for _ in range(SHARDS)], [request.param] * SHARDS
     with ThreadPoolExecutor(SHARDS) as pool:
-        found = [result for shard in pool.map(run_shard, range(SHARDS), folders, whole) for result in shard]
-    assert {r["arch"] for r in found} == set(chips(request.param))
-    return found
+        results = [result for shard in pool.map(run_shard, range(SHARDS), folders, whole) for result in shard]
+    assert {r["arch"] for r in results} == set(chips(request.param))
+    return results
 
 
 def test_tritons_front_end_reads_every_kernel(tmp_path: Path) -> None:

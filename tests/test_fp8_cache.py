@@ -65,10 +65,10 @@ def test_same_answers_however_they_are_computed(make_llm, sure, fp8_answers, fie
 def test_a_block_has_one_byte_for_each_number(make_llm):
     facts = [make_llm(dtype=dtype, kv_cache_dtype=cache, num_gpu_blocks_override=64).core.facts
              for dtype, cache in (("float32", "auto"), ("float32", "fp8"), ("bfloat16", "fp8_e4m3"))]  # fmt: skip
-    whole, quarter, same = (each["kv_bytes"] for each in facts)
+    whole, quarter, same = (fact["kv_bytes"] for fact in facts)
     assert whole == 4 * quarter == 4 * same
-    assert [each["memory"]["block"] for each in facts] == [whole // 64, quarter // 64, quarter // 64]
-    assert [each["cache_dtype"] for each in facts] == ["float32", "float8_e4m3fn", "float8_e4m3fn"]
+    assert [fact["memory"]["block"] for fact in facts] == [whole // 64, quarter // 64, quarter // 64]
+    assert [fact["cache_dtype"] for fact in facts] == ["float32", "float8_e4m3fn", "float8_e4m3fn"]
 
 
 @pytest.mark.parametrize("value", ["fp8_e5m2", "int8", ""])
@@ -116,8 +116,8 @@ def scaled(tmp_path):
     (tmp_path / "config.json").write_text(Path(DEMO, "config.json").read_text())
 
     def write(**scales: torch.Tensor) -> Path:
-        more = {f"model.layers.0.self_attn.{name}": scale for name, scale in scales.items()}
-        save_file(weights | more, tmp_path / "model.safetensors")
+        scale_tensors = {f"model.layers.0.self_attn.{name}": scale for name, scale in scales.items()}
+        save_file(weights | scale_tensors, tmp_path / "model.safetensors")
         return tmp_path
 
     return write

@@ -63,11 +63,11 @@ EVERY_FILE = [
 ]
 # These may fall. They rise only when a capability with a name of its own comes.
 MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 24, 700, 80, 750
-MOST_STORY_LINES = 6740
+MOST_STORY_LINES = 6613
 MOST_LINES = {
-    ".": 10770, "api": 6175, "checkpoints": 3123, "commands": 957, "cpu": 2719, "device": 3821, "executors": 962,
-    "lora": 852, "models": 3744, "observe": 1535, "ops": 3006, "processes": 3650,
-    "scheduling": 1850, "speculation": 720, "text": 4540,
+    ".": 10685, "api": 6260, "checkpoints": 2950, "commands": 937, "cpu": 2715, "device": 3742, "executors": 863,
+    "lora": 796, "models": 3717, "observe": 1457, "ops": 2998, "processes": 3483,
+    "scheduling": 1849, "speculation": 676, "text": 4539,
 }  # fmt: skip
 STDLIB_ONLY = {
     "admission", "checkpoints.gguf_config", "checkpoints.gguf_file", "checkpoints.gguf_folder",

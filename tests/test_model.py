@@ -166,29 +166,6 @@ def test_index_cannot_leave_the_folder(model_folder):
         make_worker(model_folder)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"architectures": ["BertLMHeadModel"]}, "BertLMHeadModel'; .*docs/families.md has the"),
-        ({"hidden_size": None}, "config.json has no hidden_size"),
-        (
-            {"rope_parameters": {"rope_type": "3d"}},
-            "RoPE of type '3d'; Manta has default, linear, dynamic, yarn, longrope",
-        ),
-        ({"hidden_act": "mish"}, "activation 'mish'; Manta has silu, swish, gelu, "),
-        ({"quantization_config": {"bits": 4}}, "quantization_config"),
-        ({"num_key_value_heads": 3}, "num_attention_heads is 4; it must be a multiple of num_key_value_heads, 3"),
-        ({"layer_types": ["full_attention"]}, "layer_types has 1 entries for 2 layers"),
-    ],
-    ids=lambda v: next(iter(v)) if isinstance(v, dict) else "",
-)
-def test_config_that_cannot_run_is_refused(model_folder, change, message):
-    raw = json.loads((model_folder / "config.json").read_text())
-    (model_folder / "config.json").write_text(json.dumps(raw | change))
-    with pytest.raises(ValueError, match=message):
-        make_worker(model_folder)
-
-
 def test_dummy_weights_need_no_checkpoint(model_folder):
     (model_folder / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"has no model\.safetensors"):

@@ -26,10 +26,10 @@ import test_lora
 import test_matmul
 import test_quantized
 import test_reference
-from ops import delta, drafts, experts, latent, lora, matmul, quantized, quantized_inputs, sampling
+from ops import delta, drafts, experts, latent, lora, matmul, quantized, sampling
 
 PLAN_DECODE = test_kernels.test_plan_decode_counts_the_tiles_that_hold_a_key
-HOMES = (delta, drafts, experts, kernels, latent, lora, matmul, quantized, quantized_inputs, sampling)
+HOMES = (delta, drafts, experts, kernels, latent, lora, matmul, quantized, sampling)
 # The kernel (and of what, where it has several), what stands in it, what is put there, and the test whose chosen
 # examples see it. Where a test has none, one of its cases follows.
 MUTATIONS: dict[str, tuple[Any, ...]] = {
@@ -100,7 +100,7 @@ MUTATIONS: dict[str, tuple[Any, ...]] = {
     "put_drafts, of holes": ("(b_draft >= 0) &", "(b_draft >= -9) &", test_drafts.test_put_drafts),
     "look_up, of equals": ("b_length >= b_most", "b_length > b_most", test_drafts.test_look_up),
     "pool": ("o_t < i_end", "o_t < i_end - 1", test_kernels.test_pool, (torch.float32, 128)),
-    "apply_writes": ("o_x < n", "o_x < n - 1", test_kernels.test_apply_writes),
+    "apply_writes": ("o_x < n", "o_x < n - 1", test_reference.test_apply_writes),
     "prepare_inputs": (
         "i_slot * table_stride", "i_slot * (table_stride - 1)", test_kernels.test_prepare_inputs_and_post_update),
     "post_update": (

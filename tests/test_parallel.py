@@ -113,7 +113,7 @@ def refuse(worker: Worker, fails: bool) -> list[tuple]:
 
     Each is followed by a step that was planned meanwhile, and by one in which all begin anew.
     """
-    group, told, calls = worker.group, [], 0
+    group, results, calls = worker.group, [], 0
     group.set_timeout(30)
 
     def planted(exchange, at):
@@ -138,27 +138,27 @@ def refuse(worker: Worker, fails: bool) -> list[tuple]:
         for (owner, name), original in zip(names, originals, strict=True):
             setattr(owner, name, original)
         second = worker.step(StepPlan(2 * at + 1, rows=[(0, 1), (1, 1)]))
-        told.append((first.error, first.token_ids, sorted(first.scores), second.token_ids))
+        results.append((first.error, first.token_ids, sorted(first.scores), second.token_ids))
         if last:
-            return told
+            return results
     raise AssertionError("a step has no end")
 
 
 def run_rank(rank: int, size: int, folder: Path) -> None:
     """What each process runs: all that needs a group that has met. It saves its findings in a file."""
-    found = {}
+    results = {}
     for name in CASES:
         worker = make_worker(folder / name, rank, f"file://{folder}/{name}-{size}", tensor_parallel_size=size)
-        found[name] = answers(worker) | {"threads": torch.get_num_threads()}
+        results[name] = answers(worker) | {"threads": torch.get_num_threads()}
         exchange(worker.group)
         worker.group.close()
     # Each rank has less free memory than the one before.
     startup.machine.available_bytes = lambda: 2 * 2 * BLOCK_SIZE * 8 * 4 * (4 // size) * 4 * size * (20 - rank)
     fields = {"tensor_parallel_size": size, "max_num_seqs": 64, "swap_space": 1.0}
     worker = make_worker(folder / "mistral-window", rank, f"file://{folder}/memory-{size}", **fields)
-    found["memory"] = worker.facts()
-    found["refused"] = refuse(worker, rank == size - 1)
-    torch.save(found, folder / f"{size}.{rank}.pt")
+    results["memory"] = worker.facts()
+    results["refused"] = refuse(worker, rank == size - 1)
+    torch.save(results, folder / f"{size}.{rank}.pt")
     worker.group.close()
 
 
@@ -206,9 +206,9 @@ def test_a_step_that_fails_on_one_rank_is_refused_and_leaves_the_others_in_step(
     *others, failed = (rank["refused"] for rank in ranks)
     good = failed[0]
     assert good[0] is None and good == failed[-1] and good[2] == [1] and len(failed) > 9
-    assert [said[:3] for said in failed[1:-1]] == [("CUDA out of memory.", [], [])] * (len(failed) - 2)
+    assert [result[:3] for result in failed[1:-1]] == [("CUDA out of memory.", [], [])] * (len(failed) - 2)
     for rank in others:
-        assert rank[0] == rank[-1] == good and len(rank) == len(failed) and not any(said[0] for said in rank)
+        assert rank[0] == rank[-1] == good and len(rank) == len(failed) and not any(result[0] for result in rank)
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -7,6 +7,7 @@ speed on a CPU has test_cpu_ops.py, and on a GPU test_kernels.py.
 from __future__ import annotations
 
 import itertools
+import random
 from types import ModuleType
 
 import numpy as np
@@ -347,9 +348,9 @@ def test_uniform_is_philox() -> None:
 def test_sample_draws_by_the_probabilities(ops: ModuleType) -> None:
     count, logits = 20000, torch.tensor([0.0, 1.0, -torch.inf, 2.0, 0.5])
     one, seeds = torch.ones(count), torch.arange(count)
-    slots, known = torch.arange(count, dtype=torch.int32), torch.full((count,), 7, dtype=torch.int32)
-    params = oracles.columns(one, known * 0, one, one * 0)
-    got = ops.sample(logits.expand(count, -1), slots, params, seeds, known)
+    slots, lengths = torch.arange(count, dtype=torch.int32), torch.full((count,), 7, dtype=torch.int32)
+    params = oracles.columns(one, lengths * 0, one, one * 0)
+    got = ops.sample(logits.expand(count, -1), slots, params, seeds, lengths)
     torch.testing.assert_close(got.bincount(minlength=5) / count, logits.softmax(0), atol=0.01, rtol=0)
 
 
@@ -383,9 +384,9 @@ def test_tokens_after_drafts_are_independent_draws_by_their_probabilities(
     slots = torch.arange(count).int().repeat(2)
     first, last = sample(changed.repeat_interleave(count, 0), slots, *state, drafts=drafts).view(2, count)
     got = (first * vocab + last).bincount(minlength=vocab**2)
-    expected, found = count * want[want > 0], got[want > 0]
-    assert found.sum() == count and expected.min() > 5 and len(expected) > 3
-    chi_square, freedom = ((found - expected) ** 2 / expected).sum(), torch.tensor(len(expected) - 1.0)
+    expected, counts = count * want[want > 0], got[want > 0]
+    assert counts.sum() == count and expected.min() > 5 and len(expected) > 3
+    chi_square, freedom = ((counts - expected) ** 2 / expected).sum(), torch.tensor(len(expected) - 1.0)
     assert torch.special.gammaincc(freedom.double() / 2, chi_square / 2) > 1e-4
     one = [x[-1:] for x in state]
     for row, ids in enumerate((first, last)):  # `sample` itself changes them in the same way
@@ -412,18 +413,32 @@ def test_sample_of_rows_without_temperature_or_finite_logits(ops: ModuleType) ->
     assert ops.sample(ties[:1].expand(2, -1) + torch.arange(3), ints(0, 1), params, *seeds).tolist() == [2, 2]
 
 
-@in_torch
-def test_apply_writes(ops: ModuleType) -> None:
-    state = ints(*range(10))
-    writes = torch.tensor([7, 1, 2, 0, 3, 1, 4, 0, 0])
-    ops.apply_writes(state, torch.cat((writes.view(torch.int32), ints(-1, -2, -3, -4))), 3)
-    assert state.tolist() == [-4, 1, 2, 3, 4, 5, 6, -2, -3, 9]
+@tried(
+    st.lists(st.tuples(st.integers(0, 40), st.integers(0, 3000)), min_size=1, max_size=9), st.randoms(),
+    on=[([(7, 2), (0, 3), (1, 0)], random.Random(0)), ([(0, 3000), (9, 1), (1, 1024), (0, 1025)], random.Random(1))],
+    drawn=10,
+)  # fmt: skip
+def test_apply_writes(ops: ModuleType, place: str, parts: list[tuple[int, int]], rng: random.Random) -> None:
+    """Each part of the state is some words that stay and some that are written, in any order."""
+    writes, values, end = [], [], 0
+    for gap, count in rng.sample(parts, len(parts)):
+        writes.append((end + gap, len(values), count))
+        values += [rng.randrange(-(2**31), 2**31) for _ in range(count)]
+        end += gap + count
+    rng.shuffle(writes)
+    state = ints(*range(end + 3))
+    want = state.tolist()
+    for at, begin, count in writes:
+        want[at : at + count] = values[begin : begin + count]
+    staged = torch.cat((torch.tensor(writes).view(-1).view(torch.int32), ints(*values)))
+    oracles.run(ops, "apply_writes", place, state, staged, len(writes))
+    assert state.tolist() == want
 
 
 @in_torch
 def test_prepare_inputs_and_post_update(ops: ModuleType) -> None:
     token_ids = torch.arange(4)[:, None].mul(100).add(torch.arange(20)).to(torch.int32)
-    tables, computed, known = ints(*range(50, 70)).view(4, 5), ints(3, 0, 9, 5), ints(4, 7, 10, 6)
+    tables, computed, lengths = ints(*range(50, 70)).view(4, 5), ints(3, 0, 9, 5), ints(4, 7, 10, 6)
     tables[2, :2] = -1  # given back: a window has passed them
     slots, starts = ints(2, -1, 0, 1), ints(0, 1, 2, 3, 9)
     ids, positions, places, lens = ops.prepare_inputs(
@@ -438,8 +453,8 @@ def test_prepare_inputs_and_post_update(ops: ModuleType) -> None:
     bits = torch.zeros(4, 3, dtype=torch.int32)
     bits[0, 2], bits[2, 2], bits[1] = 1 << (77 % 32), 1 << (87 % 32), -1
     update = slots, starts, ints(0, 1, 1, 2, 2), torch.tensor([88, 77]), bits
-    assert ops.post_update(token_ids, known, computed, *update).tolist() == [[88, 77], [0, 1]]
-    assert computed.tolist() == [4, 6, 10, 5] and known.tolist() == [5, 7, 11, 6]
+    assert ops.post_update(token_ids, lengths, computed, *update).tolist() == [[88, 77], [0, 1]]
+    assert computed.tolist() == [4, 6, 10, 5] and lengths.tolist() == [5, 7, 11, 6]
     assert token_ids[2, 10] == 88 and token_ids[0, 4] == 77 and token_ids[1].tolist() == list(range(100, 120))
 
 
@@ -461,26 +476,26 @@ def test_post_update_of_drafts(ops: ModuleType) -> None:
         ([1], [], [-1], [0]),
     ]
     count = len(cases)
-    token_ids, known, drafts = torch.full((count, 9), -1, dtype=torch.int32), ints(*[0] * count), ints(*[0] * count)
+    token_ids, counts, drafts = torch.full((count, 9), -1, dtype=torch.int32), ints(*[0] * count), ints(*[0] * count)
     for i, (tokens, drafted, _, _) in enumerate(cases):
         token_ids[i, : len(tokens + drafted)] = ints(*tokens, *drafted)
-        known[i], drafts[i] = len(tokens), len(drafted)
-    computed, lengths = known - 1, [max(1, len(samples)) for _, _, samples, _ in cases]
+        counts[i], drafts[i] = len(tokens), len(drafted)
+    computed, lengths = counts - 1, [max(1, len(samples)) for _, _, samples, _ in cases]
     starts = ints(0, *itertools.accumulate(lengths))
     at = ints(0, *itertools.accumulate(len(samples) for _, _, samples, _ in cases))
     sampled = torch.tensor([token for _, _, samples, _ in cases for token in samples])
     stops = torch.zeros(count, 1, dtype=torch.int32)
     stops[:] = 1 << 3
     slots = ints(*range(count))
-    news = ops.post_update(token_ids, known, computed, slots, starts, at, sampled, stops, None, drafts, 3)
+    news = ops.post_update(token_ids, counts, computed, slots, starts, at, sampled, stops, None, drafts, 3)
     for i, (tokens, drafted, samples, taken) in enumerate(cases):
-        told, ends = news[:, at[i] : at[i + 1]].tolist()
+        ids, ends = news[:, at[i] : at[i + 1]].tolist()
         left = [-1 if j <= len(drafted) else -2 for j in range(len(taken), len(samples))]
         bits = [8 if token < 0 else int(token == 3) for token in samples[: len(taken)]]
         if len(samples) == 1 and drafted:  # it was made and not verified
             bits[0] |= 6 if taken == drafted[:1] else 2
-        assert told == taken + left and ends == bits + [0] * len(left)
-        assert known[i] == len(tokens + taken) and token_ids[i, : known[i]].tolist() == tokens + taken
+        assert ids == taken + left and ends == bits + [0] * len(left)
+        assert counts[i] == len(tokens + taken) and token_ids[i, : counts[i]].tolist() == tokens + taken
         assert computed[i] == len(tokens) - 1 + max(1, len(taken))
         assert drafts[i] == (0 if samples else len(drafted))
 

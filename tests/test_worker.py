@@ -50,12 +50,12 @@ def test_rows_that_ask_get_logprobs(make, monkeypatch):
     assert [len(result.logprobs[i].ids) for i in sorted(result.logprobs)] == [0, 97, 4]
     assert sorted(result.logprobs) == [0, 2, 4] and result.token_ids[3] == -1
     want = dict(zip((0, 1, 2, 4), oracles.logprobs(seen[-1]), strict=True))  # not divided by the temperature
-    for i, found in result.logprobs.items():
-        assert found.sampled == pytest.approx(float(want[i][result.token_ids[i]]), abs=1e-5)
-        assert found.ids == want[i].sort(descending=True, stable=True).indices[: len(found.ids)].tolist()
-        assert found.values == pytest.approx(want[i][found.ids].tolist(), abs=1e-5)
-        if result.token_ids[i] in found.ids:
-            assert found.values[found.ids.index(result.token_ids[i])] == found.sampled
+    for i, entry in result.logprobs.items():
+        assert entry.sampled == pytest.approx(float(want[i][result.token_ids[i]]), abs=1e-5)
+        assert entry.ids == want[i].sort(descending=True, stable=True).indices[: len(entry.ids)].tolist()
+        assert entry.values == pytest.approx(want[i][entry.ids].tolist(), abs=1e-5)
+        if result.token_ids[i] in entry.ids:
+            assert entry.values[entry.ids.index(result.token_ids[i])] == entry.sampled
 
     result = worker.step(StepPlan(1, rows=[(0, 1), (1, 1)], released=[5, 2, 4]))
     assert not result.logprobs
@@ -127,8 +127,8 @@ def test_a_state_goes_on_wherever_it_was_moved(make):
     worker.step(StepPlan(2, released=[0], state_out=[(0, 1)]))
     worker.states.fill_(torch.nan)
     new = [row(2, tokens, 16, blocks=[2, 4])]
-    found = worker.step(StepPlan(3, rows=[(2, 14)], new=new, state_in=[(1, 2)], state_copies=[]))
-    assert found.token_ids == [want]
+    result = worker.step(StepPlan(3, rows=[(2, 14)], new=new, state_in=[(1, 2)], state_copies=[]))
+    assert result.token_ids == [want]
     worker.step(StepPlan(4, released=[2], new=[row(1, tokens, blocks=[5, 6])], rows=[(1, 16)]))
     worker.step(StepPlan(5, state_copies=[(1, 4)], rows=[(1, 14)]))
     new = [row(0, tokens, 16, blocks=[5, 7])]
@@ -242,16 +242,16 @@ def test_a_gpus_prompts_are_timed_once_their_kernels_are_loaded(make, monkeypatc
 @pytest.fixture
 def cudart(monkeypatch):
     """Stands in for CUDA's runtime. It registers `most` bytes at a time, and keeps a list of what it is asked for."""
-    asked: list[tuple[str, ...]] = []
+    calls: list[tuple[str, ...]] = []
 
     def register(address: int, size: int, flags: int) -> int:
-        asked.append(("register", address, size))
+        calls.append(("register", address, size))
         return 0 if size <= runtime.most else 2
 
-    runtime = SimpleNamespace(asked=asked, most=10**9, cudaHostRegister=register)
-    runtime.cudaHostUnregister = lambda address: asked.append(("unregister", address))
+    runtime = SimpleNamespace(asked=calls, most=10**9, cudaHostRegister=register)
+    runtime.cudaHostUnregister = lambda address: calls.append(("unregister", address))
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: asked.append(("synchronize",)))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append(("synchronize",)))
     return runtime
 
 
@@ -290,16 +290,11 @@ def test_the_copies_of_sleeping_weights_are_pinned_where_the_system_allows_it(mo
     KeptWorker.empty(worker, keep=True)
     ((storage, size, copy),) = worker.emptied
     assert storage.nbytes() == 0 and size == 1200 and torch.equal(copy.view(torch.float32), torch.arange(300.0))
-    assert [asked[2] for asked in cudart.asked] == [1200]
+    assert [call[2] for call in cudart.asked] == [1200]
 
 
 @pytest.mark.parametrize(
-    ("shape", "windows"),
-    [
-        ({"sliding_window": 24}, [24]),
-        (WINDOWS | {"sliding_window": 24}, [0, 24]),
-        ({}, [0]),
-    ],
+    ("shape", "windows"), [({"sliding_window": 24}, [24]), (WINDOWS | {"sliding_window": 24}, [0, 24]), ({}, [0])]
 )
 def test_the_windows_of_the_kinds_of_layers_are_told(make, shape, windows):
     worker = make(shape)
@@ -363,22 +358,22 @@ def test_kernels_give_a_token_the_same_logits_however_its_sequence_was_cut(make,
     kernels = pytest.importorskip("kernels")
     monkeypatch.setattr(startup, "pick_ops", lambda *_: kernels)
     sizes = {"max_num_seqs": 3, "max_num_batched_tokens": 32, "swap_space": 0.0}
-    worker, found = make(shape, dtype="bfloat16", batch_invariant=True, **sizes), []
+    worker, rows_logits = make(shape, dtype="bfloat16", batch_invariant=True, **sizes), []
     logits = worker.model.logits
-    monkeypatch.setattr(worker.model, "logits", lambda hidden: found.append(logits(hidden)) or found[-1])
+    monkeypatch.setattr(worker.model, "logits", lambda hidden: rows_logits.append(logits(hidden)) or rows_logits[-1])
     prompt, other = [(7 * i) % 97 for i in range(18)], [(5 * i) % 97 for i in range(24)]
     for step, cuts in enumerate(([18], [9, 1, 1, 7], [16, 2], [17, 1])):
         worker.step(StepPlan(step, new=[row(1, prompt)], released=[1] * (step > 0)))
         for count in cuts[:-1]:
             worker.step(StepPlan(step, rows=[(1, count)]))
-        assert len(found) == step
+        assert len(rows_logits) == step
         beside = [(0, 24)] if step == 2 else []
         worker.step(StepPlan(step, rows=[(1, cuts[-1]), *beside], new=[row(0, other)] if beside else []))
-    assert all(torch.equal(rows[0], found[0][0]) for rows in found) and found[2].shape[0] == 2
-    second = [worker.step(StepPlan(9, rows=[(1, 1)])), found.pop()][1]
-    again = row(2, [*prompt, int(found[0][0].argmax())], blocks=list(range(24, 32)))
+    assert all(torch.equal(rows[0], rows_logits[0][0]) for rows in rows_logits) and rows_logits[2].shape[0] == 2
+    second = [worker.step(StepPlan(9, rows=[(1, 1)])), rows_logits.pop()][1]
+    again = row(2, [*prompt, int(rows_logits[0][0].argmax())], blocks=list(range(24, 32)))
     worker.step(StepPlan(10, rows=[(2, 19)], new=[again]))
-    assert torch.equal(found[-1], second)
+    assert torch.equal(rows_logits[-1], second)
 
 
 def test_rows_that_run_one_by_one_are_told_by_their_numbers_in_the_plan(make):
@@ -462,7 +457,7 @@ def test_a_sequence_is_stopped_by_its_own_tokens_alone(make):
 )
 def test_padded_and_replayed_decode_steps_change_nothing(make, few_programs, backend):
     """Rows come and go, some with penalties or log-probabilities. Steps with a prompt are not replayed."""
-    told, states = [], []
+    results, states = [], []
     for sizes in ([], [1, 2, 4, 8]):
         worker = make(ONE_LAYER, backend=backend, max_num_batched_tokens=64, swap_space=0.0)
         with torch.inference_mode():
@@ -482,10 +477,10 @@ def test_padded_and_replayed_decode_steps_change_nothing(make, few_programs, bac
         result.append(worker.step(StepPlan(6, rows=[(3, 1), (7, 3)], new=[changed], released=[4])))
         for step in (7, 8, 9):
             result.append(worker.step(StepPlan(step, rows=[(7, 1), (3, 1), (0, 1)])))
-        told.append(result), states.append(worker.state)
-    assert [r.token_ids for r in told[0]] == [r.token_ids for r in told[1]]
-    assert [sorted(r.logprobs) for r in told[1]] == [[4], [4], [0], *[[]] * 6]
-    for plain, padded in zip(*told, strict=True):
+        results.append(result), states.append(worker.state)
+    assert [r.token_ids for r in results[0]] == [r.token_ids for r in results[1]]
+    assert [sorted(r.logprobs) for r in results[1]] == [[4], [4], [0], *[[]] * 6]
+    for plain, padded in zip(*results, strict=True):
         assert [(i, p.ids) for i, p in plain.logprobs.items()] == [(i, p.ids) for i, p in padded.logprobs.items()]
     assert [graph.replays for graph, *_ in worker.graphs.values()] == [0, 0, 1]  # adjusted steps are other shapes
     for part in ("token_ids", "num_known", "num_computed", "token_counts", "block_tables"):
@@ -561,8 +556,8 @@ def test_the_last_phase_of_a_trace_has_happened_once_a_step_is_done(make, monkey
 def test_what_is_copied_beside_a_step_lies_between_the_steps_around_it(make, monkeypatch):
     """The copies wait for all that was launched, and the next step for the copies. A swap is a part of its step."""
     worker, log = make(), []
-    own, main = (
-        SimpleNamespace(wait_stream=lambda _, name=name: log.append(f"{name} waits")) for name in ("own", "main")
+    beside, main = (
+        SimpleNamespace(wait_stream=lambda _, name=name: log.append(f"{name} waits")) for name in ("beside", "main")
     )
 
     @contextlib.contextmanager
@@ -571,7 +566,7 @@ def test_what_is_copied_beside_a_step_lies_between_the_steps_around_it(make, mon
         yield
         log.append("end")
 
-    for name, fake in {"Stream": lambda: own, "current_stream": lambda: main, "stream": entered}.items():
+    for name, fake in {"Stream": lambda: beside, "current_stream": lambda: main, "stream": entered}.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     swap = lambda source, target, pairs: log.append(pairs.tolist())  # noqa: E731
     monkeypatch.setattr(worker, "ops", SimpleNamespace(**vars(worker.ops) | {"swap_blocks": swap}))
@@ -579,7 +574,7 @@ def test_what_is_copied_beside_a_step_lies_between_the_steps_around_it(make, mon
     worker.device = "cuda"
     for plan in (StepPlan(0, swap_out=[(1, 2), (3, 4)], num_beside=1), StepPlan(1, swap_in=[(4, 5)]), StepPlan(2)):
         worker.execute(plan)
-    assert log == [[[1, 2]], "own waits", "begin", [[3, 4]], "end", "main waits", [[4, 5]]]
+    assert log == [[[1, 2]], "beside waits", "begin", [[3, 4]], "end", "main waits", [[4, 5]]]
 
 
 def test_a_step_is_not_done_before_the_device_is(make):

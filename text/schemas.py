@@ -248,7 +248,7 @@ class Rewriting:
             pattern = f"^(?:{'|'.join(re.escape(name) for name in choices(rules) if isinstance(name, str))})$"
         elif rules.keys() <= {"minLength", "maxLength"}:
             pattern = f"^(?s:.{{{rules.get('minLength', 0)},{rules.get('maxLength', '')}}})$"
-        if pattern is None or "patternProperties" in schema:
+        if not isinstance(pattern, str) or "patternProperties" in schema:
             return None
         self.patterns -= len(pattern)  # many schemas may refer to one
         return {"patternProperties": {pattern: True}, "additionalProperties": False}

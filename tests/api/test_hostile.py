@@ -6,11 +6,15 @@ import contextlib
 import gzip
 import itertools
 import json
+import os
+import resource
 import select
 import socket
 import struct
+import time
 import zlib
 from http.client import HTTPResponse
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -526,6 +530,29 @@ def test_a_client_that_has_ended_what_it_sends_gets_its_answer(server: Server, s
         assert response.status == 200 and (b"[DONE]" in content if streams else json.loads(content)["choices"])
     eventually(lambda: server.running() == 0)
     assert server.metric("generation_tokens_total") - generated < 60 + 900 / 2
+
+
+def test_silent_connections_that_take_all_descriptors_keep_nobody_out(server: Server) -> None:
+    names = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in server.family()}
+    api = next(pid for pid, name in names.items() if b"api 0" in name)
+    before = resource.prlimit(api, resource.RLIMIT_NOFILE)
+    body = {"prompt": "Once", "max_tokens": 200, "stream": True}
+    resource.prlimit(api, resource.RLIMIT_NOFILE, (len(os.listdir(f"/proc/{api}/fd")) + 40, before[1]))
+    try:
+        with contextlib.ExitStack() as stack, server.connect("POST", COMPLETIONS, body) as asking:
+            got, begun = asking.recv(100), time.monotonic()
+            for _ in range(200):
+                stack.enter_context(connect(server))
+            for _ in range(5):
+                assert server.get("/health")[0] == 200
+            check_serves(server)
+            assert time.monotonic() < begun + 6  # the seconds after which silent ones are hung up on
+            while b"[DONE]" not in got:  # who has sent a request keeps its place
+                got += (part := asking.recv(2**16))
+                assert part
+    finally:
+        resource.prlimit(api, resource.RLIMIT_NOFILE, before)
+    assert server.log.read_text().count("connections take all descriptors") == 1
 
 
 def test_nothing_of_all_that_was_a_mistake_of_the_servers(server: Server) -> None:

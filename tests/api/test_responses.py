@@ -252,7 +252,12 @@ def test_a_response_whose_client_has_gone_is_cancelled(
 
 
 def size_of(store: Store) -> int:
-    return sum(kept.size for kept in store.entries.values())
+    """Bytes that a store counts, after a look at whether it counts right."""
+    size = sum(store.held[1].values())
+    parts = [(kept.conversation, kept.response, *kept.events) for kept in store.entries.values()]
+    assert size == sum(map(len, (text for part in parts for text in part)))
+    assert sum(store.held[0].values()) == len(store.entries)
+    return size
 
 
 def test_the_store_is_bounded() -> None:
@@ -289,6 +294,13 @@ def test_nobody_evicts_what_a_quieter_client_has_stored() -> None:
     assert owned(keyed, "a") == list("5678") and owned(keyed, "b") == list("12")
     put(keyed, "b", "large", size=9000)
     assert owned(keyed, "a") == list("5678") and owned(keyed, "b") == ["large"]
+    open_ = Store(ServerConfig(max_stored_responses=8, max_stored_response_bytes=2**14))
+    put(open_, "a", *range(3))
+    for address in ("b", "c"):
+        put(open_, address, *range(99))
+    assert owned(open_, "a") == list("012") and len(open_.entries) == 8
+    put(open_, "b", *range(9), size=6000)
+    assert owned(open_, "a") == list("012") and size_of(open_) <= 2**14
 
 
 def test_without_keys_an_id_alone_shows_nothing(engine: ScriptedClient) -> None:

@@ -323,7 +323,7 @@ def test_a_gguf_file_of_the_hub_is_named_by_its_quantization(
     assert config.model_name == "manta/GGUF:bf16" and ModelConfig.from_folder(config.folder).num_layers == 6
     assert "manta/GGUF: downloading demo-BF16.gguf" in capfd.readouterr().err
     for model, says in (
-        (f"{DEMO}:Q4_K_M", "it has no GGUF file at all"),
+        (f"{DEMO}:Q4_K_M", "its GGUF files are none"),
         ("manta/GGUF:Q4_K_M", r"its GGUF files are Q2_K/demo-Q2_K-.*, demo-BF16\.gguf, "),
         ("manta/GGUF", r"has no config\.json, but .*; of GGUF files give one"),
     ):
@@ -331,7 +331,7 @@ def test_a_gguf_file_of_the_hub_is_named_by_its_quantization(
             find_model(EngineConfig(model))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert find_model(EngineConfig("manta/GGUF:BF16")).folder == config.folder
-    with pytest.raises(ValueError, match="has no GGUF file of 'Q8_0'"):
+    with pytest.raises(ValueError, match="has 0 GGUF files of 'Q8_0'"):
         find_model(EngineConfig("manta/GGUF:Q8_0"))
 
 

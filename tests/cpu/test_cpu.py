@@ -172,12 +172,7 @@ def llm_with_head():
 
 @pytest.mark.parametrize(
     "params, found",
-    [
-        ({}, True),
-        ({"temperature": 0.7}, False),
-        ({"presence_penalty": 0.1}, False),
-        ({"logit_bias": {5: 1.0}}, False),
-    ],
+    [({}, True), ({"temperature": 0.7}, False), ({"presence_penalty": 0.1}, False), ({"logit_bias": {5: 1.0}}, False)],
     ids=str,
 )
 def test_greedy_rows_that_come_one_by_one_need_no_logits(llm_with_head, monkeypatch, params, found):

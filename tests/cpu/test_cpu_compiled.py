@@ -1,4 +1,4 @@
-"""What is made into C++ gives what torch's operators give, is kept, and keeps nobody waiting or alive."""
+"""C++ that is made of operators gives what torch's operators give, is kept, and keeps nobody waiting or alive."""
 
 from __future__ import annotations
 
@@ -131,10 +131,10 @@ def test_what_is_compiled_is_kept(monkeypatch, tmp_path):
     monkeypatch.setenv("TMPDIR", str(shared))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(shared / "inductor"))
     x, builder = torch.randn(3, 4), Builder(2)
-    late = builder.ask(small_job())
-    assert late.run is None  # nobody waits for it
+    library = builder.ask(small_job())
+    assert library.run is None  # nobody waits for it
     builder.wait()
-    torch.testing.assert_close(late.run([x])[0], torch.nn.functional.silu(x))
+    torch.testing.assert_close(library.run([x])[0], torch.nn.functional.silu(x))
     assert [path.parent for path in tmp_path.rglob("*.so")] == [tmp_path / "manta" / "compiled"]
     assert not list(shared.iterdir())  # Inductor's own files are not where others may write
     monkeypatch.setattr(Builder, "_make", lambda *_: None)
@@ -301,10 +301,10 @@ def test_a_large_model_answers_while_its_cpp_is_made(monkeypatch, tmp_path):
 @pytest.mark.full
 def test_the_cpp_of_a_compressed_product_is_the_product():
     torch.manual_seed(0)
-    late, plain = Here(1).ask(multiply_job()), SimpleNamespace(run=lambda tensors: [cpu_weights.multiply(*tensors)])
+    library, plain = Here(1).ask(multiply_job()), SimpleNamespace(run=lambda tensors: [cpu_weights.multiply(*tensors)])
     for shape in ((37, 64), (2048, 1024)):
         weight, x = torch.randn(shape).bfloat16(), torch.randn(1, shape[1]).bfloat16()
-        got, want = (cpu_weights.CompressedLinear(weight, None, multiplied)(x) for multiplied in (late, plain))
+        got, want = (cpu_weights.CompressedLinear(weight, None, multiplied)(x) for multiplied in (library, plain))
         torch.testing.assert_close(got, want, atol=1e-3, rtol=2**-7)
 
 
@@ -346,8 +346,8 @@ def test_compiled_ops_are_the_plain_ones(builder, dtype, tokens):
         )
         torch.testing.assert_close(got, want, **close)
         assert residual is None or torch.equal(*sums)
-    for name, more in (("act_mul", ("silu",)), ("act", ("xielu", torch.ones(2)))):
-        got, want = (getattr(ops, name)(gate_up, *more) for ops in (compiled_ops, cpu_ops))
+    for name, arguments in (("act_mul", ("silu",)), ("act", ("xielu", torch.ones(2)))):
+        got, want = (getattr(ops, name)(gate_up, *arguments) for ops in (compiled_ops, cpu_ops))
         torch.testing.assert_close(got, want, **close)
         assert got.shape == want.shape and got.is_contiguous()
 

@@ -18,13 +18,13 @@ def test_attention_decode_in_several_spans(monkeypatch: pytest.MonkeyPatch) -> N
     paged = oracles.paged(cpu_ops, lengths, 2, 16, 16, torch.float32)
     q, slots = torch.randn(5, 4, 16), ints(*range(5))
     options = (0.0, torch.randn(4), torch.rand(4))
-    for window, *more in (
+    for window, *extra in (
         (0,),
         (26,),
         (26, *options),
         (26, *options, True),
     ):  # with 26, the third row needs more blocks
-        args = (q, paged.kv, paged.tables, slots, ints(*lengths), 0.25, window, *more)  # than the first one has left
+        args = (q, paged.kv, paged.tables, slots, ints(*lengths), 0.25, window, *extra)  # than the first one has left
         want = oracles.decode(cpu_ops, *args)
         with monkeypatch.context() as patch:
             patch.setattr(cpu_ops, "SPAN_TOKENS", 45)

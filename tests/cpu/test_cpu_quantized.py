@@ -182,8 +182,8 @@ def test_a_packed_weight_takes_little_more_than_its_codes(kind):
     """Tables of 16 bits become float32, which of four bits with zeros in groups of 32 makes 12 bytes out of 10."""
     for group, zeros in ((1024, False), (128, True), (32, True)):
         weight = drawn(kind, (256, 1024), group, zeros, torch.bfloat16)
-        given = sum(tensor.nbytes for tensor in weight if isinstance(tensor, torch.Tensor))
-        check_size(weight, given)
+        size = sum(tensor.nbytes for tensor in weight if isinstance(tensor, torch.Tensor))
+        check_size(weight, size)
     if kind in ("int4", "int6", "fp4", "int8"):
         for group, wide, zeros in ((16, 1024, False), (32, 256, True)):  # with what GGUF and NVFP4 store
             weight = with_factors(drawn(kind, (256, 1024), group, zeros), torch.uint8, wide)
@@ -193,11 +193,11 @@ def test_a_packed_weight_takes_little_more_than_its_codes(kind):
 @pytest.mark.parametrize("group", [1024, 128])
 def test_a_packed_weight_that_rounds_its_inputs_leaves_the_codes(group):
     weight = drawn("int8", (256, 1024), group, False)._replace(input_kind="int8")
-    given = weakref.ref(weight.codes.untyped_storage()), weakref.ref(weight.scales.untyped_storage())
+    refs = weakref.ref(weight.codes.untyped_storage()), weakref.ref(weight.scales.untyped_storage())
     packed = pack_quantized(weight)
     del weight
     assert type(packed) is RoundedLinear
-    assert all(ref() is None for ref in given)
+    assert all(ref() is None for ref in refs)
 
 
 def check_size(weight: Quantized, given: float) -> None:
@@ -230,7 +230,7 @@ def test_experts_in_codes_are_the_ones_of_their_numbers(zeros):
     stacks = [drawn("int8", shape, 32, zeros) for shape in ((4, 64, 48), (4, 48, 32))]
     stacks = [stack._replace(scales=stack.scales / 64) for stack in stacks]
     packed = [pack_quantized(stack, find=uncompiled) for stack in stacks]
-    assert [type(each) for each in packed] == [ExpertStack] * 2 and packed[0].shape == (4, 64, 48)
+    assert [type(stack) for stack in packed] == [ExpertStack] * 2 and packed[0].shape == (4, 64, 48)
     x, weights = torch.randn(5, 48), torch.rand(5, 2)
     for ids in (torch.tensor([[0, 3], [3, 0], [0, 3], [2, 3], [3, 2]]), torch.full((5, 2), 9)):  # none is here
         plan = experts.plan_experts(weights, ids, 4)
@@ -252,7 +252,7 @@ def test_experts_whose_inputs_are_rounded(monkeypatch, middle, weigh_inputs, gro
     torch.manual_seed(0)
     static = torch.tensor(0.03) if weigh_inputs else None
     stacks = [drawn("int8", shape, group, False) for shape in ((4, 64, 48), (4, 48, 32))]
-    stacks = [each._replace(scales=each.scales / 64, input_kind="int8", input_scale=static) for each in stacks]
+    stacks = [stack._replace(scales=stack.scales / 64, input_kind="int8", input_scale=static) for stack in stacks]
     packed = [pack_quantized(stack, find=uncompiled) for stack in stacks]
     assert {type(expert) for stack in packed for expert in stack.experts} == {
         IntegerLinear if middle and group == 1000 else CodedLinear
@@ -263,9 +263,9 @@ def test_experts_whose_inputs_are_rounded(monkeypatch, middle, weigh_inputs, gro
         for ops, (up, down) in ((experts, packed), (reference, stacks)):
             plan = ops.plan_experts(weights, ids + first, 4, first, weigh_inputs)
             h = ops.expert_gate_up(x, up, biases[0], plan, "silu")
-            met = (ids < 4).flatten()
-            given = torch.linspace(-3, 3, h.numel()).sin().view_as(h).masked_fill(~met[:, None], torch.nan)
-            done.append((h[met], ops.expert_down(given, down, biases[1], plan)))
+            local = (ids < 4).flatten()
+            inputs = torch.linspace(-3, 3, h.numel()).sin().view_as(h).masked_fill(~local[:, None], torch.nan)
+            done.append((h[local], ops.expert_down(inputs, down, biases[1], plan)))
         torch.testing.assert_close(*done, atol=1e-4, rtol=1e-4)
 
 
@@ -344,8 +344,8 @@ def test_a_cpu_is_asked_whether_its_sums_are_exact(monkeypatch):
 
     monkeypatch.setattr(quantized, "pack_integers", lambda codes, scales: codes)
     monkeypatch.setattr(torch.backends.quantized, "engine", torch.backends.quantized.engine)  # is put back
-    wrong = lambda *args: exact(*args) + 1  # noqa: E731
-    for product, middle in ((exact, 128), (saturating, 64), (wrong, None), (missing, None)):
+    inexact = lambda *args: exact(*args) + 1  # noqa: E731
+    for product, middle in ((exact, 128), (saturating, 64), (inexact, None), (missing, None)):
         monkeypatch.setattr(quantized, "multiply_integers", product)
         assert middle_of_bytes.__wrapped__() == middle
 
@@ -370,15 +370,15 @@ def test_weights_whose_inputs_are_rounded(monkeypatch):
         codes, scales = reference.round_inputs(x, weight)
         numbers = codes.float() * scales.repeat_interleave(min(weight.group, 300), 1)[:, :300]
         coded = CodedLinear(weight), CodedLinear(weight, uncompiled(weight))
-        for product in (*(RoundedLinear(weight, each) for each in coded), pack_quantized(weight)):
+        for product in (*(RoundedLinear(weight, codes) for codes in coded), pack_quantized(weight)):
             check(product(x, bias), numbers, weight, bias)
             check(product(x), numbers, weight)
         check(cpu_ops.quantized_linear(x, weight, bias), numbers, weight, bias)
 
 
 def test_cpp_is_asked_for_once_for_each_kind(monkeypatch):
-    asked = []
-    builder = SimpleNamespace(ask=lambda job: asked.append(job) or SimpleNamespace(run=None))
+    jobs = []
+    builder = SimpleNamespace(ask=lambda job: jobs.append(job) or SimpleNamespace(run=None))
     monkeypatch.setattr(compiled, "has_bfloat16", lambda: True)
     for dtype, slab in (
         (torch.float32, torch.float32),
@@ -387,21 +387,21 @@ def test_cpp_is_asked_for_once_for_each_kind(monkeypatch):
     ):
         find = compiled.coded_forms(builder, dtype)
         kinds = [drawn(kind, (16, 32), 32, zeros) for kind in KINDS for zeros in (False, True)]
-        found = [find(weight) for weight in kinds + kinds]
-        assert found[: len(kinds)] == found[len(kinds) :] and {forms.dtype for forms in found} == {slab}
-        assert len(asked) == 3 * len(kinds) == len({job.key() for job in asked})
-        asked.clear()
+        all_forms = [find(weight) for weight in kinds + kinds]
+        assert all_forms[: len(kinds)] == all_forms[len(kinds) :] and {forms.dtype for forms in all_forms} == {slab}
+        assert len(jobs) == 3 * len(kinds) == len({job.key() for job in jobs})
+        jobs.clear()
     monkeypatch.setattr(compiled, "has_bfloat16", lambda: False)
     assert compiled.coded_forms(builder, torch.bfloat16)(kinds[0]).dtype == torch.float32
 
 
 def test_the_cpp_of_codes_has_the_threads_of_the_steps_and_not_those_of_packing(monkeypatch):
-    asked, threads = [], 7
+    jobs, threads = [], 7
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    find = compiled.coded_forms(SimpleNamespace(ask=lambda job: asked.append(job)), torch.float32)
+    find = compiled.coded_forms(SimpleNamespace(ask=lambda job: jobs.append(job)), torch.float32)
     threads = 1
     find(drawn("int4", (16, 32), 32, False))
-    assert [job.threads for job in asked] == [7] * 3
+    assert [job.threads for job in jobs] == [7] * 3
 
 
 @needs_compiler

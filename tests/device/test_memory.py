@@ -385,7 +385,7 @@ MIXED = {"architectures": ["Qwen3MoeForCausalLM"], **EXPERTS}
         ({}, {"enforce_eager": True}, []),
         ({}, {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}, []),
         ({"architectures": ["Qwen3_5ForCausalLM"], **DELTA}, {}, []),
-        (MIXED, {"max_num_batched_tokens": 64}, [16, 32, 64]),
+        (MIXED, {"max_num_batched_tokens": 256}, [16, 32, 64, 128, 192, 256]),
         (MIXED, {"enable_expert_parallel": True, "data_parallel_size": 2, "distributed_executor_backend": "mp"}, []),
     ],
 )

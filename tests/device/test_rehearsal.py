@@ -28,8 +28,7 @@ from model_config import ModelConfig
 from models.families import FAMILIES
 from parallel import Pipeline, Sampled
 from random_checkpoints import FAMILIES as CASES
-from random_checkpoints import KEPT, REMOTE
-from renamed import published
+from random_checkpoints import KEPT, REMOTE, published
 from worker import StepRun, Worker
 
 kernels = pytest.importorskip("kernels")

@@ -230,11 +230,10 @@ def test_a_rank_that_takes_no_plan_is_named(ranks, how):
 
     executor = ranks(act, 2, step_timeout=0.5)
     says = {"stopped": "is stopped", "stuck": "has made no progress for 0.5 s", "dead": r"has died \(exit code 0\)"}
-    begun = time.monotonic()
     with pytest.raises(WorkerError, match=f"rank 1 {says[how]} in step 1") as error:
         for step in range(1, 100):
             executor.submit(plan(step, LARGE))
-    assert (type(error.value) is BlamelessError) == (how == "stopped") and time.monotonic() - begun < 10
+    assert (type(error.value) is BlamelessError) == (how == "stopped")
 
 
 def test_after_a_message_that_was_broken_off_nothing_is_sent(ranks):

@@ -38,7 +38,7 @@ from ring import RingTimeout
 from served import Reader, alive, engine_of, eventually, serving
 from test_executor import MIXED, PROMPTS, tokens, when
 
-STARVED = {"num_gpu_blocks_override": 24, "block_size": 8, "max_model_len": 128, "schedule_conservativeness": 0.0}
+STARVED = {"num_gpu_blocks_override": 17, "block_size": 8, "max_model_len": 128, "schedule_conservativeness": 0.0}
 FLAGS = ("--distributed-executor-backend", "ray", "--pipeline-parallel-size", "2", "--threads", "1")
 
 

@@ -17,9 +17,8 @@ from models.families import FAMILIES, architecture_of, family_of
 from models.read_config import ConfigReader, overridden
 from models.read_rope import notes_on
 from models.text_halves import row_of, text_half
-from random_checkpoints import DATA, without
+from random_checkpoints import DATA, RENAMED, published, without
 from random_checkpoints import FAMILIES as CASES
-from renamed import RENAMED, published
 
 # Facts of real files: vision halves and long lists that do not matter are cut.
 WIDTH, DEPTH = (
@@ -67,19 +66,19 @@ def test_files_of_many_families_are_read() -> None:
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_file_is_read_if_its_family_is_known(name: str) -> None:
     raw = PUBLISHED[name]
-    found = reading(raw)
+    config = reading(raw)
     if not is_supported(raw):
-        assert "that Manta runs" in found
-        assert "\n" not in found
+        assert "that Manta runs" in config
+        assert "\n" not in config
         return
-    if isinstance(found, str):  # nothing but a way in which its weights are stored may be in the way
-        assert found.startswith("config.json: quantization_config") and "\n" not in found
-        found = reading({field: value for field, value in raw.items() if field != "quantization_config"})
+    if isinstance(config, str):  # nothing but a way in which its weights are stored may be in the way
+        assert config.startswith("config.json: quantization_config") and "\n" not in config
+        config = reading({field: value for field, value in raw.items() if field != "quantization_config"})
     text = text_half(raw["architectures"][0], raw) or raw
-    assert not isinstance(found, str), found
+    assert not isinstance(config, str), config
     sizes = [[text[name] for name in names if name in text] for names in (WIDTH, DEPTH)]
-    assert [found.hidden_size] == sizes[0][:1] and [found.num_layers] == sizes[1][:1]
-    assert found.vocab_size == text.get("vocab_size", found.vocab_size)
+    assert [config.hidden_size] == sizes[0][:1] and [config.num_layers] == sizes[1][:1]
+    assert config.vocab_size == text.get("vocab_size", config.vocab_size)
 
 
 def test_a_context_in_the_file_of_baichuan_13b_leaves_it_alibi() -> None:
@@ -236,9 +235,41 @@ def test_what_published_files_have_besides_changes_nothing(name: str) -> None:
         ),
         ("gpt-bigcode", {"multi_query": 0}, "multi_query is 0; it must be true or false"),
         ("opt", {"word_embed_proj_dim": 32}, "'word_embed_proj_dim' is 32, and Manta does not know"),
+        ("qwen3", {"architectures": ["BertLMHeadModel"]}, "is of a 'BertLMHeadModel'; "),
+        ("qwen3", {"hidden_size": None}, "config.json has no hidden_size"),
+        ("qwen3", {"rope_parameters": {"rope_type": "3d"}}, "RoPE of type '3d'; Manta has default, linear, dynamic"),
+        ("qwen3", {"hidden_act": "mish"}, "activation 'mish'; Manta has silu, swish, gelu, "),
+        ("qwen3", {"quantization_config": {"bits": 4}}, "quantization_config"),
+        ("qwen3", {"num_key_value_heads": 3}, "num_attention_heads is 4; it must be a multiple of num_key_value_heads"),
+        ("qwen3", {"layer_types": ["full_attention"]}, "layer_types has 1 entries for 2 layers"),
+        ("gemma3n", {"altup_active_idx": 1}, "altup_active_idx is 1; Manta has 0 alone"),
+        ("gemma3n", {"altup_correct_scale": False}, "altup_correct_scale is False; Manta has True alone"),
+        ("gemma3n", {"altup_num_inputs": 1}, "altup_num_inputs is 1; it must be a whole number from 2 to 16"),
+        ("gemma3n", {"laurel_rank": 0}, "laurel_rank is 0; it must be a whole number from 1"),
+        ("gemma3n", {"hidden_size_per_layer_input": 0}, "hidden_size_per_layer_input is 0; it must be a whole number"),
+        ("gemma3n", {"activation_sparsity_pattern": [0.5]}, "activation_sparsity_pattern has 1 entries for 5 layers"),
+        ("gemma3n", {"activation_sparsity_pattern": [1, 0, 0, 0, 0]}, "pattern is 1; it must be a number"),
+        ("gemma3n", {"activation_sparsity_pattern": 0.5}, "activation_sparsity_pattern is 0.5; it must be a list"),
+        ("gemma3n", {"intermediate_size": [32] * 4}, "intermediate_size has 4 entries for 5 layers"),
+        ("gemma3n", {"intermediate_size": ["a"] * 5}, "intermediate_size is 'a'; it must be a whole number"),
+        ("gemma4-shared", {"use_bidirectional_attention": "all"}, "attention is 'all'; Manta has 'vision' alone"),
+        ("gemma4-shared", {"per_layer_config": {"0": {"head_dim": 32}}}, "per_layer_config has layers ['0']"),
+        ("gemma4-shared", {"per_layer_config": {"1": {"head_dim": 32}, "3": {"head_dim": 16}}}, "same for all layers"),
+        ("gemma4-shared", {"per_layer_config": {i: {"head_dim": 32, "window": 3} for i in "13"}}, "'window' is 3"),
+        ("gemma4-shared", {"num_kv_shared_layers": 3}, "leaves no layer whose keys layer 1 could read"),
+        ("gemma4-shared", {"num_global_key_value_heads": 3, "attention_k_eq_v": True}, "3 KV heads of 32"),
+        ("qwen3.5", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; Manta has 'silu' alone"),
+        ("qwen3.5", {"attn_output_gate": False}, "attn_output_gate is False; Manta has True alone"),
+        ("qwen3.5", {"linear_num_value_heads": 3}, "linear_num_value_heads is 3; it must be a multiple of linear_num"),
+        ("qwen3.5", {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim is 1; it must be a whole number from 2"),
+        ("qwen3.5", {"layer_types": ["linear_attention"] * 4}, "asks for no layer of full_attention; Manta needs at"),
+        ("qwen3.5", {"layer_types": ["sliding_attention"] * 4}, "'sliding_attention'; Manta has linear_attention and"),
+        ("qwen3.5", {"layer_types": ["full_attention"]}, "layer_types has 1 entries for 4 layers"),
+        ("qwen3.5", {"layer_types": None, "full_attention_interval": 5}, "asks for no layer of full_attention"),
     ],
 )
-def test_with_another_value_they_are_refused(name: str, change: dict[str, Any], says: str) -> None:
+def test_what_a_family_does_not_have_is_refused(name: str, change: dict[str, Any], says: str) -> None:
+    assert isinstance(reading(file_of(name)), ModelConfig)
     assert says in reading(file_of(name, **change))
 
 
@@ -262,8 +293,8 @@ def test_blocks_that_a_search_has_found_are_checked(part: str, change: dict[str,
 
 
 def test_a_refusal_names_all_that_is_not_known() -> None:
-    said = reading(file_of("phi3", gain=1.5, attention_bias=True, extra_layers=[1], named="no number"))
-    assert said == (
+    refusal = reading(file_of("phi3", gain=1.5, attention_bias=True, extra_layers=[1], named="no number"))
+    assert refusal == (
         "config.json: attention_bias is True; Manta has False alone; 'gain' is 1.5, 'extra_layers' is [1], and Manta "
         "does not know these fields; remove what changes nothing in what the model computes, here or by --hf-overrides "
         """'{"name": null}'"""
@@ -290,9 +321,9 @@ def test_a_family_reads_its_own_fields_alone(name: str, foreign: dict[str, Any])
     if name == "qwen2-moe":  # which has no such name for its experts, so that it is an error
         assert "'num_local_experts' is 2" in reading(file_of(name, **foreign))
         foreign = {"partial_rotary_factor": 0.5}
-    found = reading(file_of(name))
-    assert isinstance(found, ModelConfig), found
-    assert reading(file_of(name, **foreign)) == found
+    config = reading(file_of(name))
+    assert isinstance(config, ModelConfig), config
+    assert reading(file_of(name, **foreign)) == config
 
 
 @pytest.mark.parametrize(
@@ -361,37 +392,38 @@ def test_overrides_of_a_half_for_text_are_in_it(tmp_path: Path) -> None:
 def test_yarn_beside_other_parameters_has_an_effect() -> None:
     """`rope_scaling` stands for all of `rope_parameters`, as in transformers; what that loses is told."""
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-    given = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rope_scaling": yarn}
-    found = reading(file_of("qwen3", **given))
-    assert found.ropes[0].scaling["factor"] == 4 and found.ropes[0].theta == 10000
-    assert notes_on(found, 256) == (
+    fields = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rope_scaling": yarn}
+    config = reading(file_of("qwen3", **fields))
+    assert config.ropes[0].scaling["factor"] == 4 and config.ropes[0].theta == 10000
+    assert notes_on(config, 256) == (
         "rope_theta is 10000: rope_scaling stands for all of rope_parameters, where it is 1000000.0; say it in "
         "rope_scaling, too, to keep it",
     )
-    kept = reading(file_of("qwen3", **given | {"rope_scaling": yarn | {"rope_theta": 1e6}}))
+    kept = reading(file_of("qwen3", **fields | {"rope_scaling": yarn | {"rope_theta": 1e6}}))
     assert kept.ropes[0].theta == 1e6 and not kept.notes
 
 
 def test_the_start_log_says_which_factor_of_longrope_serves() -> None:
     factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
     rope = {"rope_type": "longrope", "original_max_position_embeddings": 64, "rope_theta": 10000.0, **factors}
-    found = reading(file_of("llama-biases", rope_parameters=rope))
-    assert not notes_on(found, 64)
-    assert "long_factor for prompts of any length; --max-model-len 64 has short_factor" in notes_on(found, 65)[0]
-    found = reading(PUBLISHED["internlm/internlm3-8b-instruct"])
-    assert not notes_on(found, 32768)
+    config = reading(file_of("llama-biases", rope_parameters=rope))
+    assert not notes_on(config, 64)
+    assert "long_factor for prompts of any length; --max-model-len 64 has short_factor" in notes_on(config, 65)[0]
+    config = reading(PUBLISHED["internlm/internlm3-8b-instruct"])
+    assert not notes_on(config, 32768)
     assert (
-        "longest sequence for all; --max-model-len 32768 has the trained one" in notes_on(found, found.max_position)[0]
+        "longest sequence for all; --max-model-len 32768 has the trained one"
+        in notes_on(config, config.max_position)[0]
     )
 
 
 def test_attention_by_dual_chunks_is_plain_within_one_chunk() -> None:
     raw = PUBLISHED["Qwen/Qwen2.5-14B-Instruct-1M"]
-    found, plain = reading(raw), reading(raw | {"dual_chunk_attention_config": None})
-    assert found == dataclasses.replace(plain, max_position=262144 - 8192) and plain.max_position == 1010000
-    assert found.notes == ("dual_chunk_attention_config counts beyond 253,952 tokens; the context ends there",)
+    config, plain = reading(raw), reading(raw | {"dual_chunk_attention_config": None})
+    assert config == dataclasses.replace(plain, max_position=262144 - 8192) and plain.max_position == 1010000
+    assert config.notes == ("dual_chunk_attention_config counts beyond 253,952 tokens; the context ends there",)
     short = raw | {"max_position_embeddings": 253952}
-    assert reading(short) == found and reading(short).notes == ()
+    assert reading(short) == config and reading(short).notes == ()
     for dual, says in (
         ({"chunk_size": 9}, "has no local_size"),
         ([1], "must be an object"),
@@ -415,14 +447,14 @@ def oracle() -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def files(oracle: Any) -> dict[str, dict[str, Any]]:
     """A config.json of each case, as transformers saves it: with the fields of its class."""
-    found = {}
+    raws = {}
     for name, case in CASES.items():
         if case["config"] in RENAMED:
             continue
         raw = oracle.ask(config=case["config"], files=[case["shape"]])["read"][0]
         raw = {field: value for field, value in raw.items() if value is not None} | {"eos_token_id": None}
-        found[name] = raw | {"architectures": [family_of_case(name)], "dtype": "float32"}
-    return found
+        raws[name] = raw | {"architectures": [family_of_case(name)], "dtype": "float32"}
+    return raws
 
 
 # Fields of transformers' classes that change nothing in what Manta computes.
@@ -462,7 +494,7 @@ def test_no_field_of_transformers_is_passed_over(oracle: Any, files: dict[str, d
     A new version of transformers shows its new fields here.
     """
     fields = {kind: oracle.ask(fields=kind) for kind in {CASES[name]["config"] for name in files}}
-    passed_over = {(kind, name) for kind, known in fields.items() for name in known if name not in UNUSED}
+    passed_over = {(kind, name) for kind, names in fields.items() for name in names if name not in UNUSED}
     for name, raw in files.items():
         assert not isinstance(reading(raw), str)
         # Some fields count only where another one is left out, or is set.
@@ -481,28 +513,28 @@ def test_no_field_of_transformers_is_passed_over(oracle: Any, files: dict[str, d
 @pytest.mark.full
 def test_defaults_are_those_of_transformers(oracle: Any, files: dict[str, dict[str, Any]]) -> None:
     """A config.json without a field means what transformers makes of it, or is refused for the lack of that field."""
-    wrong, windows = [], {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
-    more = {name: raw | windows for name, raw in files.items() if "use_sliding_window" in raw}
-    assert "qwen2-moe" in more
-    for name, raw in [*files.items(), *more.items()]:
+    different, windows = [], {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
+    windowed = {name: raw | windows for name, raw in files.items() if "use_sliding_window" in raw}
+    assert "qwen2-moe" in windowed
+    for name, raw in [*files.items(), *windowed.items()]:
         rope = raw.get("rope_parameters", {})
         parts = {f"rope_parameters.{part}": raw | {"rope_parameters": without(rope, part)} for part in rope}
         lacking = {field: without(raw, field) for field in raw if field not in ("architectures", "model_type")} | parts
         theirs = oracle.ask(config=CASES[name]["config"], files=list(lacking.values()))["read"]
         for (field, file), read in zip(lacking.items(), theirs, strict=True):
-            known = {"architectures": raw["architectures"], "eos_token_id": None, "dtype": file.get("dtype")}
-            ours, asked = reading(file), reading(read | known) if read else None
-            refused = isinstance(ours, str) and (ours.startswith("config.json has no") or isinstance(asked, str))
-            if read and ours != asked and not refused:
-                wrong.append((name, field))
+            common = {"architectures": raw["architectures"], "eos_token_id": None, "dtype": file.get("dtype")}
+            ours, as_read = reading(file), reading(read | common) if read else None
+            refused = isinstance(ours, str) and (ours.startswith("config.json has no") or isinstance(as_read, str))
+            if read and ours != as_read and not refused:
+                different.append((name, field))
     # Heads of latents have no keys of their own. The others are said by other fields of the files in question.
-    known = [
+    common = [
         ("deepseek-v3", "num_key_value_heads"),
         ("glm4-moe-lite", "num_key_value_heads"),
         ("gemma4-experts", "layer_types"),
         ("phi4-partial-longrope", "original_max_position_embeddings"),
     ]
-    assert not [each for each in wrong if each not in known]
+    assert not [difference for difference in different if difference not in common]
 
 
 @pytest.mark.full
@@ -514,8 +546,8 @@ def test_rope_scaling_beside_rope_parameters_is_read_as_by_transformers(
         for scaling in (yarn, yarn | {"rope_theta": 777.0}, {"type": "linear", "factor": 2.0}):
             file = files[name] | {"rope_scaling": scaling}
             read = oracle.ask(config=CASES[name]["config"], files=[file])["read"][0]
-            known = {"architectures": file["architectures"], "eos_token_id": None, "dtype": "float32"}
-            assert reading(file) == reading(read | known), (name, scaling)
+            common = {"architectures": file["architectures"], "eos_token_id": None, "dtype": "float32"}
+            assert reading(file) == reading(read | common), (name, scaling)
 
 
 @pytest.mark.full
@@ -546,16 +578,16 @@ def test_foreign_fields_mean_what_they_mean_to_transformers(oracle: Any, name: s
     """Where a field of another family changes what Manta reads, it changes transformers' logits, and the other way
     round. What is refused is not asked for."""
     has, raw = oracle.ask(fields=CASES[name]["config"]), file_of(name)
-    as_it_is, asked = reading(raw), []
+    as_it_is, changes = reading(raw), []
     for field, values in FOREIGN.items():
         for change in ({field: value} for value in values if field not in has):
-            if not isinstance(found := reading(raw | change), str):
-                asked.append((change, "same" if found == as_it_is else "changed"))
-    theirs = oracle.ask(config=CASES[name]["config"], shape=CASES[name]["shape"], changes=[c for c, _ in asked])[
+            if not isinstance(config := reading(raw | change), str):
+                changes.append((change, "same" if config == as_it_is else "changed"))
+    theirs = oracle.ask(config=CASES[name]["config"], shape=CASES[name]["shape"], changes=[c for c, _ in changes])[
         "found"
     ]
     # Where there is no such model, Manta may do what it likes: weights of other shapes are refused when they are read.
-    assert not [each for each, found in zip(asked, theirs, strict=True) if found not in ("error", each[1])]
+    assert not [pair for pair, config in zip(changes, theirs, strict=True) if config not in ("error", pair[1])]
 
 
 @pytest.mark.full

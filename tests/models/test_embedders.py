@@ -37,14 +37,13 @@ def folder(tmp_path: Path) -> Path:
     return made
 
 
-def make(folder: Path) -> LLM:
-    return LLM(
-        str(folder), dtype="float32", device="cpu", block_size=16, max_num_seqs=4, max_num_batched_tokens=64, threads=1
-    )
+def make(folder: Path, **fields: Any) -> LLM:
+    options = {"dtype": "float32", "device": "cpu", "block_size": 16, "max_num_seqs": 4, "max_num_batched_tokens": 64}
+    return LLM(str(folder), **options | {"threads": 1} | fields)
 
 
-def save_modules(folder: Path, pooling: dict[str, Any], *modules: str, place: str = "1_Pooling") -> None:
-    """Make the folder one of sentence-transformers, whose pooling is in the folder `place`."""
+def save_modules(folder: Path, pooling: dict[str, Any] | None, *modules: str, place: str = "1_Pooling") -> None:
+    """Make the folder one of sentence-transformers, whose pooling is in the folder `place`; None: nothing says so."""
     kinds = ("Transformer", "Pooling", *modules)
     places = ["", place, *(f"{i}_{kind}" for i, kind in enumerate(kinds) if i > 1)]
     listed = [
@@ -53,7 +52,8 @@ def save_modules(folder: Path, pooling: dict[str, Any], *modules: str, place: st
     ]
     (folder / "modules.json").write_text(json.dumps(listed))
     (folder / place).mkdir(exist_ok=True)
-    (folder / place / "config.json").write_text(json.dumps(pooling | {"word_embedding_dimension": 64}))
+    if pooling is not None:
+        (folder / place / "config.json").write_text(json.dumps(pooling | {"word_embedding_dimension": 64}))
 
 
 def save_dense(folder: Path, place: str = "2_Dense", old: bool = False, **changes: Any) -> Weights:
@@ -94,10 +94,10 @@ def test_dense_layers_follow_the_pooling(folder: Path) -> None:
         layer = save_dense(folder, **changes)
         want = activation(means @ layer["linear.weight"].T + layer.get("linear.bias", torch.zeros(40)))
         llm = make(folder)
-        found = torch.tensor([one.outputs.embedding for one in llm.embed(PROMPTS, RAW, use_tqdm=False)])
-        assert (found - want).abs().max() <= 1e-4
-        found = torch.tensor([one.outputs.embedding for one in llm.embed(PROMPTS, PoolingParams(24), use_tqdm=False)])
-        assert (found - torch.nn.functional.normalize(want[:, :24], dim=1)).abs().max() <= 1e-4
+        vectors = torch.tensor([one.outputs.embedding for one in llm.embed(PROMPTS, RAW, use_tqdm=False)])
+        assert (vectors - want).abs().max() <= 1e-4
+        vectors = torch.tensor([one.outputs.embedding for one in llm.embed(PROMPTS, PoolingParams(24), use_tqdm=False)])
+        assert (vectors - torch.nn.functional.normalize(want[:, :24], dim=1)).abs().max() <= 1e-4
         assert llm.core.facts["vector_size"] == 40
         with pytest.raises(ValueError, match="dimensions is 41; it must be a whole number from 1 to 40"):
             llm.embed("a", PoolingParams(41), use_tqdm=False)
@@ -108,7 +108,7 @@ def test_several_poolings_a_norm_and_a_residual(folder: Path, outputs: int) -> N
     """In the order of the library, whatever that of the file is; and with weights as torch saved them."""
     oracle = load_file(QWEN3 / "oracle.safetensors")
     hidden = [oracle[f"hidden{i}"] for i in range(len(PROMPTS))]
-    want = torch.stack([torch.cat((each[0], each.mean(0))) for each in hidden])
+    want = torch.stack([torch.cat((states[0], states.mean(0))) for states in hidden])
     modes = {"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": True, "pooling_mode_max_tokens": False}
     save_modules(folder, modes, "LayerNorm", "Dense", "Dropout")
     shapes = {"norm.weight": (128,), "norm.bias": (128,)}
@@ -118,8 +118,8 @@ def test_several_poolings_a_norm_and_a_residual(folder: Path, outputs: int) -> N
     residual = want @ dense["residual.weight"].T if outputs == 40 else want
     want = torch.tanh(want @ dense["linear.weight"].T + dense["linear.bias"]) + residual
     llm = make(folder)
-    found = torch.tensor([one.outputs.embedding for one in llm.embed(PROMPTS, RAW, use_tqdm=False)])
-    assert (found - want).abs().max() <= 1e-4
+    vectors = torch.tensor([one.outputs.embedding for one in llm.embed(PROMPTS, RAW, use_tqdm=False)])
+    assert (vectors - want).abs().max() <= 1e-4
     assert (llm.core.facts["vector_size"], llm.core.facts["pooling_type"]) == (outputs, "cls+mean")
 
 
@@ -176,9 +176,9 @@ def test_texts_get_the_models_prompt_lower_case_and_are_cut(folder: Path, caplog
     save_modules(folder, {"pooling_mode": "mean"})
     plain = make(folder).tokenizer.encode
     save_settings(folder)
-    llm, given = make(folder), ["To Be", {"prompt": "To Be"}, [5, 6, 7], LONG]
-    found = [one.prompt_token_ids for one in llm.embed(given, use_tqdm=False)]
-    assert found == [plain("find: to be")] * 2 + [[5, 6, 7], plain("find: " + LONG.lower())[:24]]
+    llm, prompts = make(folder), ["To Be", {"prompt": "To Be"}, [5, 6, 7], LONG]
+    ids = [one.prompt_token_ids for one in llm.embed(prompts, use_tqdm=False)]
+    assert ids == [plain("find: to be")] * 2 + [[5, 6, 7], plain("find: " + LONG.lower())[:24]]
     for name in ("", "document"):
         (one,) = llm.embed("To Be", use_tqdm=False, prompt_name=name)
         assert one.prompt_token_ids == plain("to be")
@@ -240,11 +240,11 @@ def test_embeddings_equal_sentence_transformers(folder: Path, mode: Any) -> None
         save_dense(folder, "4_Dense", in_features=40, use_residual=True)
     save_modules(folder, OLD_MODES if mode == "all" else {"pooling_mode": mode}, *kinds, place="pooled")
     save_settings(folder)
-    asked = [(text, name) for text in ("To be", LONG, "or not") for name in (None, "query", "document")]
+    pairs = [(text, name) for text in ("To be", LONG, "or not") for name in (None, "query", "document")]
     # -I: transformers looks for a package called `kernels`, and would find ours.
-    command = [sys.executable, "-I", "-c", ASK, str(Path(library.origin).parent.parent), str(folder), json.dumps(asked)]
-    said = subprocess.run(command, check=True, cwd=folder, capture_output=True, text=True).stdout
-    want, llm = torch.tensor(json.loads(said.splitlines()[-1])), make(folder)
-    for (text, name), vector in zip(asked, want, strict=True):
+    command = [sys.executable, "-I", "-c", ASK, str(Path(library.origin).parent.parent), str(folder), json.dumps(pairs)]
+    output = subprocess.run(command, check=True, cwd=folder, capture_output=True, text=True).stdout
+    want, llm = torch.tensor(json.loads(output.splitlines()[-1])), make(folder)
+    for (text, name), vector in zip(pairs, want, strict=True):
         (one,) = llm.embed(text, use_tqdm=False, prompt_name=name)
         assert (torch.tensor(one.outputs.embedding) - vector).abs().max() <= 1e-5

@@ -75,10 +75,10 @@ def test_every_expert_has_a_rank():
 def test_padding_meets_no_expert() -> None:
     group, x = ExpertGroup(0, 1, 1, 2), torch.randn(3, 4)
     weights, ids = torch.rand(3, 2), torch.arange(6, dtype=torch.int32).view(3, 2)
-    found = group.dispatch(x, weights, ids)
-    assert [len(part) for part in found] == [6, 6, 6] and (found[2][:3] == -1).all()
-    assert all(torch.equal(part[3:], of) for part, of in zip(found, (x, weights, ids), strict=True))
-    assert torch.equal(group.combine(found[0], 3), x)
+    sent = group.dispatch(x, weights, ids)
+    assert [len(part) for part in sent] == [6, 6, 6] and (sent[2][:3] == -1).all()
+    assert all(torch.equal(part[3:], of) for part, of in zip(sent, (x, weights, ids), strict=True))
+    assert torch.equal(group.combine(sent[0], 3), x)
 
 
 @pytest.mark.parametrize(
@@ -157,28 +157,28 @@ def test_what_several_engines_cannot_do_is_refused_where_there_may_be_several(fi
 
 def run_ranks_of_one(rank: int, folders: dict[str, Path], out: Path) -> None:
     """What each process of a single engine's two ranks runs. It saves its findings in a file."""
-    found = {}
+    results = {}
     for name, folder in folders.items():
         fields: dict[str, Any] = {"tensor_parallel_size": 2} | EP
         worker = make_worker(folder, rank, f"file://{out}/{name}", **fields)
-        found[name] = answers(worker)
+        results[name] = answers(worker)
         worker.group.close()
-    torch.save(found, out / f"2.{rank}.pt")
+    torch.save(results, out / f"2.{rank}.pt")
 
 
 def run_engines(place: int, ranks: int, folders: dict[str, Path], out: Path) -> None:
     """What each process of two engines runs: unequal loads, then one engine alone, and steps without any work."""
-    found, (engine, rank) = {}, divmod(place, ranks)
+    results, (engine, rank) = {}, divmod(place, ranks)
     for name, folder in folders.items():
         fields: dict[str, Any] = {"tensor_parallel_size": ranks, "data_parallel_size": 2, "data_parallel_rank": engine}
         fields |= EP | {"expert_rendezvous": f"file://{out}/{name}-all-{ranks}"}
         worker = make_worker(folder, rank, f"file://{out}/{name}-{engine}-of-{ranks}", **fields)
         idle = [StepPlan(i) for i in range(3)]
-        found[name] = [tokens_of(worker, prompts, idle * engine) for prompts in LOADS[engine]]
+        results[name] = [tokens_of(worker, prompts, idle * engine) for prompts in LOADS[engine]]
         for plan in () if engine else 2 * idle:
             worker.step(plan)
         worker.group.close()
-    torch.save(found, out / f"2x{ranks}.{place}.pt")
+    torch.save(results, out / f"2x{ranks}.{place}.pt")
 
 
 def run_place(place: int, processes: int, folders: dict[str, Path], out: Path) -> None:
@@ -209,10 +209,10 @@ def outcome(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) 
 def test_ranks_of_an_engine_give_what_one_gives(checkpoints: Checkpoints, outcome: Outcome, name: str) -> None:
     one = answers(make_worker(checkpoints / name, **ONE))
     for rank in range(2):
-        found = torch.load(outcome(name, 2) / f"2.{rank}.pt")[name]
-        assert (found["logits"] - one["logits"]).abs().max() <= 1e-4
-        assert found["tokens"] == one["tokens"]
-        assert found["facts"]["parameters"] == one["facts"]["parameters"]
+        result = torch.load(outcome(name, 2) / f"2.{rank}.pt")[name]
+        assert (result["logits"] - one["logits"]).abs().max() <= 1e-4
+        assert result["tokens"] == one["tokens"]
+        assert result["facts"]["parameters"] == one["facts"]["parameters"]
 
 
 # Prompts of two engines in two turns. In the second the other engine has none.
@@ -234,12 +234,12 @@ def tokens_of(worker: Worker, lengths: list[int], before: list[StepPlan]) -> lis
     for plan in before:
         worker.step(plan)
     parts = [(slot, n) for slot, n in enumerate(lengths)]
-    late = parts.pop() if len(parts) > 1 and lengths[-1] > 20 else None
-    results = [worker.step(StepPlan(0, rows=[*parts, (late[0], 20)] if late else parts, new=new)).token_ids]
+    last = parts.pop() if len(parts) > 1 and lengths[-1] > 20 else None
+    results = [worker.step(StepPlan(0, rows=[*parts, (last[0], 20)] if last else parts, new=new)).token_ids]
     for step in range(1, STEPS):
         rows = [(slot, 1) for slot, _ in parts]
-        if late:
-            rows.append((late[0], late[1] - 20 if step == 1 else 1))
+        if last:
+            rows.append((last[0], last[1] - 20 if step == 1 else 1))
         results.append(worker.step(StepPlan(step, rows=rows)).token_ids)
     worker.step(StepPlan(STEPS, released=list(range(len(lengths)))))
     return results
@@ -260,7 +260,7 @@ def test_engines_that_share_experts_give_what_one_gives(
 
 
 def test_engines_meet_as_soon_as_all_wait() -> None:
-    meetings, (a, b, late) = Meetings(2), [socket.socket() for _ in range(3)]
+    meetings, (a, b, back) = Meetings(2), [socket.socket() for _ in range(3)]
     assert meetings.update(a, Meet(0, 1)) == {}
     assert meetings.update(a, Meet(0, 1)) == {}  # said twice
     first = meetings.update(b, Meet(1, 1))
@@ -271,9 +271,9 @@ def test_engines_meet_as_soon_as_all_wait() -> None:
     assert set(second) == {a, b} and second[a].name != first[a].name
     assert meetings.update(b, None) == {a: Rendezvous()}  # the engine is gone
     assert meetings.update(a, Meet(0, 3)) == {}
-    assert meetings.update(late, Meet(1, 0)) == {late: Rendezvous()}  # it is back, and does not know that it must wait
-    assert set(meetings.update(late, Meet(1, 1))) == {a, late}
-    for used in (a, b, late):
+    assert meetings.update(back, Meet(1, 0)) == {back: Rendezvous()}  # it is back, and does not know that it must wait
+    assert set(meetings.update(back, Meet(1, 1))) == {a, back}
+    for used in (a, b, back):
         used.close()
 
 
@@ -285,7 +285,7 @@ def test_engines_meet_anew_when_there_are_to_be_more_or_fewer() -> None:
     assert meetings.update(new, Meet(2, 0)) == {}
     assert meetings.update(new, Meet(2, 1)) == {a: Rendezvous(), b: Rendezvous()}
     assert meetings.update(a, Meet(0, 2)) == {b: Rendezvous()}
-    assert {met.engines for met in meetings.update(b, Meet(1, 2)).values()} == {3}
+    assert {meeting.engines for meeting in meetings.update(b, Meet(1, 2)).values()} == {3}
     assert meetings.resize(2) == dict.fromkeys((a, b, new), Rendezvous())
     assert meetings.update(new, Meet(2, 2)) == dict.fromkeys((a, b), Rendezvous())  # it is one too many
     assert meetings.update(new, None) == {a: Rendezvous(), b: Rendezvous()}
@@ -451,10 +451,10 @@ def test_engines_come_and_go(checkpoints: Checkpoints, changes: list[tuple[int, 
     folder, prompts = checkpoints / "qwen3-moe", [[(i * i + j) % 97 for i in range(n)] for j, n in enumerate((5, 90))]
     llm = LLM(str(folder), dtype="float32", device="cpu", block_size=16, skip_tokenizer_init=True, **ONE)
     greedy = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
-    found = [output.outputs[0].token_ids for output in llm.generate(prompts, greedy, use_tqdm=False)]
+    tokens = [output.outputs[0].token_ids for output in llm.generate(prompts, greedy, use_tqdm=False)]
     engines = Engines(folder, data_parallel_size_max=max(size for size, _ in changes), **fields)
     client, states, least = engines.fleet.new_client(), engines.board.engines, len(engines.engines)
-    askers = [Asker(client, [*zip(prompts, found, strict=True)], f"asker {i}") for i in range(4)]
+    askers = [Asker(client, [*zip(prompts, tokens, strict=True)], f"asker {i}") for i in range(4)]
 
     def ready() -> int:
         """How many engines there are; 0 as long as one starts or drains."""

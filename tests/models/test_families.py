@@ -1,13 +1,15 @@
 """Every family of `FAMILIES` against transformers, on random tiny checkpoints: logits, greedy tokens, and every way
-through the engine that must not change them."""
+through the engine that must not change them; and families and layers against formulas."""
 
 from __future__ import annotations
 
 import functools
 import json
+import math
+import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -20,12 +22,13 @@ from device.memory import stage_layers
 from device.startup import start_worker
 from forked import run_ranks
 from model_config import ModelConfig
+from models.expert_layers import mix
 from models.families import FAMILIES, family_of
 from models.shares import check_division
-from oracle_checks import ask, check, first_step, known, make_core, make_worker
+from oracle_checks import NEW, ask, check, first_step, known, make_core, make_worker
 from parallel import Group
 from plan import StepPlan
-from random_checkpoints import DATA, KEPT, LLAMAS, REMOTE, Checkpoints, tiers
+from random_checkpoints import DATA, KEPT, LLAMAS, REMOTE, Checkpoints, run_oracle, tiers
 from random_checkpoints import FAMILIES as CASES
 
 
@@ -47,70 +50,62 @@ def test_family_equals_transformers(checkpoints: Checkpoints, name: str) -> None
     check(worker, CASES[name], load_file(checkpoints / name / "oracle.safetensors"))
 
 
-def test_the_text_half_of_gemma_4_is_read(checkpoints: Checkpoints, tmp_path: Path) -> None:
-    """Its weights have other names, and there are keys that no layer reads, and other halves."""
-    folder = checkpoints / "gemma4-shared"
+class TextHalf(NamedTuple):
+    """What a file of a model that also sees or hears has beside the text of a case."""
+
+    fields: dict[str, Any]  # of config.json
+    text: dict[str, Any]  # of its text_config, which change nothing
+    tensors: tuple[str, ...]  # that are passed over: of other halves, keys that no layer reads, and for tokens ahead
+    odd: str  # a tensor of a layer that is refused
+
+
+QWEN_HALF = TextHalf(
+    {"video_token_id": 8, "vision_start_token_id": 9, "tie_word_embeddings": False},
+    {"rope_parameters": {"mrope_section": [1, 1, 0], "mrope_interleaved": True}, "mtp_num_hidden_layers": 1,
+     "attn_output_gate": True, "mamba_ssm_dtype": "float32"},
+    ("model.visual.blocks.0.attn.qkv.weight", "mtp.fc.weight"), "0.self_attn.k_proj.weight",  # it has a state instead
+)  # fmt: skip
+TEXT_HALVES = {
+    "gemma4-shared": TextHalf(
+        {"model_type": "gemma4"}, {"head_dim": 16, "global_head_dim": 32},
+        ("model.language_model.layers.3.self_attn.k_proj.weight", "model.vision_tower.a", "model.embed_vision.b",
+         "model.language_model.layers.3.self_attn.k_norm.weight", "model.audio_tower.c", "model.embed_audio.d",
+         "model.language_model.layers.2.self_attn.v_proj.weight"), "1.self_attn.k.weight"),
+    "gemma3n": TextHalf(
+        {"model_type": "gemma3n", "audio_config": {}, "audio_soft_tokens_per_image": 188},
+        {"query_pre_attn_scalar": 256, "altup_lr_multiplier": 1.0},
+        ("model.language_model.layers.3.self_attn.k_proj.weight", "model.language_model.layers.4.self_attn.v_proj.bias",
+         "model.vision_tower.a", "model.embed_vision.embedding.weight", "model.audio_tower.c", "model.embed_audio.d"),
+        "1.self_attn.k.weight"),
+    "qwen3.5": QWEN_HALF,
+    "qwen3.5-moe": QWEN_HALF,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", tiers("families", TEXT_HALVES))
+def test_the_text_half_of_a_model_is_read(checkpoints: Checkpoints, tmp_path: Path, name: str) -> None:
+    folder, half = checkpoints / name, TEXT_HALVES[name]
     text = json.loads((folder / "config.json").read_text())
-    text |= text.pop("per_layer_config")["1"] | {"head_dim": 16, "global_head_dim": 32}
-    raw = {"architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4", "text_config": text,
-           "vision_config": {"hidden_size": 8}, "image_token_id": 7, "dtype": "float32"}  # fmt: skip
-    tensors = load_file(folder / "model.safetensors")
-    tensors = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
-    beside = ("language_model.layers.3.self_attn.k_proj.weight", "language_model.layers.2.self_attn.v_proj.weight",
-              "language_model.layers.3.self_attn.k_norm.weight", "vision_tower.a", "embed_vision.b", "audio_tower.c",
-              "embed_audio.d")  # fmt: skip
-    save_file(tensors | {f"model.{name}": torch.ones(2) for name in beside}, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps(raw))
-    check(make_worker(tmp_path, threads=1), CASES["gemma4-shared"], load_file(folder / "oracle.safetensors"))
-    save_file(
-        tensors | {"model.language_model.layers.1.self_attn.k.weight": torch.ones(2)}, tmp_path / "model.safetensors"
-    )
-    with pytest.raises(ValueError, match=r"has a tensor '.*layers\.1\.self_attn\.k\.weight"):
-        make_worker(tmp_path, threads=1)
-
-
-def test_the_text_half_of_gemma_3n_is_read(checkpoints: Checkpoints, tmp_path: Path) -> None:
-    """With the keys that its later layers do not read, and fields that change nothing."""
-    folder = checkpoints / "gemma3n"
-    text = json.loads((folder / "config.json").read_text())
-    text |= {"query_pre_attn_scalar": 256, "altup_lr_multiplier": 1.0}
-    raw = {"architectures": ["Gemma3nForConditionalGeneration"], "model_type": "gemma3n", "text_config": text,
-           "vision_config": {"hidden_size": 8}, "audio_config": {}, "audio_soft_tokens_per_image": 188}  # fmt: skip
-    tensors = load_file(folder / "model.safetensors")
-    tensors = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
-    beside = ("language_model.layers.3.self_attn.k_proj.weight", "language_model.layers.4.self_attn.v_proj.bias",
-              "vision_tower.a", "embed_vision.embedding.weight", "audio_tower.c", "embed_audio.d")  # fmt: skip
-    save_file(tensors | {f"model.{name}": torch.ones(2) for name in beside}, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps(raw))
-    check(make_worker(tmp_path, threads=1), CASES["gemma3n"], load_file(folder / "oracle.safetensors"))
-
-
-@pytest.mark.parametrize("name", tiers("families", ["qwen3.5", "qwen3.5-moe"]))
-def test_the_text_half_of_qwen_3_5_is_read(checkpoints: Checkpoints, tmp_path: Path, name: str) -> None:
-    """What is for images or predicts tokens ahead is passed over, and RoPE's sections change nothing for text."""
-    folder = checkpoints / name
-    text = json.loads((folder / "config.json").read_text())
-    text["rope_parameters"] |= {"mrope_section": [1, 1, 0], "mrope_interleaved": True}
-    text |= {"mtp_num_hidden_layers": 1, "attn_output_gate": True, "mamba_ssm_dtype": "float32"}
+    text |= text.pop("per_layer_config", {}).get("1", {})
+    for field, value in half.text.items():
+        text[field] = text[field] | value if isinstance(value, dict) else value
     architecture = text.pop("architectures")[0].replace("ForCausalLM", "ForConditionalGeneration")
-    raw = {"architectures": [architecture], "text_config": text, "vision_config": {"depth": 2}, "image_token_id": 7,
-           "video_token_id": 8, "vision_start_token_id": 9, "tie_word_embeddings": False}  # fmt: skip
+    raw = {"architectures": [architecture], "text_config": text, "vision_config": {}, "image_token_id": 7}
+    (tmp_path / "config.json").write_text(json.dumps(raw | half.fields))
     tensors = load_file(folder / "model.safetensors")
     tensors = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
-    beside = {"model.visual.blocks.0.attn.qkv.weight": torch.ones(2), "mtp.fc.weight": torch.ones(2)}
-    save_file(tensors | beside, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps(raw))
+    save_file(tensors | {name: torch.ones(2) for name in half.tensors}, tmp_path / "model.safetensors")
     check(make_worker(tmp_path, threads=1), CASES[name], load_file(folder / "oracle.safetensors"))
-    odd = {"model.language_model.layers.0.self_attn.k_proj.weight": torch.ones(2)}  # this layer has a state instead
-    save_file(tensors | odd, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"has a tensor '.*layers\.0\.self_attn\.k_proj\.weight"):
+    odd = f"model.language_model.layers.{half.odd}"
+    save_file(tensors | {odd: torch.ones(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=f"has a tensor '{re.escape(odd)}"):
         make_worker(tmp_path, threads=1)
 
 
 def test_mimo_is_qwen_2_beside_layers_that_predict_tokens_ahead(tmp_path: Path) -> None:
     folder = DATA / "llamas" / "qwen2-sharded-tied"
-    more = {"architectures": ["MiMoForCausalLM"], "attention_bias": True, "num_nextn_predict_layers": 1}
-    raw = json.loads((folder / "config.json").read_text()) | more
+    fields = {"architectures": ["MiMoForCausalLM"], "attention_bias": True, "num_nextn_predict_layers": 1}
+    raw = json.loads((folder / "config.json").read_text()) | fields
     (tmp_path / "config.json").write_text(json.dumps(raw))
     tensors = {name: x for path in folder.glob("model-*.safetensors") for name, x in load_file(path).items()}
     tensors["model.mtp_layers.0.input_proj.weight"] = torch.ones(2)
@@ -130,68 +125,11 @@ def test_a_layer_more_than_a_model_without_experts_has_is_refused(tmp_path: Path
         make_worker(tmp_path, threads=1)
 
 
-REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
-    "gemma3n": [
-        ({"altup_active_idx": 1}, "altup_active_idx is 1; Manta has 0 alone"),
-        ({"altup_correct_scale": False}, "altup_correct_scale is False; Manta has True alone"),
-        ({"altup_num_inputs": 1}, "altup_num_inputs is 1; it must be a whole number from 2 to 16"),
-        ({"laurel_rank": 0}, "laurel_rank is 0; it must be a whole number from 1"),
-        ({"hidden_size_per_layer_input": 0}, "hidden_size_per_layer_input is 0; it must be a whole number from 1"),
-        ({"activation_sparsity_pattern": [0.5]}, "activation_sparsity_pattern has 1 entries for 5 layers"),
-        ({"activation_sparsity_pattern": [1, 0, 0, 0, 0]}, "activation_sparsity_pattern is 1; it must be a number"),
-        ({"activation_sparsity_pattern": 0.5}, "activation_sparsity_pattern is 0.5; it must be a list"),
-        ({"intermediate_size": [32] * 4}, "intermediate_size has 4 entries for 5 layers"),
-        ({"intermediate_size": ["a"] * 5}, "intermediate_size is 'a'; it must be a whole number"),
-    ],
-    "gemma4-shared": [
-        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all'; Manta has 'vision' alone"),
-        ({"per_layer_config": {"0": {"head_dim": 32}}}, r"per_layer_config has layers \['0'\]"),
-        ({"per_layer_config": {"1": {"head_dim": 32}, "3": {"head_dim": 16}}}, "must have the same for all layers"),
-        ({"per_layer_config": {i: {"head_dim": 32, "window": 3} for i in "13"}}, "'window' is 3"),
-        ({"num_kv_shared_layers": 3}, "num_kv_shared_layers leaves no layer whose keys layer 1 could read"),
-        ({"num_global_key_value_heads": 3, "attention_k_eq_v": True, "per_layer_config": None}, "3 KV heads of 512"),
-    ],
-    "qwen3.5": [
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; Manta has 'silu' alone"),
-        ({"attn_output_gate": False}, "attn_output_gate is False; Manta has True alone"),
-        ({"linear_num_value_heads": 3}, "linear_num_value_heads is 3; it must be a multiple of linear_num_key_heads"),
-        ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim is 1; it must be a whole number from 2 to 64"),
-        ({"layer_types": ["linear_attention"] * 4}, "asks for no layer of full_attention; Manta needs at least one"),
-        ({"layer_types": ["sliding_attention"] * 4}, "'sliding_attention'; Manta has linear_attention and full"),
-        ({"layer_types": ["full_attention"]}, "layer_types has 1 entries for 4 layers"),
-        ({"layer_types": None, "full_attention_interval": 5}, "asks for no layer of full_attention"),
-    ],
-}  # fmt: skip
-
-
-def config_of(checkpoints: Checkpoints, name: str) -> dict[str, Any]:
-    """A config.json. What transformers would add to that of Qwen3.5 are defaults."""
-    if name == "qwen3.5":
-        return CASES[name]["shape"] | {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text"}
-    return json.loads((checkpoints / name / "config.json").read_text())
-
-
-@pytest.mark.parametrize(
-    ("name", "change", "message"), [(name, *row) for name, rows in REFUSED.items() for row in rows]
-)
-def test_what_a_family_does_not_have_is_refused(
-    checkpoints: Checkpoints, tmp_path: Path, name: str, change: dict[str, Any], message: str
-) -> None:
-    raw = config_of(checkpoints, name)
+def test_ranks_must_divide_the_heads_of_keys(tmp_path: Path) -> None:
+    raw = CASES["qwen3.5"]["shape"] | {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text"}
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    ModelConfig.from_folder(str(tmp_path))
-    (tmp_path / "config.json").write_text(json.dumps(raw | change))
-    with pytest.raises(ValueError, match=message):
-        ModelConfig.from_folder(str(tmp_path))
-
-
-def test_ranks_must_divide_the_heads_of_keys(checkpoints: Checkpoints, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(config_of(checkpoints, "qwen3.5")))
-    config = ModelConfig.from_folder(str(tmp_path))
-    with pytest.raises(
-        ValueError, match="tensor_parallel_size is 4; it must divide the model's linear_num_key_heads, 2"
-    ):
-        check_division(config, Group(0, 4))
+    with pytest.raises(ValueError, match=r"tensor_parallel_size is 4; it must divide .* linear_num_key_heads, 2"):
+        check_division(ModelConfig.from_folder(str(tmp_path)), Group(0, 4))
 
 
 # --- ways that must not change the tokens -----------------------------------------------------------------------------
@@ -269,7 +207,7 @@ def run_rank(rank: int, runs: list[tuple[int, int]], folders: dict[str, Path], o
     """
     torch.set_num_threads(1)
     for size, stages in runs:
-        found = {}
+        results = {}
         for name, folder in folders.items():
             if stages > 1 and name in INDIVISIBLE:
                 continue
@@ -278,8 +216,8 @@ def run_rank(rank: int, runs: list[tuple[int, int]], folders: dict[str, Path], o
                 max_num_batched_tokens=64, tensor_parallel_size=size, pipeline_parallel_size=stages,
             )  # fmt: skip
             rendezvous = f"file://{out}/meet-{name}-{size}-{stages}"
-            found[name] = answer(config, rank, rendezvous, CASES[name]["prompts"])
-        torch.save(found, out / f"rank{rank}-{size}-{stages}.pt")
+            results[name] = answer(config, rank, rendezvous, CASES[name]["prompts"])
+        torch.save(results, out / f"rank{rank}-{size}-{stages}.pt")
 
 
 def answer(config: EngineConfig, rank: int, rendezvous: str, prompts: list[list[int]]) -> tuple[Any, list[int]]:
@@ -346,3 +284,159 @@ def test_the_table_of_families_is_up_to_date() -> None:
     page = family_campaign.PAGE.read_text()
     assert page == family_campaign.with_table(page), "run python campaigns/family_campaign.py --table"
     assert f"[{len(FAMILIES)} families](docs/families.md)" in (family_campaign.ROOT / "README.md").read_text()
+
+
+# --- families that transformers has no class for, against their formulas in plain torch -------------------------------
+
+Tensors = dict[str, torch.Tensor]
+
+
+def press(heads: int) -> list[float]:
+    """The slopes of heads, as the paper of ALiBi has them (Press et al., 2022)."""
+    if heads & (heads - 1) == 0:
+        return [2 ** (-8 * i / heads) for i in range(1, heads + 1)]
+    below = 2 ** int(math.log2(heads))
+    return press(below) + press(2 * below)[::2][: heads - below]
+
+
+def rms(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
+
+
+def baichuan_13b(tensors: Tensors, ids: list[int], layers: int, heads: int) -> torch.Tensor:
+    """What the head makes logits of, for each position."""
+    x, at = tensors["model.embed_tokens.weight"][ids], torch.arange(len(ids))
+    distance = (at - at[:, None]).float()  # of each key from each query
+    bias = torch.tensor(press(heads))[:, None, None] * distance + torch.where(distance > 0, -math.inf, 0.0)
+    for i in range(layers):
+        w = {name.removeprefix(f"model.layers.{i}."): tensor for name, tensor in tensors.items()}
+        packed = rms(x, w["input_layernorm.weight"]) @ w["self_attn.W_pack.weight"].T
+        q, k, v = packed.view(len(ids), 3, heads, -1).permute(1, 2, 0, 3)
+        p = (q @ k.mT / math.sqrt(q.shape[-1]) + bias).softmax(-1)
+        x = x + (p @ v).transpose(0, 1).flatten(1) @ w["self_attn.o_proj.weight"].T
+        y = rms(x, w["post_attention_layernorm.weight"])
+        y = torch.nn.functional.silu(y @ w["mlp.gate_proj.weight"].T) * (y @ w["mlp.up_proj.weight"].T)
+        x = x + y @ w["mlp.down_proj.weight"].T
+    return rms(x, tensors["model.norm.weight"])
+
+
+@pytest.mark.parametrize("vocab", [99, 125696])
+def test_baichuan_13b(tmp_path: Path, vocab: int) -> None:
+    """Of six heads, so that the slopes of some come from twice as many. Baichuan 2, with more tokens, divides each row
+    of the head by its length."""
+    size, middle, heads, layers = 48, 80, 6, 2
+    raw = {"architectures": ["BaichuanForCausalLM"], "model_type": "baichuan", "hidden_size": size, "vocab_size": vocab,
+           "intermediate_size": middle, "num_hidden_layers": layers, "num_attention_heads": heads, "hidden_act": "silu",
+           "rms_norm_eps": 1e-6, "model_max_length": 256, "tie_word_embeddings": False}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    torch.manual_seed(0)
+    shapes = {"model.embed_tokens.weight": (vocab, size), "lm_head.weight": (vocab, size), "model.norm.weight": (size,)}
+    for i in range(layers):
+        shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in {
+            "input_layernorm": (size,), "post_attention_layernorm": (size,), "self_attn.W_pack": (3 * size, size),
+            "self_attn.o_proj": (size, size), "mlp.gate_proj": (middle, size), "mlp.up_proj": (middle, size),
+            "mlp.down_proj": (size, middle)}.items()}  # fmt: skip
+    tensors = {name: torch.randn(shape) * 0.15 + (len(shape) == 1) for name, shape in shapes.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    prompts = [torch.randint(vocab, (n,)).tolist() for n in (7, 41)]
+    oracle: Tensors = {}
+    head = tensors["lm_head.weight"]
+    head = head / head.norm(dim=1, keepdim=True) if vocab > 99 else head
+    for i, prompt in enumerate(prompts):
+        ids = list(prompt)
+        oracle[f"logits{i}"] = baichuan_13b(tensors, ids, layers, heads) @ head.T
+        for _ in range(NEW):
+            ids.append(int((head @ baichuan_13b(tensors, ids, layers, heads)[-1]).argmax()))
+        oracle[f"tokens{i}"] = torch.tensor(ids[len(prompt) :])
+    check(make_worker(tmp_path, threads=1), {"prompts": prompts}, oracle)
+
+
+def test_the_rows_of_baichuan_differ_by_what_their_files_have(tmp_path: Path) -> None:
+    raw = {"architectures": ["BaichuanForCausalLM"], "hidden_size": 64, "vocab_size": 64000, "num_hidden_layers": 1,
+           "intermediate_size": 80, "num_attention_heads": 4, "model_max_length": 4096}  # fmt: skip
+
+    def row(**more: int) -> tuple[bool, str]:
+        (tmp_path / "config.json").write_text(json.dumps(raw | more))
+        config = ModelConfig.from_folder(str(tmp_path))
+        assert config.max_position == 4096 and bool(config.slopes) == (not config.ropes[0].dim)
+        return bool(config.slopes), config.row.head_norm
+
+    assert row() == (True, "")  # Baichuan 13B
+    assert row(vocab_size=125696) == (True, "rows")  # Baichuan 2 13B
+    assert row(vocab_size=125696, max_position_embeddings=4096) == (False, "rows")  # Baichuan 2 7B
+
+
+# --- routers and layers of experts, on the specification; and a router that is no kernel ------------------------------
+
+LOCAL, PLAIN = {"num_local_experts": 16, "num_experts_per_tok": 3}, {"num_experts": 16, "num_experts_per_tok": 3}
+V3 = {"n_routed_experts": 16, "num_experts_per_tok": 3, "n_shared_experts": 1, "n_group": 4, "topk_group": 2,
+      "routed_scaling_factor": 2.5}  # fmt: skip
+V2 = V3 | {"topk_method": "group_limited_greedy"}
+SIGMOID, GROUPS = {"scoring": "sigmoid"}, {"groups": 4, "top_groups": 2, "scale": 2.5}
+
+
+def layer(module: str, layer: str, config: str, fields: dict[str, Any], route: dict[str, Any], **more: Any) -> dict:
+    """Names in transformers, fields of the configuration, and arguments of `route`; `more` is of the test."""
+    names = {"make": "experts", "module": module, "layer": layer, "config": config}
+    return names | {"fields": fields, "route": route} | more
+
+
+RAW = {"renormalize": False}
+LAYERS = {
+    "deepseek_v2": layer("deepseek_v2", "DeepseekV2Moe", "DeepseekV2Config", V2, GROUPS | RAW),
+    "deepseek_v2 greedy": layer(
+        "deepseek_v2", "DeepseekV2Moe", "DeepseekV2Config", V3 | {"topk_method": "greedy"}, RAW | {"scale": 2.5}),
+    "deepseek_v3": layer("deepseek_v3", "DeepseekV3MoE", "DeepseekV3Config", V3, GROUPS | SIGMOID),
+    "glm4_moe": layer(
+        "glm4_moe", "Glm4MoeMoE", "Glm4MoeConfig", V3 | {"norm_topk_prob": False}, GROUPS | SIGMOID | RAW),
+    "dots1": layer("dots1", "Dots1MoE", "Dots1Config", V3 | {"norm_topk_prob": True}, GROUPS | SIGMOID),
+    "minimax_m2": layer("minimax_m2", "MiniMaxM2SparseMoeBlock", "MiniMaxM2Config", LOCAL, SIGMOID),
+    "qwen2_moe": layer(
+        "qwen2_moe", "Qwen2MoeSparseMoeBlock", "Qwen2MoeConfig", PLAIN | {"shared_expert_intermediate_size": 24}, RAW),
+    "qwen3_moe": layer("qwen3_moe", "Qwen3MoeSparseMoeBlock", "Qwen3MoeConfig", PLAIN | {"norm_topk_prob": True}, {}),
+    "olmoe": layer("olmoe", "OlmoeSparseMoeBlock", "OlmoeConfig", PLAIN, RAW),
+    "mixtral": layer("mixtral", "MixtralSparseMoeBlock", "MixtralConfig", LOCAL, {}),
+    "granitemoe": layer("granitemoe", "GraniteMoeMoE", "GraniteMoeConfig", LOCAL, {}),
+    "ernie4_5_moe": layer(
+        "ernie4_5_moe", "Ernie4_5_MoeSparseMoeBlock", "Ernie4_5_MoeConfig",
+        {"moe_num_experts": 16, "moe_k": 3, "moe_num_shared_experts": 1}, {}),
+    "gpt_oss": layer("gpt_oss", "GptOssMLP", "GptOssConfig", LOCAL, {}, transposed=True, activation="swigluoai"),
+    "llama4": layer(
+        "llama4", "Llama4TextMoe", "Llama4TextConfig", LOCAL | {"num_experts_per_tok": 1}, SIGMOID | RAW,
+        transposed=True, weigh_inputs=True),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("routers")
+    run_oracle(LAYERS, folder)
+    return folder
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_of_experts_gives_what_transformers_does(layers: Path, name: str) -> None:
+    tensors = load_file(layers / name / "oracle.safetensors")
+    fields, route, activation = (LAYERS[name].get(key) for key in ("fields", "route", "activation"))
+    k = fields.get("num_experts_per_tok", fields.get("moe_k"))
+    gate_up, gate_up_bias = tensors["gate_up"], tensors.get("gate_up_bias")
+    if activation == "swigluoai":  # whose gates and ups alternate
+        gate_up = torch.cat((gate_up[:, ::2], gate_up[:, 1::2]), 1)
+        gate_up_bias = torch.cat((gate_up_bias[:, ::2], gate_up_bias[:, 1::2]), 1)
+    router = {"scoring": "softmax"} | route
+    weights, ids = reference.route(tensors["logits"], k, bias=tensors.get("choice"), **router)
+    plan = reference.plan_experts(weights, ids, 16, weigh_inputs=LAYERS[name].get("weigh_inputs", False))
+    h = reference.expert_gate_up(tensors["x"], gate_up, gate_up_bias, plan, activation or "silu")
+    y = reference.expert_down(h, tensors["down"], tensors.get("down_bias"), plan)
+    torch.testing.assert_close(y, tensors["y"], rtol=1e-4, atol=1e-4 * float(tensors["y"].abs().max()))
+
+
+def test_the_mixer_weighs_an_expert_among_those_that_are_hardly_worse() -> None:
+    """Its margin is a share of the best logit, or of their own absolute value; who is chosen already is left out."""
+    two = 1 / (1 + math.exp(-0.1))
+    logits = torch.tensor([[2.0, 1.9, -1.0, 0.0], [-1.0, -5.0, -1.1, -5.2], [1.9, 2.0, 1.95, -9.0]])
+    weights, ids = mix(logits, 0.2, torch.tensor([0, 1, -1]))
+    third = 1 / (1 + math.exp(-0.05) + math.exp(-0.1)), 1 / (1 + math.exp(-0.05))
+    torch.testing.assert_close(weights, torch.tensor([[two, 1.0], [two, 1.0], third]))
+    assert ids.tolist() == [[0, 1], [0, 2], [-1, -1]] and ids.dtype == torch.int32

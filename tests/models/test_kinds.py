@@ -252,9 +252,9 @@ def cold(make_core) -> dict[tuple[str, int], list[int]]:
     core = make_core()
     assert core.facts["windows"] == [0, 9, 9]
     assert core.executor.worker.model.layout.layers == (4, 4, 4)  # there is room for 12 layers
-    found = run(core)
-    assert run(core, "again") == found and core.metrics()["prefix_cache_hits_total"] > 50
-    return found
+    tokens = run(core)
+    assert run(core, "again") == tokens and core.metrics()["prefix_cache_hits_total"] > 50
+    return tokens
 
 
 @pytest.mark.parametrize(
@@ -312,5 +312,5 @@ def test_the_plan_tells_what_windows_save(capsys, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(shape))
     config = EngineConfig(str(tmp_path), max_num_batched_tokens=512, max_num_seqs=4)
     print_plan(config, ModelConfig.from_folder(config.model), 8.0)
-    told = capsys.readouterr().out
-    assert "layers by what they see: 1 all tokens, 3 the latest 512 tokens" in told
+    text = capsys.readouterr().out
+    assert "layers by what they see: 1 all tokens, 3 the latest 512 tokens" in text

@@ -23,7 +23,7 @@ from device import warmup
 from device.launched import Launched
 from device.memory import fit_pool, largest_step
 from device.startup import print_plan, start_worker
-from engine import LLM, PoolingParams, SamplingParams
+from engine import PoolingParams, SamplingParams
 from integrity import check_integrity
 from model_config import ModelConfig
 from models.pooling import settle_task, task_facts
@@ -35,9 +35,8 @@ from random_checkpoints import POOLED as CASES
 from random_checkpoints import Checkpoints, pooled
 from scheduler import Scheduler
 from sequence import SequenceGroup
+from test_embedders import RAW, make, save_modules
 from test_worker import SHAPE
-
-RAW = PoolingParams(use_activation=False)
 
 
 class WithTokenizers(Checkpoints):
@@ -72,25 +71,6 @@ def checkpoints(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> WithT
     return WithTokenizers(shared, tmp_path_factory.mktemp("pooled"))
 
 
-def make(folder: Path, **fields) -> LLM:
-    options = {"dtype": "float32", "device": "cpu", "block_size": 16, "max_num_seqs": 4, "max_num_batched_tokens": 64}
-    options["threads"] = 1
-    return LLM(str(folder), **options | fields)
-
-
-def sentence_transformer(folder: Path, pooling: dict | None, *modules: str) -> None:
-    """Turn a folder into one of sentence-transformers."""
-    (folder / "1_Pooling").mkdir(exist_ok=True)
-    kinds = ("Transformer", "Pooling", *modules)
-    listed = [
-        {"type": f"sentence_transformers.models.{kind}", "path": f"{i}_{kind}" if i else ""}
-        for i, kind in enumerate(kinds)
-    ]
-    (folder / "modules.json").write_text(json.dumps(listed))
-    if pooling is not None:
-        (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
-
-
 def wanted(hidden: torch.Tensor, kind: str, normalized: bool, dimensions: int | None = None) -> torch.Tensor:
     many = hidden.double()
     x = {
@@ -110,8 +90,8 @@ def test_embeddings_equal_transformers(checkpoints, name, backend, kind):
     llm, prompts = make(checkpoints / name, task="embed", pooling_type=kind, backend=backend), CASES[name]["prompts"]
     oracle = load_file(checkpoints / name / "oracle.safetensors")
     for params in (PoolingParams(), RAW, PoolingParams(24), PoolingParams(24, False), PoolingParams(64, True)):
-        found = llm.embed(prompts, params, use_tqdm=False)
-        for i, one in enumerate(found):
+        outputs = llm.embed(prompts, params, use_tqdm=False)
+        for i, one in enumerate(outputs):
             want = wanted(oracle[f"hidden{i}"], kind, params.use_activation is not False, params.dimensions)
             assert one.finished and one.prompt_token_ids == prompts[i] and one.outputs.hidden_size == len(want)
             assert (torch.tensor(one.outputs.embedding) - want).abs().max() <= 1e-4
@@ -153,8 +133,8 @@ def test_a_checkpoint_for_text_is_an_embedder_too(checkpoints, llm):
     model.forward = lambda *args: seen.append(forward(*args)) or seen[-1]
     llm.generate(prompt, SamplingParams(max_tokens=1), use_tqdm=False)
     model.forward = forward
-    (found,) = embedder.embed(prompt, RAW, use_tqdm=False)
-    assert (torch.tensor(found.outputs.embedding) - seen[0][-4:].mean(0)).abs().max() <= 1e-4
+    (output,) = embedder.embed(prompt, RAW, use_tqdm=False)
+    assert (torch.tensor(output.outputs.embedding) - seen[0][-4:].mean(0)).abs().max() <= 1e-4
 
 
 @pytest.mark.parametrize(
@@ -176,7 +156,7 @@ def test_a_checkpoint_for_text_is_an_embedder_too(checkpoints, llm):
 )
 def test_a_folder_of_sentence_transformers_says_what_it_is(tmp_path, pooling, modules, kind, normalize):
     shutil.copy(Path(DEMO) / "config.json", tmp_path)
-    sentence_transformer(tmp_path, pooling, *modules)
+    save_modules(tmp_path, pooling, *modules)
     model_config = ModelConfig.from_folder(str(tmp_path))
     config, settled = settle_task(EngineConfig(str(tmp_path)), model_config)
     facts = task_facts(config, settled)
@@ -202,11 +182,7 @@ def test_a_folder_of_sentence_transformers_says_what_it_is(tmp_path, pooling, mo
 @pytest.mark.parametrize(
     ("pooling", "modules", "message"),
     [
-        (
-            {"pooling_mode": "min"},
-            [],
-            "asks for the pooling min; Manta has last, mean, cls, max, weightedmean, mean_s",
-        ),
+        ({"pooling_mode": "min"}, [], "asks for the pooling min; Manta has last, mean, cls, max, weightedmean, mean_s"),
         ({"pooling_mode": ["max", "clsmean"]}, [], "asks for the pooling max, clsmean; Manta has last"),
         (
             {},
@@ -220,7 +196,7 @@ def test_a_folder_of_sentence_transformers_says_what_it_is(tmp_path, pooling, mo
 )
 def test_what_a_folder_may_not_ask_for(tmp_path, pooling, modules, message):
     shutil.copy(Path(DEMO) / "config.json", tmp_path)
-    sentence_transformer(tmp_path, pooling, *modules or [])
+    save_modules(tmp_path, pooling, *modules or [])
     if modules is None:
         (tmp_path / "modules.json").write_text('["x"]')
     with pytest.raises(ValueError, match=message):
@@ -298,12 +274,12 @@ class Pooler:
         return {one.request_id: one.pooled for one in news}
 
     def run(self, depth: int = 1) -> dict[str, bytes | None]:
-        found = {}
+        results = {}
         while self.scheduler.has_work():
             self.plan()
             if len(self.flying) == depth:
-                found |= self.land()
-        return found
+                results |= self.land()
+        return results
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -311,8 +287,8 @@ def test_a_step_is_filled_with_whole_prompts(depth):
     pooler, lengths = Pooler(), [5, 6, 4, 1, 2, 40, 3, 16, 1]
     for i, length in enumerate(lengths):
         pooler.add("x" * (i + 1), length)
-    found = pooler.run(depth)
-    assert found == {"x" * (i + 1): bytes([i + 1] * length) for i, length in enumerate(lengths)}
+    results = pooler.run(depth)
+    assert results == {"x" * (i + 1): bytes([i + 1] * length) for i, length in enumerate(lengths)}
     # A step has 16 tokens and 4 prompts at most; one that is longer has a step of its own.
     filled = [step for step in pooler.steps if step]
     assert filled == [[1, 5, 6, 4], [2], [40], [3], [16], [1]] or depth == 2
@@ -437,9 +413,9 @@ def test_a_long_prompt_is_cut_where_asked_to(checkpoints):
     prompts = [ids, text, {"prompt": text}, {"prompt_token_ids": ids}, "a king"]
     whole = llm.tokenizer.encode(text)
     for keep, most in ((-1, 40), (7, 7)):
-        found = llm.embed(prompts, use_tqdm=False, tokenization_kwargs={"truncate_prompt_tokens": keep})
+        outputs = llm.embed(prompts, use_tqdm=False, tokenization_kwargs={"truncate_prompt_tokens": keep})
         expected = [ids[:most], whole[:most], whole[:most], ids[:most], llm.tokenizer.encode("a king")]
-        assert [one.prompt_token_ids for one in found] == expected
+        assert [one.prompt_token_ids for one in outputs] == expected
     with pytest.raises(ValueError, match="the prompt has 90 tokens; at most 40 fit"):
         llm.embed(prompts, use_tqdm=False)
     for bad in (0, -2, 41, True, "5", 1.0):
@@ -457,11 +433,11 @@ def test_a_long_prompt_is_cut_where_asked_to(checkpoints):
 def test_scores_are_cosines_of_an_embedder_and_what_a_classifier_says_of_a_pair(checkpoints):
     embedder, texts = make(checkpoints / "qwen3", task="embed"), ["To be", "or not to be", "that is"]
     vectors = [np.array(one.outputs.embedding) for one in embedder.embed(texts, RAW, use_tqdm=False)]
-    found = embedder.score("To be", texts, use_tqdm=False)
-    for one, vector in zip(found, vectors, strict=True):
+    scores = embedder.score("To be", texts, use_tqdm=False)
+    for one, vector in zip(scores, vectors, strict=True):
         cosine = vectors[0] @ vector / np.linalg.norm(vectors[0]) / np.linalg.norm(vector)
         assert one.outputs.score == pytest.approx(cosine, abs=1e-5)
-    assert found[0].outputs.score == pytest.approx(1, abs=1e-5)
+    assert scores[0].outputs.score == pytest.approx(1, abs=1e-5)
     ranker = make(checkpoints / "first-1")
     (pair,) = ranker.score(texts[0], texts[1], use_tqdm=False)
     ids = ranker.tokenizer.encode(texts[0]) + ranker.tokenizer.encode(texts[1])  # the demo puts nothing between them
@@ -488,11 +464,11 @@ def test_scores_are_cosines_of_an_embedder_and_what_a_classifier_says_of_a_pair(
 def test_vectors_do_not_depend_on_how_they_are_computed(checkpoints, fields):
     oracle, prompts = load_file(checkpoints / "qwen3" / "oracle.safetensors"), CASES["qwen3"]["prompts"]
     llm = make(checkpoints / "qwen3", task="embed", pooling_type="mean", **fields)
-    found = [one.outputs.embedding for one in llm.embed(prompts, use_tqdm=False)]
-    for i, vector in enumerate(found):
+    vectors = [one.outputs.embedding for one in llm.embed(prompts, use_tqdm=False)]
+    for i, vector in enumerate(vectors):
         assert (torch.tensor(vector) - wanted(oracle[f"hidden{i}"], "mean", True)).abs().max() <= 1e-4
     if "batch_invariant" in fields:
-        assert [llm.embed(prompt, use_tqdm=False)[0].outputs.embedding for prompt in prompts] == found
+        assert [llm.embed(prompt, use_tqdm=False)[0].outputs.embedding for prompt in prompts] == vectors
 
 
 def test_an_engine_across_a_socket_gives_the_same(checkpoints):
@@ -534,7 +510,7 @@ def test_warm_up_covers_random_traffic(tmp_path, kernel_device, fields):
     (tmp_path / "config.json").write_text(json.dumps(raw))
     options = {"model": str(tmp_path), "load_format": "dummy", "dtype": "float32", "block_size": 16, "max_num_seqs": 4}
     options |= {"max_num_batched_tokens": 24, "max_model_len": 33, "distributed_executor_backend": "uni"} | fields
-    prompts, found = [[i + 1] * n for i, n in enumerate((1, 7, 16, 24, 33, 2, 1))], []
+    prompts, vectors = [[i + 1] * n for i, n in enumerate((1, 7, 16, 24, 33, 2, 1))], []
     for backend in (("cpu", "cpu"), ("triton", kernel_device)):
         core = EngineCore(EngineConfig(**options | dict(zip(("backend", "device"), backend, strict=True))))
         for i, ids in enumerate(prompts):
@@ -543,8 +519,8 @@ def test_warm_up_covers_random_traffic(tmp_path, kernel_device, fields):
         while core.has_work():
             outputs |= {output.request_id: output for output in core.step()}
         assert not [output.error for output in outputs.values() if output.error]
-        found.append([np.frombuffer(outputs[str(i)].pooled, dtype=np.float32) for i in range(len(prompts))])
-    np.testing.assert_allclose(found[1], found[0], atol=1e-4)
+        vectors.append([np.frombuffer(outputs[str(i)].pooled, dtype=np.float32) for i in range(len(prompts))])
+    np.testing.assert_allclose(vectors[1], vectors[0], atol=1e-4)
     made = start_worker(core.config, core.model_config).start
     launched, made.guard.seen, made.guard.armed = made.guard.seen, set(), False
     warmup.rehearse(made)
@@ -565,10 +541,10 @@ def test_a_plan_has_no_room_for_what_is_not_done(checkpoints, capsys, monkeypatc
     assert facts["num_blocks"] == 8 * 16 == fit_pool(config, (0,), 10**6, 256)[0]
     assert fit_pool(dataclasses.replace(config, max_num_batched_tokens=256), (0,), 10**6, 4096)[0] == 2 * 256 + 8
     print_plan(plain, ModelConfig.from_folder(plain.model))
-    told = capsys.readouterr().out
-    assert "logits" not in told and "sampling" not in told and f"{facts['num_blocks']:,} blocks of 16" in told
+    text = capsys.readouterr().out
+    assert "logits" not in text and "sampling" not in text and f"{facts['num_blocks']:,} blocks of 16" in text
     print_plan(plain, model_config)
-    assert capsys.readouterr().out == told
+    assert capsys.readouterr().out == text
 
 
 @pytest.mark.parametrize(("kind", "count"), [("Reward", 1), ("ProcessReward", 2)])
@@ -583,11 +559,11 @@ def test_the_head_of_a_reward_model_has_two_matrices(checkpoints, tmp_path, kind
     one, two = torch.nn.Linear(64, 64), torch.nn.Linear(64, count)
     head = torch.nn.Sequential(one, torch.nn.ReLU(), two).requires_grad_(False)
     save_file(tensors | {f"score.{name}": x for name, x in head.state_dict().items()}, folder / "model.safetensors")
-    found = make(folder, task="embed").embed(prompts, RAW, use_tqdm=False)
-    want = head(torch.tensor([each.outputs.embedding for each in found]))
+    outputs = make(folder, task="embed").embed(prompts, RAW, use_tqdm=False)
+    want = head(torch.tensor([output.outputs.embedding for output in outputs]))
     llm = make(folder)
     assert llm.core.facts["task"] == ("classify" if count > 1 else "score")
-    probs = torch.tensor([each.outputs.probs for each in llm.classify(prompts, use_tqdm=False)])
+    probs = torch.tensor([output.outputs.probs for output in llm.classify(prompts, use_tqdm=False)])
     assert (probs - (want.softmax(-1) if count > 1 else want)).abs().max() <= 1e-5
     save_file(tensors | {"score.0.weight": one.weight}, folder / "model.safetensors")
     with pytest.raises(ValueError, match=r"has no tensor score\.0\.bias and 2 more"):

@@ -103,8 +103,8 @@ def check_conv_silu(
     rows = new_rows(decodes, longer or [(2, 1)])
     x, weight = (torch.randn(n, m).to(dtype) for n, m in ((int(rows.starts[-1]), channels), (channels, taps)))
     pool, state = new_state(rows, channels, taps - 1)
-    given = pool.to(place, copy=True)
-    view = given[:, 3:-4].view(state.shape)
+    copy = pool.to(place, copy=True)
+    view = copy[:, 3:-4].view(state.shape)
     got = ops.conv_silu(apart(x, place), weight.to(place), view, rows.to(place)).cpu()
     states = {}
     for slot, tokens, fresh in rows.live():
@@ -113,7 +113,7 @@ def check_conv_silu(
         oracles.check_error(got[tokens], want, naive)
         states[slot] = [kept, kept]
     check_states(view.cpu(), states)
-    assert given[:, :3].isnan().all() and given[:, -4:].isnan().all()
+    assert copy[:, :3].isnan().all() and copy[:, -4:].isnan().all()
 
 
 test_conv_silu = tried(
@@ -177,8 +177,8 @@ def check_delta_rule(
     rows = new_rows(decodes, longer or [(2, 1)])
     layer = new_layer(int(rows.starts[-1]), sizes, dtype, decay)
     pool, state = new_state(rows, *sizes[1:])
-    given = pool.to(place, copy=True)
-    view, inputs = given[:, 3:-4].view(state.shape), (apart(x, place) for x in layer[:3])
+    copy = pool.to(place, copy=True)
+    view, inputs = copy[:, 3:-4].view(state.shape), (apart(x, place) for x in layer[:3])
     scalars = layer.decay.to(place), layer.dt_bias.to(place)
     got = ops.delta_rule(*inputs, *scalars, view, rows.to(place), sizes[0], batch_invariant).cpu()
     assert got.shape == (len(layer.qkv), sizes[1], sizes[3]) and got.dtype == dtype
@@ -192,7 +192,7 @@ def check_delta_rule(
         oracles.check_error(got[tokens], want[0], naive[0].to(dtype))
         states[slot] = [want[1], naive[1]]
     check_states(view.cpu(), states)
-    assert given[:, :3].isnan().all() and given[:, -4:].isnan().all()
+    assert copy[:, :3].isnan().all() and copy[:, -4:].isnan().all()
 
 
 test_delta_rule = tried(

@@ -47,10 +47,10 @@ def test_look_up(
     before = torch.full((len(texts) + 1, WIDTH), ord("a"), dtype=torch.int32)
     for slot, text in enumerate(texts):
         before[slot, : len(text)] = ints(*map(ord, text))
-    ids, known, counts = (x.to(place) for x in (before, ints(*map(len, texts), 9), ints(*[7] * len(texts), 7)))
+    ids, lengths, counts = (x.to(place) for x in (before, ints(*map(len, texts), 9), ints(*[7] * len(texts), 7)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(kernels.look_up.__globals__, "KNOWN", block)
-        got = ops.look_up(ids, known, counts, ints(*slots).to(place), shortest, longest, most).cpu()
+        got = ops.look_up(ids, lengths, counts, ints(*slots).to(place), shortest, longest, most).cpu()
     assert got.dtype == torch.int32 and got.shape == (len(slots), most)
     assert (got[-1] == -1).all() and int(counts[-1]) == 7
     for row, slot in zip(got.tolist(), slots[:-1], strict=False):
@@ -58,7 +58,7 @@ def test_look_up(
         want = [*map(ord, continuation(text, shortest, longest, min(most, WIDTH - len(text))))]
         assert row == want + [-1] * (most - len(want)) and int(counts[slot]) == len(want)
         before[slot, len(text) : len(text) + len(want)] = ints(*want)
-    assert torch.equal(ids.cpu(), before) and known.tolist() == [*map(len, texts), 9]
+    assert torch.equal(ids.cpu(), before) and lengths.tolist() == [*map(len, texts), 9]
 
 
 @tried(
@@ -74,15 +74,15 @@ def test_look_up(
 def test_put_drafts(ops: ModuleType, place: str, rows: list[tuple[int, list[int]]], most: int) -> None:
     """Drafts end at the first -1, or with the row of tokens; beside them nothing changes."""
     slots = [*torch.randperm(len(rows)).tolist(), -1]
-    before, given = torch.full((len(rows) + 1, WIDTH), 77, dtype=torch.int32), torch.full((len(slots), most), -1)
-    known, wanted, after = [9] * len(slots), [7] * len(slots), before.clone()
+    before, drafted = torch.full((len(rows) + 1, WIDTH), 77, dtype=torch.int32), torch.full((len(slots), most), -1)
+    lengths, wanted, after = [9] * len(slots), [7] * len(slots), before.clone()
     for row, (slot, (count, drafts)) in enumerate(zip(slots, rows, strict=False)):
-        given[row, : len(drafts)] = ints(*drafts[:most])
+        drafted[row, : len(drafts)] = ints(*drafts[:most])
         taken = drafts[: drafts.index(-1)] if -1 in drafts else drafts
         taken = taken[: min(most, WIDTH - count)]
-        known[slot], wanted[slot] = count, len(taken)
+        lengths[slot], wanted[slot] = count, len(taken)
         after[slot, count : count + len(taken)] = ints(*taken)
-    given[-1] = 5  # padding
+    drafted[-1] = 5  # padding
     ids, counts = before.to(place), ints(*[7] * len(slots)).to(place)
-    ops.put_drafts(ids, ints(*known).to(place), counts, ints(*slots).to(place), given.int().to(place))
+    ops.put_drafts(ids, ints(*lengths).to(place), counts, ints(*slots).to(place), drafted.int().to(place))
     assert torch.equal(ids.cpu(), after) and counts.tolist() == wanted

@@ -141,11 +141,11 @@ def check_experts(
     x, gate_up, gate_up_bias, down, down_bias, weights, ids = there(device, args)
     plan = ops.plan_experts(weights, ids, len(gate_up), first, weigh_inputs, batch_invariant)
     gate_up, down = coded or (gate_up, down)
-    met, got = here.flatten(), ops.expert_gate_up(x, gate_up, gate_up_bias, plan, activation).cpu()
+    owned, got = here.flatten(), ops.expert_gate_up(x, gate_up, gate_up_bias, plan, activation).cpu()
     assert got.shape == h.shape
-    if met.any():
-        oracles.check_error(got[met], h[met], naive_h[met])
-    given_h = h.to(x.dtype).masked_fill(~met[:, None], torch.nan)  # rows of another rank's experts may be anything
+    if owned.any():
+        oracles.check_error(got[owned], h[owned], naive_h[owned])
+    given_h = h.to(x.dtype).masked_fill(~owned[:, None], torch.nan)  # rows of another rank's experts may be anything
     oracles.check_error(ops.expert_down(given_h.to(device), down, down_bias, plan).cpu(), y, naive_y)
 
 
@@ -233,9 +233,9 @@ def test_padding_rows_meet_no_expert(device: str, first: int) -> None:
     slots = torch.tensor([1, -1, 0, -1, -1], dtype=torch.int32)
     x, gate_up, down, on_device, logits = there(device, (x, gate_up[first:], down[first:], slots, torch.randn(5, 4)))
     plan = kernels.plan_experts(*kernels.route(logits, 2, "softmax", slots=on_device), 4 - first, first)
-    met = plan.order[: plan.starts[-1]].tolist()  # pairs of a token and a choice
+    order = plan.order[: plan.starts[-1]].tolist()  # pairs of a token and a choice
     y = kernels.expert_down(kernels.expert_gate_up(x, gate_up, None, plan, "silu"), down, None, plan).cpu()
-    assert {pair // 2 for pair in met} <= {0, 2} and (first or len(met) == 4)
+    assert {pair // 2 for pair in order} <= {0, 2} and (first or len(order) == 4)
     assert (y[slots < 0] == 0).all() and y.isfinite().all()
 
 

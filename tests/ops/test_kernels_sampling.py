@@ -76,20 +76,9 @@ def check_sample(
 ) -> None:
     """With `small` sizes a row of 1,000 has several chunks, and more candidates than fit into the buffer."""
     vocab = min(vocab, 1000) if small else vocab
-    logits = torch.randn(3, vocab) * 4
-    if kind == "ties":
-        logits = logits.round()
-    elif kind == "flat":
-        logits = torch.full_like(logits, -3.0)
-    elif kind == "zeros of both signs":
-        logits = torch.copysign(torch.zeros(()), logits)
-    elif kind == "neighbours":
+    logits = oracles.logits(3, vocab, kind)
+    if kind == "neighbours":
         logits = 1 + torch.randint(0, 50, (3, vocab)) * 2**-23
-    elif kind == "mostly -inf":
-        logits[:, torch.rand(vocab) < 0.9] = -torch.inf
-        logits[:, vocab // 2] = 1.0
-    elif kind == "huge":
-        logits *= 1e4
     elif kind == "samples mislead":  # the kernel samples every 4th place, or fewer
         logits = logits / 8 - torch.where(torch.arange(vocab) % 4 == 0, 2.0, 0.0)
     logits = (logits.sort().values if ascending else logits).to(dtype)
@@ -97,12 +86,12 @@ def check_sample(
     full = (torch.full((4,), value) for value in (heat, top_k, top_p, min_p))
     heats, top_ks, top_ps, min_ps = next(full), next(full).to(torch.int32), next(full), next(full)
     heats[2] = 0.0
-    seeds, known = torch.randint(-(2**62), 2**62, (4,)), torch.randint(0, 9999, (4,)).to(torch.int32)
+    seeds, lengths = torch.randint(-(2**62), 2**62, (4,)), torch.randint(0, 9999, (4,)).to(torch.int32)
     slots = ints(3, -1, 2)
     if ascending:  # with u close to 0 the first survivor is drawn, which is the logit at the threshold
-        seeds[3] = reference.uniform(torch.arange(4096), known[3].expand(4096)).argmin()
+        seeds[3] = reference.uniform(torch.arange(4096), lengths[3].expand(4096)).argmin()
     params = oracles.columns(heats, top_ks, top_ps, min_ps)
-    args, x = (logits, slots, params, seeds, known), logits.float()
+    args, x = (logits, slots, params, seeds, lengths), logits.float()
     adjust = None
     if kinds is not None:
         fields = oracles.adjustments([0, 7, kinds, kinds], vocab)
@@ -114,7 +103,7 @@ def check_sample(
         got = oracles.run(ops, "sample", place, *args, adjust)
     assert got.dtype == torch.int64 and got[1] == 0 and torch.equal(logits, untouched)
     assert got[2] == int((x[2] == x[2].max()).nonzero()[0])
-    u, drawn = oracles.philox(int(seeds[3]), int(known[3])), int(got[0])
+    u, drawn = oracles.philox(int(seeds[3]), int(lengths[3])), int(got[0])
     if x[0].isfinite().any():
         check_drawn(x[0], heat, drawn, u, top_k, float(top_ps[0]), float(min_ps[0]))
     else:
@@ -209,8 +198,8 @@ def test_sample_after_drafts(
     assert torch.equal(plain, reference.sample(case.logits, *case.args, None, case.drafts))
     if ops is not kernels:  # no mask is left for rows after as many drafts as there are masks
         with pytest.raises(AssertionError):
-            more = torch.zeros(len(case.logits), width + 1).int()
-            ops.sample(case.logits, *case.args, ops.Adjust(*case.fields), more)
+            too_many = torch.zeros(len(case.logits), width + 1).int()
+            ops.sample(case.logits, *case.args, ops.Adjust(*case.fields), too_many)
 
 
 @pytest.mark.parametrize("heat", [0.0, pytest.param(1.0, marks=pytest.mark.long)])
@@ -276,7 +265,7 @@ def backends(device: str) -> list[tuple[str, Callable[..., torch.Tensor]]]:
     kernel = functools.partial(run, "sample", device)
     made = {"reference": (reference.sample, reference.Adjust), "triton": (kernel, kernels.Adjust)}
     made["cpu"] = cpu.sampling.sample, cpu.sampling.Adjust
-    return [(name, of(*each)) for name, each in made.items()]
+    return [(name, of(*arguments)) for name, arguments in made.items()]
 
 
 EXTREMES = {  # of each parameter, as a client may ask for them; some are refused
@@ -364,13 +353,13 @@ def test_mask_words(device: str, sizes: tuple[int, int], seed: int) -> None:
     after = [0, 2, 0, 1, 0, 0, 2, width, 0]  # drafts of each row; those of padding rows do not matter
     drafts = (torch.arange(width) < torch.tensor(after)[:, None]).int() - 1
     kinds = ints(12, rng.choice((8, 15)), rng.choice((0, 7)), 12, 12)
-    known = ints(*(rng.randint(1, 20) for _ in range(5)))
+    lengths = ints(*(rng.randint(1, 20) for _ in range(5)))
     bits = torch.randint(-(2**31), 2**31, (5, width + 1, 2)).int()
-    prompt = ints(*(rng.randint(max(0, n - rng.choice((0, 1, 20))), n) for n in known.tolist()))
+    prompt = ints(*(rng.randint(max(0, n - rng.choice((0, 1, 20))), n) for n in lengths.tolist()))
     ids, bad = torch.tensor(rng.choices(some, k=5 * 29)).int().view(5, 29), torch.full((5, count, length), -1).int()
     want, states = bits.clone(), []
     for slot in range(5):
-        outputs = [ids[slot, prompt[slot] : known[slot] + a].tolist() for a in range(width + 1)]
+        outputs = [ids[slot, prompt[slot] : lengths[slot] + a].tolist() for a in range(width + 1)]
         words = [rng.choices(some, k=rng.randint(2, length)) for _ in range(rng.randint(1, count))]
         for i, word in enumerate(words):
             if rng.random() < 0.3:
@@ -387,7 +376,7 @@ def test_mask_words(device: str, sizes: tuple[int, int], seed: int) -> None:
     for ops in (kernels, reference):
         states.append(bits.clone())
         adjust = ops.Adjust(kinds, rest, rest, rest, rest, states[-1])
-        args = slots, ids, known, prompt, bad, adjust, drafts
+        args = slots, ids, lengths, prompt, bad, adjust, drafts
         run("mask_words", device, *args) if ops is kernels else ops.mask_words(*args)
     assert torch.equal(states[1], want) and torch.equal(states[0], want)
 
@@ -409,14 +398,14 @@ def test_logprobs_sums_each_logit_once(device: str, vocab: int) -> None:
     """All logits are equal but the first or the last, so a sum that misses one or has one too many is seen."""
     step = 3 * 2.0**-15  # three of float32's steps at 300, where x and lse are rounded before they are subtracted
     for level in (-300.0, 0.0, 300.0):
-        for place, more in ((0, 0.0), (0, 9.0), (vocab - 1, 9.0), (vocab - 1, 200.0)):
+        for place, extra in ((0, 0.0), (0, 9.0), (vocab - 1, 9.0), (vocab - 1, 200.0)):
             logits = torch.full((2, vocab), level)
-            logits[:, place] += more
+            logits[:, place] += extra
             values, ranks, top_ids, top_values = run("logprobs", device, logits, torch.tensor([place, vocab // 2]), 2)
             want = oracles.logprobs(logits)
             torch.testing.assert_close(values.double(), want[[0, 1], [place, vocab // 2]], atol=step, rtol=0)
             torch.testing.assert_close(top_values.double(), want.gather(1, top_ids), atol=step, rtol=0)
-            assert top_ids.tolist() == [[place, int(place == 0)]] * 2 and ranks.tolist() == [1, 1 + (more > 0)]
+            assert top_ids.tolist() == [[place, int(place == 0)]] * 2 and ranks.tolist() == [1, 1 + (extra > 0)]
 
 
 def test_logprobs_of_infinite_logits(device: str) -> None:

@@ -66,9 +66,9 @@ def test_latent_store(
     places = torch.randperm(32)[:tokens] - 1  # in 2 blocks of 16; now and then one is -1
     stored = places >= 0
     pool = torch.full((2, 2, 1, 1, 16, rank + rope), 7.0, dtype=dtype).to(place)
-    rotation, given = oracles.rotation(cos_sin[positions], interleaved).to(place), x.to(place)
-    ops.latent_store(given, weight.to(place), 1e-6, rotation, places.to(place), pool[:, 1], interleaved)
-    assert torch.equal(given.cpu(), x) and (pool[:, 0] == 7).all()
+    rotation, latents = oracles.rotation(cos_sin[positions], interleaved).to(place), x.to(place)
+    ops.latent_store(latents, weight.to(place), 1e-6, rotation, places.to(place), pool[:, 1], interleaved)
+    assert torch.equal(latents.cpu(), x) and (pool[:, 0] == 7).all()
 
     def formula(naive: bool) -> torch.Tensor:
         kv = torch.full((2, 1, 1, 16, rank + rope), 7.0, dtype=dtype if naive else torch.float64)
@@ -79,7 +79,7 @@ def test_latent_store(
 
     oracles.check_error(pool[:, 1].cpu(), formula(False), formula(True))
     packed = torch.full_like(pool, 7.0, dtype=oracles.FP8)
-    ops.latent_store(given, weight.to(place), 1e-6, rotation, places.to(place), packed[:, 1], interleaved)
+    ops.latent_store(latents, weight.to(place), 1e-6, rotation, places.to(place), packed[:, 1], interleaved)
     assert torch.equal(packed.cpu().float(), oracles.fp8(pool.cpu().float()))
 
 
@@ -95,15 +95,15 @@ def test_rope_last(
     x, angles = torch.randn(tokens, heads, rest + rope).to(dtype), torch.rand(50, rope // 2) * 7
     cos_sin, positions = torch.cat((angles.cos(), angles.sin()), dim=1), torch.randint(0, 50, (tokens,))
     out = torch.full((tokens, heads, 5 + rope), 7.0, dtype=dtype)
-    rotation, given = oracles.rotation(cos_sin[positions], interleaved).to(place), x.clone().to(place)
-    got = ops.rope_last(given, rotation, interleaved, None if in_place else out.to(place)).cpu()
+    rotation, moved = oracles.rotation(cos_sin[positions], interleaved).to(place), x.clone().to(place)
+    got = ops.rope_last(moved, rotation, interleaved, None if in_place else out.to(place)).cpu()
     want, naive = (
         oracles.rope(x[..., rest:], cos_sin, positions, naive, interleaved).to(dtype if naive else torch.float64)
         for naive in (False, True)
     )
     oracles.check_error(got[..., -rope:], want, naive)
     assert torch.equal(got[..., :-rope], (x if in_place else out)[..., :-rope])
-    assert torch.equal(given.cpu(), got if in_place else x)
+    assert torch.equal(moved.cpu(), got if in_place else x)
 
 
 @tried(
@@ -194,8 +194,8 @@ def check_latent_prefill(
     starts = ints(0, *np.cumsum([*counts, 2]).tolist())
     slots, lens = ints(*range(len(rows)), -1), ints(*lengths, 0)
     q = torch.randn(int(starts[-1]), heads, rank + rope).to(dtype)
-    found, kv, *where = (x.to(place) for x in (q, pages.kv, pages.tables, slots, lens, starts))
-    got = ops.latent_prefill(found, kv, (*where, max(*counts, 2)), scale, rank).cpu()
+    queries, kv, *where = (x.to(place) for x in (q, pages.kv, pages.tables, slots, lens, starts))
+    got = ops.latent_prefill(queries, kv, (*where, max(*counts, 2)), scale, rank).cpu()
     assert torch.equal(got[-2:], torch.zeros(2, heads, rank, dtype=dtype))
     for b, n in enumerate(counts):
         if n:

@@ -100,8 +100,8 @@ def test_lora(
     assert torch.equal(bits(got[~owned]), bits(y[~owned]))
     if not owned.any():
         return
-    own, mine = a[step.of_token], b[step.of_token]
-    shrunk = [torch.einsum("tk,thk->th", x.to(kind), own.to(kind))[owned] for kind in (torch.float64, dtype)]
+    a_of_token, mine = a[step.of_token], b[step.of_token]
+    shrunk = [torch.einsum("tk,thk->th", x.to(kind), a_of_token.to(kind))[owned] for kind in (torch.float64, dtype)]
     oracles.check_error(h[owned], *shrunk)
     expanded = [formula(y, h, mine, bounds, kind)[owned] for kind in (torch.float64, dtype)]
     oracles.check_error(got[owned], *expanded)

@@ -23,7 +23,7 @@ pytest.importorskip("triton")
 import kernels
 import reference
 from cpu import quantized as cpu_quantized
-from ops import matmul, quantized, quantized_inputs
+from ops import matmul, quantized
 from reference import BITS, Quantized
 from test_experts import check_experts, layer
 
@@ -189,9 +189,9 @@ def test_products_of_rounded_inputs(
     x[1:2] = 0  # a row without a scale of its own
     x[0, -1] = 2 * x.abs().max()  # the last input, which a program may read in a second go
     codes, scales = reference.round_inputs(x, weight)
-    found = kernels.round_inputs(x.to(device), there(device, weight))
-    assert torch.equal(found[0].cpu().view(torch.uint8), codes.view(torch.uint8))
-    assert torch.equal(found[1].cpu(), scales)
+    kernel_codes, kernel_scales = kernels.round_inputs(x.to(device), there(device, weight))
+    assert torch.equal(kernel_codes.cpu().view(torch.uint8), codes.view(torch.uint8))
+    assert torch.equal(kernel_scales.cpu(), scales)
     spread = scales.double().repeat_interleave(min(group, inputs), 1)[:, :inputs]
     rounded = codes.double() * spread
     with pytest.MonkeyPatch.context() as patch:
@@ -215,7 +215,7 @@ def test_a_program_rounds_the_inputs_of_its_own_group(device: str) -> None:
     x, codes, scales = torch.randn(3, 1088), torch.full((3, 1088), 99, dtype=torch.int8), torch.full((3, 3), -1.0)
     x[:, 384] = 9  # the first of the next group
     x, codes, scales = x.to(device), codes.to(device), scales.to(device)
-    quantized_inputs.round_inputs_kernel[(3, 1)](x, None, codes, scales, 1088, 384, False, 512)
+    quantized.round_inputs_kernel[(3, 1)](x, None, codes, scales, 1088, 384, False, 512)
     assert (codes[:, 384:] == 99).all() and (scales[:, 1:] == -1).all()
     torch.testing.assert_close(scales[:, 0], x[:, :384].abs().amax(1) / 127)
 
@@ -466,9 +466,9 @@ def test_experts_whose_inputs_are_rounded(
     static = torch.tensor(0.02 if kind == "int8" else 0.005) if more else None
     gate_up, up_numbers = random_stack(held, kind, 2 * size, hidden, group, F32)
     down, down_numbers = random_stack(held, kind, hidden, size, group, F32)
-    gate_up, down = (each._replace(input_kind=kind, input_scale=static) for each in (gate_up, down))
+    gate_up, down = (stack._replace(input_kind=kind, input_scale=static) for stack in (gate_up, down))
     here = (ids >= first) & (ids < first + held)
-    local, met = torch.where(here, ids - first, -1), here.flatten()
+    local, owned = torch.where(here, ids - first, -1), here.flatten()
 
     def rounded(rows: torch.Tensor, weight: Quantized) -> torch.Tensor:
         codes, scales = reference.round_inputs(rows, weight)
@@ -482,15 +482,15 @@ def test_experts_whose_inputs_are_rounded(
     pairs += 0 if down_bias is None else down_bias.double()[local.flatten()]
     pairs *= here.flatten()[:, None] if more else (weights * here).double().view(-1, 1)
     summed, size_of = pairs.view(tokens, k, -1).sum(1), pairs.view(tokens, k, -1).abs().sum(1).max()
-    h[~met] = math.nan  # rows of another rank's experts may be anything
+    h[~owned] = math.nan  # rows of another rank's experts may be anything
     for ops, place in ((reference, "cpu"), (kernels, device)):
         put = lambda part, place=place: None if part is None else part.to(place)  # noqa: E731
-        up, back = (ops.Quantized(*there(place, each)) for each in (gate_up, down))
+        up, back = (ops.Quantized(*there(place, stack)) for stack in (gate_up, down))
         plan = ops.plan_experts(put(weights), put(ids), held, first, more)
         got = ops.expert_gate_up(put(x), up, put(up_bias), plan, activation).cpu()
         assert got.dtype == dtype
-        if met.any():
-            oracles.check_error(got[met], want[met], naive[met].to(dtype).double(), sums=2)  # a gate times an up
+        if owned.any():
+            oracles.check_error(got[owned], want[owned], naive[owned].to(dtype).double(), sums=2)  # a gate times an up
         got = ops.expert_down(put(h), back, put(down_bias), plan).cpu()
         assert got.dtype == dtype
         assert ((got.double() - summed).abs() <= torch.finfo(dtype).eps * summed.abs() + 4e-7 * size_of).all()

@@ -12,7 +12,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
@@ -23,7 +22,7 @@ import pytest
 from engine import SamplingParams
 from plan import EngineCoreRequest, EngineOutput, Health, Outputs, Reply
 from processes import client as clients
-from processes.child import READY, SEND_TIMEOUT, Board, FrameServer
+from processes.child import READY, Board, FrameServer
 from processes.client import BackgroundResources, EngineCoreClient, EngineDeadError, InprocClient, MPClient, Stream
 from processes.connection import connect, read_frames, to_frame
 from processes.engine_process import EngineServer
@@ -250,11 +249,11 @@ def test_a_client_that_does_not_read_holds_up_nobody(engines):
     (address, *_), (server, *_) = engines
     stuck, other = connect(address), MPClient(address)
     eventually(lambda: len(server.clients) == 2)
-    story, begun = Reply(0, "x" * 100_000), time.monotonic()
+    story = Reply(0, "x" * 100_000)
     frame = to_frame(server.codec, story)
     for _ in range(50):  # far more than a socket holds
         server.publish(story)
-    assert time.monotonic() - begun < SEND_TIMEOUT / 2
+    assert server.late  # it has gone on although one takes nothing
     eventually(lambda: other.connection.heard > 50)
     got = bytearray()  # and all that it was sent comes to it in the end
     while got.count(frame) < 50:
@@ -319,9 +318,7 @@ def test_a_client_notices_an_engine_that_says_nothing_and_takes_it_back(monkeypa
         client = MPClient(address)
         eventually(lambda: client.trouble is None)
         with server.lock:  # as if the process was stopped
-            begun = time.monotonic()
             eventually(lambda: client.trouble is not None, 30)
-            assert time.monotonic() - begun >= 0.5
             assert "no sign of life" in client.trouble
             with pytest.raises(EngineDeadError, match="no sign of life"):
                 client.utility("metrics")

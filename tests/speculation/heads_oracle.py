@@ -59,11 +59,11 @@ def layer(t: Tensors, root: str, residual: torch.Tensor, entering: torch.Tensor 
 
 def states(t: Tensors, ids: torch.Tensor) -> list[torch.Tensor]:
     """The residual before each layer of a model, and after its last norm."""
-    found = [t["model.embed_tokens.weight"][ids]]
-    while f"model.layers.{len(found) - 1}.mlp.up_proj.weight" in t:
-        found.append(layer(t, f"model.layers.{len(found) - 1}", found[-1]))
-    found[-1] = rms(found[-1], t["model.norm.weight"])
-    return found
+    residuals = [t["model.embed_tokens.weight"][ids]]
+    while f"model.layers.{len(residuals) - 1}.mlp.up_proj.weight" in t:
+        residuals.append(layer(t, f"model.layers.{len(residuals) - 1}", residuals[-1]))
+    residuals[-1] = rms(residuals[-1], t["model.norm.weight"])
+    return residuals
 
 
 def logits(t: Tensors, ids: list[int]) -> torch.Tensor:
@@ -99,25 +99,25 @@ def eagle3(t: Tensors, e: torch.Tensor, h: torch.Tensor) -> tuple[torch.Tensor, 
     normed = rms(h, t[f"{root}.hidden_norm.weight"])
     both = torch.cat((rms(e, t[f"{root}.input_layernorm.weight"]), normed), 1)
     x = layer(t, root, normed if "norm first" in t else h, both)
-    own = rms(x, t["head.norm.weight"]) @ t["head.lm_head.weight"].T
-    moved = t.get("head.d2t", torch.zeros(len(own[0]), dtype=torch.int64))
-    found = torch.full((len(x), VOCAB), -torch.inf)
-    found[:, torch.arange(len(moved)) + moved] = own
-    return found, x
+    some = rms(x, t["head.norm.weight"]) @ t["head.lm_head.weight"].T
+    moved = t.get("head.d2t", torch.zeros(len(some[0]), dtype=torch.int64))
+    scores = torch.full((len(x), VOCAB), -torch.inf)
+    scores[:, torch.arange(len(moved)) + moved] = some
+    return scores, x
 
 
 def drafts(t: Tensors, head: Head, known: list[int], count: int) -> list[tuple[int, float]]:
     """What a head says after the known tokens, greedily, and by how much each is likelier than the next one."""
-    before, ids, found = states(t, torch.tensor(known[:-1])), torch.tensor(known[1:]), list[tuple[int, float]]()
+    before, ids, pairs = states(t, torch.tensor(known[:-1])), torch.tensor(known[1:]), list[tuple[int, float]]()
     h = before[-1]
     if head is eagle3:
         n = len(before) - 1
         h = torch.cat([before[i] for i in (2, n // 2, n - 3)], 1) @ t["head.fc.weight"].T
     for _ in range(count):
-        scores, own = head(t, t["model.embed_tokens.weight"][ids], h)
-        found.append(best_of(scores[-1]))
-        ids, h = torch.cat((ids, torch.tensor([found[-1][0]]))), torch.cat((h, own[-1:]))
-    return found
+        scores, after = head(t, t["model.embed_tokens.weight"][ids], h)
+        pairs.append(best_of(scores[-1]))
+        ids, h = torch.cat((ids, torch.tensor([pairs[-1][0]]))), torch.cat((h, after[-1:]))
+    return pairs
 
 
 def continuation(t: Tensors, known: list[int], count: int) -> list[tuple[int, float]]:
@@ -156,10 +156,10 @@ def weights(root: str, shapes: dict[str, tuple[int, ...]], seed: int) -> Tensors
 
 def layer_shapes(inputs: int = SIZE, qk_norm: bool = False, bias: bool = False) -> dict[str, tuple[int, ...]]:
     heads = {"q": HEADS * DIM, "k": KV_HEADS * DIM, "v": KV_HEADS * DIM}
-    found: dict[str, tuple[int, ...]] = {f"self_attn.{n}_proj.weight": (rows, inputs) for n, rows in heads.items()}
-    found |= {f"self_attn.{n}_proj.bias": (rows,) for n, rows in heads.items() if bias}
-    found |= {f"self_attn.{n}_norm.weight": (DIM,) for n in "qk" if qk_norm}
-    return found | {
+    shapes: dict[str, tuple[int, ...]] = {f"self_attn.{n}_proj.weight": (rows, inputs) for n, rows in heads.items()}
+    shapes |= {f"self_attn.{n}_proj.bias": (rows,) for n, rows in heads.items() if bias}
+    shapes |= {f"self_attn.{n}_norm.weight": (DIM,) for n in "qk" if qk_norm}
+    return shapes | {
         "self_attn.o_proj.weight": (SIZE, HEADS * DIM), "mlp.gate_proj.weight": (INNER, SIZE),
         "mlp.up_proj.weight": (INNER, SIZE), "mlp.down_proj.weight": (SIZE, INNER), "input_layernorm.weight": (SIZE,),
         "post_attention_layernorm.weight": (SIZE,),
@@ -183,12 +183,12 @@ def save(folder: Path, raw: dict[str, object], tensors: Tensors) -> None:
 
 def model(layers: int, seed: int = 0, qk_norm: bool = True, bias: bool = False) -> Tensors:
     """A random model's tensors; its embeddings are large, so that its last token says the most about the next one."""
-    found = weights("model.", {"embed_tokens.weight": (VOCAB, SIZE), "norm.weight": (SIZE,)}, seed)
-    found |= weights("", {"lm_head.weight": (VOCAB, SIZE)}, seed + 1)
+    tensors = weights("model.", {"embed_tokens.weight": (VOCAB, SIZE), "norm.weight": (SIZE,)}, seed)
+    tensors |= weights("", {"lm_head.weight": (VOCAB, SIZE)}, seed + 1)
     for i in range(layers):
-        found |= weights(f"model.layers.{i}.", layer_shapes(qk_norm=qk_norm, bias=bias), seed + 2 + i)
-    found["model.embed_tokens.weight"] *= 16
-    return found
+        tensors |= weights(f"model.layers.{i}.", layer_shapes(qk_norm=qk_norm, bias=bias), seed + 2 + i)
+    tensors["model.embed_tokens.weight"] *= 16
+    return tensors
 
 
 def joint(name: str, seed: int, first: bool = True) -> Tensors:
@@ -239,22 +239,22 @@ def made_eagle3(folder: Path, norm_first: bool, few: bool) -> Made:
     """With a vocabulary of its own or that of the model, and under one or the other of its layer's names. Each token
     sees itself the most, and half of its embedding reaches the head, which is like the model's: so some drafts are
     right."""
-    known = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(93))[: VOCAB * 2 // 3 if few else VOCAB]
-    known, root = known.sort().values, "midlayer." if few else "layers.0."
+    ids = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(93))[: VOCAB * 2 // 3 if few else VOCAB]
+    ids, root = ids.sort().values, "midlayer." if few else "layers.0."
     head = weights(root, layer_shapes(2 * SIZE) | {"hidden_norm.weight": (SIZE,)}, 90)
     shapes: dict[str, tuple[int, ...]] = {"fc.weight": (SIZE, 3 * SIZE), "norm.weight": (SIZE,)}
-    head |= weights("", shapes, 91) | {"lm_head.weight": model(0)["lm_head.weight"][known]}
+    head |= weights("", shapes, 91) | {"lm_head.weight": model(0)["lm_head.weight"][ids]}
     half, attention = torch.eye(SIZE)[: KV_HEADS * DIM], f"{root}self_attn."
-    each = HEADS // KV_HEADS
+    group = HEADS // KV_HEADS
     head[f"{attention}q_proj.weight"] = 2 * head[f"{attention}k_proj.weight"].view(-1, DIM, 2 * SIZE).repeat_interleave(
-        each, 0
+        group, 0
     ).flatten(0, 1)
     head[f"{attention}v_proj.weight"] = torch.cat((4 * half, torch.zeros_like(half)), 1)
-    head[f"{attention}o_proj.weight"] = half.T.view(SIZE, KV_HEADS, DIM).repeat_interleave(each, 1).flatten(1)
+    head[f"{attention}o_proj.weight"] = half.T.view(SIZE, KV_HEADS, DIM).repeat_interleave(group, 1).flatten(1)
     if few:
-        head["d2t"] = known - torch.arange(len(known))
-        head["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, known, True)
-    raw = config("LlamaForCausalLMEagle3", 1, draft_vocab_size=len(known), norm_before_residual=norm_first)
+        head["d2t"] = ids - torch.arange(len(ids))
+        head["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, ids, True)
+    raw = config("LlamaForCausalLMEagle3", 1, draft_vocab_size=len(ids), norm_before_residual=norm_first)
     made = made_with_head(folder, 7, raw, head)
     return made._replace(tensors=made.tensors | ({"norm first": torch.ones(1)} if norm_first else {}))
 

@@ -90,12 +90,12 @@ def every_draft_pays(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], oracle.Made]:
     """Makes the checkpoints of a name, once."""
-    found: dict[str, oracle.Made] = {}
+    by_name: dict[str, oracle.Made] = {}
 
     def make(name: str) -> oracle.Made:
-        if name not in found:
-            found[name] = oracle.MAKERS[name][1](tmp_path_factory.mktemp(name))
-        return found[name]
+        if name not in by_name:
+            by_name[name] = oracle.MAKERS[name][1](tmp_path_factory.mktemp(name))
+        return by_name[name]
 
     return make
 
@@ -103,20 +103,20 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], oracle.Mad
 @pytest.fixture
 def record(monkeypatch: pytest.MonkeyPatch) -> Record:
     """The known tokens of each proposal, and the drafts."""
-    found, propose = Record(), Drafter.propose
+    proposals, propose = Record(), Drafter.propose
 
     def recorded(drafter: Drafter, state: Any, batch: Any, hidden: Any, pool: Any, count: int) -> None:
         propose(drafter, state, batch, hidden, pool, count)
         for slot in batch.slots.tolist() if count else ():
-            known, drafts = int(state.num_known[slot]), int(state.num_drafts[slot])
-            ids = state.token_ids[slot, : known + drafts].tolist()
-            if state.num_computed[slot] == known - 1:
-                found.append((ids[:known], ids[known:]))
+            length, drafts = int(state.num_known[slot]), int(state.num_drafts[slot])
+            ids = state.token_ids[slot, : length + drafts].tolist()
+            if state.num_computed[slot] == length - 1:
+                proposals.append((ids[:length], ids[length:]))
             else:
                 assert drafts == 0  # its prompt goes on
 
     monkeypatch.setattr(Drafter, "propose", recorded)
-    return found
+    return proposals
 
 
 # --- what is proposed -------------------------------------------------------------------------------------------------
@@ -134,22 +134,22 @@ def record(monkeypatch: pytest.MonkeyPatch) -> Record:
 )  # fmt: skip
 def test_drafts_are_those_of_the_formula(name: str, options: dict[str, Any], made: Make, record: Record) -> None:
     """After prompts in chunks, after drafts that were taken, or refused, or partly so, and after preemption."""
-    (method, _, head), found = oracle.MAKERS[name], made(name)
-    llm, t = tiny(found, method, max_num_batched_tokens=24, **options), found.tensors
+    (method, _, head), checkpoints = oracle.MAKERS[name], made(name)
+    llm, t = tiny(checkpoints, method, max_num_batched_tokens=24, **options), checkpoints.tensors
     record.clear()  # of warm-up
     for prompt, output in zip(IDS, answers(llm), strict=True):
         tokens = output.outputs[0].token_ids
         scores = oracle.logits(t, prompt + tokens)[len(prompt) - 1 : -1]
         below = scores.max(1).values - scores[torch.arange(len(tokens)), tokens]
         assert below.max() <= oracle.CLOSE
-    compared, own = 0, {name.removeprefix("head."): x for name, x in t.items() if name.startswith("head.")}
-    for known, drafts in record:
+    compared, draft_tensors = 0, {name.removeprefix("head."): x for name, x in t.items() if name.startswith("head.")}
+    for prefix, drafts in record:
         assert len(drafts) == MOST
-        wanted = oracle.drafts(t, head, known, MOST) if head else oracle.continuation(own, known, MOST)
+        wanted = oracle.drafts(t, head, prefix, MOST) if head else oracle.continuation(draft_tensors, prefix, MOST)
         for draft, (token, margin) in zip(drafts, wanted, strict=True):
             if margin <= oracle.CLOSE:
                 break
-            assert draft == token, (known, drafts, wanted)
+            assert draft == token, (prefix, drafts, wanted)
             compared += 1
     drafted, taken = counted(llm)
     assert drafted > taken > 10 and compared > 200
@@ -172,24 +172,28 @@ def test_a_head_of_experts_is_a_layer_of_its_family(name: str, shared: Path, rec
     layer = {name.removeprefix("model.layers.1."): x.flip(0).contiguous() for name, x in layer.items()}
     joint, norms = torch.randn(size, size) * size**-0.5, 1 + 0.1 * torch.randn(3, size)
     embedding = oracle.rms(tensors["model.embed_tokens.weight"], norms[0]) @ joint.T
-    own = {"eh_proj.weight": torch.cat((joint, torch.zeros_like(joint)), 1), "enorm.weight": norms[0],
+    head_tensors = {"eh_proj.weight": torch.cat((joint, torch.zeros_like(joint)), 1), "enorm.weight": norms[0],
            "hnorm.weight": norms[1], "shared_head.norm.weight": norms[2], "embed_tokens.weight": torch.ones(3),
            "shared_head.head.weight": tensors["lm_head.weight"]}  # fmt: skip
     raw |= {"dtype": "float32"}
-    oracle.save(tmp_path / "model", raw, tensors | {last + name: x.clone() for name, x in (own | layer).items()})
+    oracle.save(
+        tmp_path / "model", raw, tensors | {last + name: x.clone() for name, x in (head_tensors | layer).items()}
+    )
     single = {f"model.layers.0.{name}": x for name, x in layer.items()} | {"lm_head.weight": tensors["lm_head.weight"]}
     single |= {"model.embed_tokens.weight": embedding, "model.norm.weight": norms[2]}
     oracle.save(tmp_path / "single", raw | {"num_hidden_layers": 1, "first_k_dense_replace": 0}, single)
     llm = tiny(oracle.Made(tmp_path / "model", "", {}), "mtp", max_num_batched_tokens=24)
     record.clear()
     answers(llm)
-    compared = [(known, drafts) for known, drafts in record if len(known) > 1][::3]
+    compared = [(prefix, drafts) for prefix, drafts in record if len(prefix) > 1][::3]
     params = SamplingParams(temperature=0, max_tokens=MOST, ignore_eos=True, logprobs=2)
     want = tiny(oracle.Made(tmp_path / "single", "", {}))
     same = 0
-    for (_, drafts), output in zip(compared, answers(want, params, [known[1:] for known, _ in compared]), strict=True):
+    for (_, drafts), output in zip(
+        compared, answers(want, params, [prefix[1:] for prefix, _ in compared]), strict=True
+    ):
         for draft, token, two in zip(drafts, output.outputs[0].token_ids, output.outputs[0].logprobs, strict=True):
-            best, second, *_ = sorted((found.logprob for found in two.values()), reverse=True)
+            best, second, *_ = sorted((entry.logprob for entry in two.values()), reverse=True)
             if best - second <= 1e-3:
                 break
             assert draft == token
@@ -203,8 +207,8 @@ def test_a_head_of_experts_is_a_layer_of_its_family(name: str, shared: Path, rec
 def test_a_model_is_its_own_best_draft(lost: bool, make_llm: Callable[..., LLM], forked: None) -> None:
     """All drafts are taken, also those that were drawn: with the random number of their place. Only rounding of steps
     with different numbers of rows may say otherwise. This holds for new workers after some were `lost`, too."""
-    own = ("temperature", "top_k", "top_p", "min_p", "seed", "n", "logprobs", "max_tokens", "ignore_eos")
-    drawn = [way for way in ASKED if SamplingParams(**{name: getattr(way, name) for name in own}) == way]
+    names = ("temperature", "top_k", "top_p", "min_p", "seed", "n", "logprobs", "max_tokens", "ignore_eos")
+    drawn = [way for way in ASKED if SamplingParams(**{name: getattr(way, name) for name in names}) == way]
     assert sum(way.temperature == 1 for way in drawn) >= 3
     fields = {"distributed_executor_backend": "mp"} if lost else {}
     llm = make_llm(**ROOMY | fields, speculative_config=options_of("draft_model", DEMO))
@@ -219,8 +223,8 @@ def test_a_model_is_its_own_best_draft(lost: bool, make_llm: Callable[..., LLM],
 @pytest.mark.parametrize("count", [600, pytest.param(40000, marks=pytest.mark.long)])
 def test_what_comes_after_drafts_has_the_model_s_distribution(count: int, made: Make) -> None:
     """The second and the third token at temperature 1, against the exact probabilities of all pairs."""
-    found, few = made("draft_model"), [0, 5, 11, 17, 22]
-    llm = tiny(found, "draft_model", max_num_seqs=32)
+    checkpoints, few = made("draft_model"), [0, 5, 11, 17, 22]
+    llm = tiny(checkpoints, "draft_model", max_num_seqs=32)
     params = [
         SamplingParams(temperature=1, seed=i, max_tokens=4, ignore_eos=True, allowed_token_ids=few)
         for i in range(count)
@@ -230,7 +234,7 @@ def test_what_comes_after_drafts_has_the_model_s_distribution(count: int, made: 
     assert 0.05 * drafted < taken < 0.9 * drafted
 
     def chances(known: list[int]) -> torch.Tensor:
-        return oracle.logits(found.tensors, known)[-1, few].softmax(0)
+        return oracle.logits(checkpoints.tensors, known)[-1, few].softmax(0)
 
     wanted = torch.zeros(5, 5, 5)
     for a, first in enumerate(chances(IDS[2])):
@@ -254,14 +258,14 @@ def test_what_comes_after_drafts_has_the_model_s_distribution(count: int, made: 
 @pytest.fixture(scope="module")
 def plain(made: Make) -> Callable[[str], list[RequestOutput]]:
     """What a name's model answers without drafts."""
-    found: dict[str, list[RequestOutput]] = {}
+    by_name: dict[str, list[RequestOutput]] = {}
 
     def answer(name: str) -> list[RequestOutput]:
-        if name not in found:
+        if name not in by_name:
             llm = tiny(made(name))
-            found[name] = every_way(llm)
+            by_name[name] = every_way(llm)
             llm.close()
-        return found[name]
+        return by_name[name]
 
     return answer
 
@@ -280,7 +284,7 @@ FULL: list[dict[str, Any]] = [
     [
         ("mtp", CHUNKS),
         ("eagle3", AHEAD),
-        *(pytest.param(name, more, marks=pytest.mark.full) for name in HEADS for more in (CHUNKS, AHEAD, *FULL)),
+        *(pytest.param(name, options, marks=pytest.mark.full) for name in HEADS for options in (CHUNKS, AHEAD, *FULL)),
     ],
     ids=str,
 )
@@ -345,27 +349,27 @@ def test_steps_without_proposals_change_no_token(
 @pytest.mark.parametrize("name", ["mtp", "draft_model", pytest.param("eagle3", marks=pytest.mark.full)])
 def test_drafts_end_with_the_model_s_length(name: str, made: Make) -> None:
     prompts = [ids for ids in IDS if len(ids) < 20]
-    params, found = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True), []
+    params, outputs = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True), []
     for method in ("", oracle.MAKERS[name][0]):
         llm = tiny(made(name), method, max_model_len=21, block_size=5)
-        found.append(answers(llm, params, prompts))
+        outputs.append(answers(llm, params, prompts))
         llm.close()
-    assert_equal(*found)
-    assert all(len(o.prompt_token_ids) + len(o.outputs[0].token_ids) == 21 for o in found[1])
+    assert_equal(*outputs)
+    assert all(len(o.prompt_token_ids) + len(o.outputs[0].token_ids) == 21 for o in outputs[1])
 
 
 @pytest.mark.parametrize("rows", [oracle.VOCAB - 6, oracle.VOCAB + 7])
 def test_a_draft_s_vocabulary_may_end_elsewhere(rows: int, made: Make, tmp_path: Path) -> None:
     """As tables of embeddings are padded. The draft would always say the last of its tokens."""
-    found = made("draft_model")
-    tensors = load_file(f"{found.head}/model.safetensors")
+    checkpoints = made("draft_model")
+    tensors = load_file(f"{checkpoints.head}/model.safetensors")
     for name in ("lm_head.weight", "model.embed_tokens.weight"):
         tensors[name] = torch.cat((tensors[name], tensors[name]))[:rows]
     tensors["lm_head.weight"][-1] *= 100
-    raw = json.loads(Path(found.head, "config.json").read_text()) | {"vocab_size": rows}
+    raw = json.loads(Path(checkpoints.head, "config.json").read_text()) | {"vocab_size": rows}
     oracle.save(tmp_path / "draft", raw, tensors)
-    want = tiny(found)
-    llm = tiny(found._replace(head=str(tmp_path / "draft")), "draft_model")
+    want = tiny(checkpoints)
+    llm = tiny(checkpoints._replace(head=str(tmp_path / "draft")), "draft_model")
     assert_equal(every_way(llm), every_way(want))
     drafted, taken = counted(llm)
     assert drafted > 100 and (taken > 0 or rows < oracle.VOCAB)
@@ -429,8 +433,8 @@ def test_a_head_gets_new_weights_with_its_model(
     want = tiny(other)
     assert_equal(got, answers(want))
     compared = 0
-    for known, drafts in record[::3]:
-        (token, margin), *_ = oracle.drafts(other.tensors, oracle.mtp, known, 1)
+    for prefix, drafts in record[::3]:
+        (token, margin), *_ = oracle.drafts(other.tensors, oracle.mtp, prefix, 1)
         assert drafts[0] == token or margin <= oracle.CLOSE
         compared += margin > oracle.CLOSE
     assert compared > 10
@@ -444,8 +448,8 @@ def test_a_head_gets_new_weights_with_its_model(
 
 
 def test_a_draft_keeps_its_weights_when_its_model_gets_others(made: Make, other: oracle.Made) -> None:
-    found = made("draft_model")
-    llm, want = tiny(found, "draft_model"), tiny(other._replace(head=found.head), "draft_model")
+    checkpoints = made("draft_model")
+    llm, want = tiny(checkpoints, "draft_model"), tiny(other._replace(head=checkpoints.head), "draft_model")
     headless = Path(other.folder, "model.safetensors")
     save_file({name: x for name, x in other.tensors.items() if "mtp" not in name}, headless)
     llm.update_weights(str(other.folder))
@@ -518,13 +522,13 @@ def test_a_head_that_does_not_fit_is_refused(
 
 @pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3"])
 def test_a_folder_that_is_none_or_damaged_is_named(method: str, made: Make, tmp_path: Path) -> None:
-    found = made(method)
+    checkpoints = made(method)
     with pytest.raises(ValueError, match="nowhere"):
-        tiny(found._replace(head=str(tmp_path / "nowhere")), method)
+        tiny(checkpoints._replace(head=str(tmp_path / "nowhere")), method)
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"empty has no config\.json"):
-        tiny(found._replace(head=str(tmp_path / "empty")), method)
-    cut = changed(found, tmp_path, "head", {})
+        tiny(checkpoints._replace(head=str(tmp_path / "empty")), method)
+    cut = changed(checkpoints, tmp_path, "head", {})
     file = Path(cut.head, "model.safetensors")
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(ValueError, match=r"head/model\.safetensors is damaged"):
@@ -541,13 +545,13 @@ def test_a_short_model_has_no_room_for_eagle3(made: Make) -> None:
 
 def test_windows_must_fit(made: Make, tmp_path: Path) -> None:
     """A model with a window frees the blocks behind it, so its draft may not see more."""
-    found, mistral = made("draft_model"), {"architectures": ["MistralForCausalLM"], "sliding_window": 9}
+    checkpoints, mistral = made("draft_model"), {"architectures": ["MistralForCausalLM"], "sliding_window": 9}
     plain = {"architectures": ["LlamaForCausalLM"]}
 
     def without(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {name: x for name, x in tensors.items() if "q_norm" not in name and "k_norm" not in name}
 
-    windowed = changed(found, tmp_path, "model", mistral, without)
+    windowed = changed(checkpoints, tmp_path, "model", mistral, without)
     wide = changed(windowed, tmp_path / "wide", "head", plain, without)
     with pytest.raises(ValueError, match=r"its layers see \(0,\) tokens"):
         tiny(wide, "draft_model")
@@ -563,22 +567,22 @@ def test_windows_must_fit(made: Make, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["mtp", "draft_model", "eagle-bias", "eagle3"])
 def test_a_plan_has_the_draft(name: str, there: bool, made: Make, tmp_path: Path, capsys: Any) -> None:
     """Its weights, and its part of each block."""
-    found, method = made(name), oracle.MAKERS[name][0]
+    checkpoints, method = made(name), oracle.MAKERS[name][0]
     if not there:
-        found = changed(found, tmp_path, "model", {})
-        found = changed(found, tmp_path, "head", {}) if found.head else found
+        checkpoints = changed(checkpoints, tmp_path, "model", {})
+        checkpoints = changed(checkpoints, tmp_path, "head", {}) if checkpoints.head else checkpoints
         for file in tmp_path.glob("*/model.safetensors"):
             file.unlink()
     lines: list[list[str]] = []
-    for drafts in ({}, {"speculative_config": options_of(method, found.head)}):
-        config = EngineConfig(str(found.folder), device="cpu", dtype="float32", block_size=16, **drafts)
-        print_plan(config, ModelConfig.from_folder(str(found.folder)))
+    for drafts in ({}, {"speculative_config": options_of(method, checkpoints.head)}):
+        config = EngineConfig(str(checkpoints.folder), device="cpu", dtype="float32", block_size=16, **drafts)
+        print_plan(config, ModelConfig.from_folder(str(checkpoints.folder)))
         lines.append(capsys.readouterr().out.splitlines())
     (line,) = [line for line in lines[1] if line.strip().startswith("draft")]
     assert method in line
     page = [next(line for line in text if "KV pool" in line) for text in lines]
     per_block = [float(line.split()[2]) / int(line.split()[4].replace(",", "")) for line in page]
-    layers = json.loads((found.folder / "config.json").read_text())["num_hidden_layers"]
+    layers = json.loads((checkpoints.folder / "config.json").read_text())["num_hidden_layers"]
     assert per_block[1] / per_block[0] == pytest.approx(1 + 1 / layers, rel=0.01)
 
 

@@ -67,7 +67,7 @@ def test_preemption_changes_nothing(checkpoints: Checkpoints, mode: str, ahead: 
     fields = {"preemption_mode": mode, "enable_prefix_caching": False, "max_model_len": 80} | ahead
     blocks = make(checkpoints, **fields).facts["blocks_per_request"]
     core = make(checkpoints, **fields, num_gpu_blocks_override=blocks * 3 // 2)
-    ask(core, *(known(checkpoints, NAME, given, 24) for given in (0, 8)))
+    ask(core, *(known(checkpoints, NAME, begun, 24) for begun in (0, 8)))
     counters = core.scheduler.counters
     assert counters[DRAFTED] > counters[TAKEN] >= 30
     assert counters["num_preemptions_total"] > 0
@@ -91,8 +91,8 @@ def test_kernels_give_the_same(checkpoints: Checkpoints, few_programs: None, mon
     plain.add(EngineCoreRequest("", prompt, params))
     while plain.has_work():
         answer += [token for output in plain.step() for token in output.token_ids]
-    wrong = [*answer[:2], (answer[2] + 1) % 90, *answer[3:]]
-    monkeypatch.setattr(device.upkeep, "new_proposer", lambda config, model: Guesses([prompt + wrong], 3))
+    guess = [*answer[:2], (answer[2] + 1) % 90, *answer[3:]]
+    monkeypatch.setattr(device.upkeep, "new_proposer", lambda config, model: Guesses([prompt + guess], 3))
     for name, made in (("warm_up", (1.0, 1.0, 0.0)), ("time_rows", [])):
         monkeypatch.setattr(device.startup, name, lambda *args, made=made: made)
     core = make(checkpoints, backend="triton", block_size=16, max_num_seqs=1, max_model_len=32)

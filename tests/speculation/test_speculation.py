@@ -76,13 +76,13 @@ class Guesses:
         self.answers, self.most = answers, most
 
     def propose(self, state: BatchState, batch: Batch, hidden: torch.Tensor, pool: torch.Tensor, count: int) -> None:
-        """See `Proposer`."""
+        """Draft what follows in the answer that each sequence has so far begun."""
         slots = batch.slots if count else batch.slots[:0]
         for slot in slots[slots >= 0].tolist():
             count = int(state.num_known[slot])
-            known = state.token_ids[slot, :count].tolist()
-            fits = (answer[count:] for answer in self.answers if answer[:count] == known)
-            drafts, mixed = next(fits, [])[: self.most], zlib.crc32(str(known).encode())
+            prefix = state.token_ids[slot, :count].tolist()
+            fits = (answer[count:] for answer in self.answers if answer[:count] == prefix)
+            drafts, mixed = next(fits, [])[: self.most], zlib.crc32(str(prefix).encode())
             if drafts and mixed % 3 == 0:
                 place = mixed // 3 % len(drafts)
                 drafts[place] = (drafts[place] + 1) % 1000
@@ -175,11 +175,11 @@ def test_tokens_are_those_without_drafts(
     answers = [[*one.prompt_token_ids, *o.token_ids] for one in plain for o in one.outputs]
     llm = make_llm(**ROOMY | options, speculative_config=NGRAM)
     llm.collective_rpc(guess, args=(answers, padded))
-    found = llm.generate(*many(), use_tqdm=False)
-    assert_equal(found, plain)
+    outputs = llm.generate(*many(), use_tqdm=False)
+    assert_equal(outputs, plain)
     core = llm.client.core
     taken = [0] * len(ASKED)
-    for i, output in enumerate(found):
+    for i, output in enumerate(outputs):
         answers = core.scheduler.reports.explain(output.request_id)["answers"]
         taken[i % len(ASKED)] += sum(answer["accepted_tokens"] for answer in answers)
     assert [count > 1 for count in taken[-len(GRAMMARS) :]] == [not way.get("use_beam_search") for way in GRAMMARS]
@@ -215,20 +215,20 @@ def test_what_came_before_is_proposed(
     def ask(of: LLM) -> list[RequestOutput]:
         if not grammar:
             return of.chat(REPEAT_TASK, SamplingParams(temperature=0, max_tokens=40), use_tqdm=False)
-        asked = {"regex": r"(, to be|, or not to be|\.\nKING: to be){9}"}
-        params = SamplingParams(temperature=0, max_tokens=80, structured_outputs=asked)
+        regex = {"regex": r"(, to be|, or not to be|\.\nKING: to be){9}"}
+        params = SamplingParams(temperature=0, max_tokens=80, structured_outputs=regex)
         return of.generate([LINE * 2 + "KING: to be"], params, use_tqdm=False)
 
     drafting = make_llm(**ROOMY | options, speculative_config=NGRAM, log_scheduler=str(file))
-    found = ask(drafting)
-    assert_equal(found, ask(llm))
+    outputs = ask(drafting)
+    assert_equal(outputs, ask(llm))
     scheduler = drafting.client.core.scheduler
-    tokens, taken = len(found[0].outputs[0].token_ids), scheduler.counters[TAKEN]
+    tokens, taken = len(outputs[0].outputs[0].token_ids), scheduler.counters[TAKEN]
     assert taken > tokens / 2 and scheduler.step <= tokens / 2 + 1
     assert replay(file.read_text().splitlines()).counters == scheduler.counters
-    told = drafting.client.utility("metrics")[0]["spec_decode_num_accepted_tokens_per_pos_total"]
-    assert list(told) == ["0", "1", "2", "3"] and sum(told.values()) == taken
-    (answer,) = drafting.client.utility("explain", found[0].request_id)[0]["answers"]
+    accepted = drafting.client.utility("metrics")[0]["spec_decode_num_accepted_tokens_per_pos_total"]
+    assert list(accepted) == ["0", "1", "2", "3"] and sum(accepted.values()) == taken
+    (answer,) = drafting.client.utility("explain", outputs[0].request_id)[0]["answers"]
     assert answer["accepted_tokens"] == taken <= answer["draft_tokens"] == scheduler.counters[DRAFTED]
 
 
@@ -303,8 +303,8 @@ def test_a_worker_dies_with_drafts_in_flight(
     core = drafting.client.core
     killed = kill_with_drafts_in_flight(core)
     params = [SamplingParams(temperature=0, max_tokens=40), SamplingParams(temperature=0.5, seed=4, max_tokens=40)]
-    found = drafting.chat([REPEAT_TASK] * 2, params, use_tqdm=False)
-    assert_equal(found, llm.chat([REPEAT_TASK] * 2, params, use_tqdm=False))
+    outputs = drafting.chat([REPEAT_TASK] * 2, params, use_tqdm=False)
+    assert_equal(outputs, llm.chat([REPEAT_TASK] * 2, params, use_tqdm=False))
     assert core.metrics()["num_worker_restarts_total"] == len(killed) == 2
     check_integrity(core.scheduler)
     core.close()
@@ -344,8 +344,8 @@ def test_a_model_makes_no_more_drafts_than_pay() -> None:
     lookup = EngineConfig(speculative_config=json.dumps(NGRAM))
     times = [(1, 1.0, 0.2), (2, 1.1, 0.2), (4, 1.2, 0.2), (8, 1.3, 0.2), (64, 7.3, 6.2)]
     drafting, free = Drafting(model, {}, times), Drafting(lookup, {}, times)
-    for each in (drafting, free):
-        each.begin_step(1, 1, [])
+    for policy in (drafting, free):
+        policy.begin_step(1, 1, [])
     assert drafting.needed == free.needed == pytest.approx(0.1 * MARGIN, rel=0.01)
     assert [drafting.proposals(flight_of([chance])) for chance in (0.3, 0.6, 0.8, 0.95)] == [0, 1, 4, 4]
     assert free.proposals(flight_of([0.3])) == 4
