@@ -180,7 +180,7 @@ class EngineCore:
             self._observe("tick")
             check_pooling(r.pooling, r.params, self.config, self.model_config)
             if r.params.structured_outputs is not None:
-                queued.grammar = self.grammars.compile(r.params.structured_outputs)
+                queued.grammar = self.grammars.compile(r.params.structured_outputs, r.client)
                 if at_once:
                     wait([queued.grammar], COMPILE_TIMEOUT)
                 if not queued.grammar.done():

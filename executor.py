@@ -157,8 +157,7 @@ class MpExecutor:
                 "daemon=False, set MANTA_ENABLE_V1_MULTIPROCESSING=1, or use one device with the executor 'uni'"
             )
         self.config, self.model_config = config, model_config
-        self.peers = peers
-        self.codec = Codec()
+        self.peers, self.codec = peers, Codec()
         self.processes: list[Any] = []  # of multiprocessing, or with the same methods
         self.plans: Any = None  # a ring's writing end, or an object with the same methods
         self.results: list[Any] = []  # the reading end of each rank's ring, or such an object
@@ -181,8 +180,8 @@ class MpExecutor:
                 rendezvous = self.peers.meet(config.startup_timeout)
             except TimeoutError as error:
                 raise WorkerError(str(error)) from None
-            shared = {"expert_rendezvous": rendezvous.place, "data_parallel_size": rendezvous.engines}
-            config = dataclasses.replace(config, **shared)
+            place, engines = rendezvous.place, rendezvous.engines
+            config = dataclasses.replace(config, expert_rendezvous=place, data_parallel_size=engines)
         self.early: list[deque[StepResult]] = [deque() for _ in range(size)]  # results that have come, by rank
         self.call_id = 0  # of the latest call
         self.awaited: int | None = 0  # the call that somebody waits for; 0: the start
@@ -416,9 +415,7 @@ def start_method() -> str:
     if method not in allowed:
         raise ValueError(f"MANTA_WORKER_MULTIPROC_METHOD is {method!r}; it must be {' or '.join(allowed)}")
     if method == "fork" and "torch" in sys.modules:  # a fork lacks its threads, and cannot use CUDA
-        logger.warning(
-            "MANTA_WORKER_MULTIPROC_METHOD is 'fork', but this process has loaded torch: workers are spawned"
-        )
+        logger.warning("MANTA_WORKER_MULTIPROC_METHOD is 'fork', but torch is loaded here: workers are spawned")
         return "spawn"
     if method == "forkserver":  # the server itself must not import the caller's script
         multiprocessing.set_forkserver_preload([])
@@ -542,10 +539,7 @@ def new_local_executor(config: EngineConfig, model_config: ModelConfig, peers: A
 
 
 def visible_gpus() -> list[str] | None:
-    """The GPUs that engines may use, as CUDA_VISIBLE_DEVICES names them, or else by the driver's numbers.
-
-    None: the driver's tool is missing. (torch would know, but takes seconds to load.)
-    """
+    """The GPUs by CUDA_VISIBLE_DEVICES, or by the driver's tool (torch takes seconds to load); None: it is missing."""
     if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return [name for name in visible.split(",") if name not in ("", "-1")]
     with contextlib.suppress(OSError, subprocess.SubprocessError):

@@ -232,7 +232,7 @@ class Tokenizer:
         """The chat template of this source, or else the model's own of this name.
 
         Raises:
-            ValueError: the source is no template or too large, or the model has none.
+            ValueError: the source is no template, or the model has none.
         """
         if source is None:
             if not self._templates:

@@ -150,7 +150,7 @@ class Answers:
 
     def __init__(self, path: str):
         self.path = path
-        self.ids: dict[bytes, bool] = {}  # of each custom_id that has an answer or runs, whether this run has met it
+        self.ids: dict[bytes, bool] = {}  # of each custom_id that has an answer or runs, whether this run has seen it
         self.refused: dict[bytes, str] = {}  # of each custom_id whose last answer refuses its line, that line's `id`
         self.reported: set[str] = set()  # the `id` of each line that the output calls no request
         self.counts: Counter[str] = Counter()  # lines, `completed` and `failed`
@@ -200,14 +200,14 @@ class Answers:
     def claim(self, custom_id: str, id: str) -> bool:
         """Whether no earlier run has answered this line, or it was refused then and has been mended since.
 
-        An `ApiError`, if this run has met another line of its name.
+        An `ApiError`, if this run has seen another line of its name.
         """
         key = digest(custom_id.encode())
-        if is_met := self.ids.get(key):
+        if is_seen := self.ids.get(key):
             message = f"custom_id is {custom_id!r:.200}, and so is that of a line before; each must have its own"
             raise ApiError(400, message, "custom_id", "duplicate_custom_id")
         self.ids[key] = True
-        return is_met is None or self.refused.get(key, id) != id
+        return is_seen is None or self.refused.get(key, id) != id
 
     def write(self, answer: dict[str, Any]) -> None:
         """Append a line, which stays if this process is killed; an OSError if, say, the disk is full."""

@@ -132,7 +132,6 @@ def launched_as(environ: Mapping[str, str]) -> dict[str, str]:
             f"({srun if is_task else 'nor is this a task of `srun`'}): start with `torchrun --nproc-per-node=N` in "
             "place of `python`, or with `srun --ntasks=N python`"
         )
-
     values = {name: environ[source] for name, source in sources.items()}
     by_slurm = {name for name, source in sources.items() if source != name}
     if "LOCAL_WORLD_SIZE" in by_slurm:  # the ids of the tasks on this node, like `4,5`

@@ -57,7 +57,6 @@ def test_prompts_of_another_salt_do_not_share_cached_prefixes(make_llm):
     [
         None,
         [[5, True]],
-        [{"prompt": 5}],
         [{"prompt_token_ids": "a"}],
         {"prompt_token_ids": [2**31]},
         [["a"]],

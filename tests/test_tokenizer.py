@@ -574,9 +574,8 @@ def test_a_template_of_the_callers(tmp_path: Path) -> None:
     arguments = {"chat_template": "{{ messages | length }}{{ documents[0].title }}", "documents": [{"title": "Ü"}]}
     assert tokenizer.render(MESSAGES, **arguments) == "2Ü" and tokenizer.render(MESSAGES) == "own"
     assert byte_level(tmp_path, {}).render(MESSAGES, chat_template="{{ eos_token }}!") == "!"  # a model without one
-    for bad in ("{% if %}", "a" * (2**18 + 1)):
-        with pytest.raises(ValueError, match="chat_template does not compile"):
-            tokenizer.render(MESSAGES, chat_template=bad)
+    with pytest.raises(ValueError, match="chat_template does not compile"):
+        tokenizer.render(MESSAGES, chat_template="{% if %}")
     with pytest.raises(ValueError, match="it must be a template's source"):
         tokenizer.template(5)  # type: ignore[arg-type]
 

@@ -15,11 +15,12 @@ import copy
 import os
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor, wait
-from typing import Any
+from itertools import takewhile
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -34,7 +35,7 @@ MAX_CACHED = 2**28  # bytes of all that is kept
 COMPILE_TIMEOUT = 20.0  # seconds that a request waits for its grammar
 STACK = 2**24  # bytes of the stack of a thread that compiles, or makes masks: more than in the sandbox
 CHAR_SIZE = 2**9  # bytes that a small grammar takes for each character, beside LEAST_SIZE
-COMPILERS = 4  # threads that compile what is not small
+COMPILERS = 4  # threads that compile what is not small, each for another client
 MASK_TIMEOUT = 2.0  # seconds that one mask may take
 PATIENCE = 0.005  # seconds that a step waits for masks; sequences whose masks come later are left out of it
 THREADS = 4  # at most
@@ -172,6 +173,78 @@ class Constraint:
         return row
 
 
+class Job(NamedTuple):
+    """A grammar that has yet to be compiled."""
+
+    wanted: StructuredOutputsParams
+    future: Future[Grammar]
+    clients: list[str]  # of the requests that wait for it
+
+
+class Turns:
+    """Has grammars compiled, one at a time for each client. The client whose turn is longest ago comes next.
+
+    So a client that sends many grammars, or slow ones, holds up only its own.
+    """
+
+    def __init__(self, compile: Callable[[StructuredOutputsParams, Future[Grammar]], Grammar]):
+        self.compile, self.lock = compile, threading.Lock()
+        self.threads = ThreadPoolExecutor(COMPILERS, thread_name_prefix="grammar")
+        self.jobs: dict[StructuredOutputsParams, Job] = {}
+        self.running: list[Job] = []
+        self.busy: set[str] = set()  # clients for whom something is compiled
+        self.latest: dict[str, float] = {}  # when the latest turn of a client ended
+
+    def ask(self, wanted: StructuredOutputsParams, client: str, future: Future[Grammar] | None = None) -> None:
+        """A request of a client waits for a grammar: a new one, to be compiled into `future`, or one under way."""
+        with self.lock:
+            if future:
+                self.jobs[wanted] = Job(wanted, future, [])
+            if job := self._job(wanted):
+                job.clients.append(client)
+                submit(self.threads, self._compile_all)
+
+    def leave(self, wanted: StructuredOutputsParams, client: str, future: Future[Grammar]) -> None:
+        """A request waits for its grammar no more. The compilation ends if none does."""
+        with self.lock:
+            if (job := self._job(wanted)) and job.future is future and client in job.clients:
+                job.clients.remove(client)
+                if not job.clients:
+                    self.jobs.pop(wanted, None)
+                    job.future.cancel()
+
+    def _job(self, wanted: StructuredOutputsParams) -> Job | None:
+        running = (job for job in self.running if job.wanted == wanted and not job.future.cancelled())
+        return self.jobs.get(wanted) or next(running, None)
+
+    def _compile_all(self) -> None:
+        """Compile all that may be compiled now."""
+        while taken := self._take():
+            job, client = taken
+            with contextlib.suppress(InvalidStateError):  # it was cancelled
+                try:
+                    job.future.set_result(self.compile(job.wanted, job.future))
+                except BaseException as error:
+                    job.future.set_exception(error.with_traceback(None))
+            with self.lock:
+                self.running.remove(job)
+                self.busy.discard(client)
+                self.latest[client] = time.monotonic()
+                if not self.jobs:
+                    self.latest.clear()
+
+    def _take(self) -> tuple[Job, str] | None:
+        """The next job, and the client whose turn it is; None if each job left waits for its client's turn."""
+        with self.lock:
+            waiting = {client: job for job in reversed([*self.jobs.values()]) for client in job.clients}
+            if not (free := waiting.keys() - self.busy):
+                return None
+            client = min(free, key=lambda client: (self.latest.get(client, 0.0), client))
+            self.busy.add(client)
+            self.running.append(self.jobs.pop(waiting[client].wanted))
+            return self.running[-1], client
+
+
 class Grammars:
     """Compiles the grammars of an engine's requests, and makes the masks of its steps."""
 
@@ -182,15 +255,16 @@ class Grammars:
         self.sandbox = Sandbox(*self.vocabulary)
         # Masks never wait behind grammars, nor small grammars behind others, which may take long.
         self.threads = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), thread_name_prefix="mask")
-        self.small, self.others = (ThreadPoolExecutor(n, thread_name_prefix="grammar") for n in (1, COMPILERS))
+        self.small, self.others = ThreadPoolExecutor(1, thread_name_prefix="grammar"), Turns(self._compile)
         self.cache: OrderedDict[StructuredOutputsParams, Future[Grammar]] = OrderedDict()
         self.waiting: dict[str, SequenceGroup] = {}  # for their grammars, by id; the first to come first
         self.deadlines: dict[SequenceGroup, float] = {}  # until when these wait
+        self.compiled: deque[SequenceGroup] = deque()  # whose grammars are ready
 
     def prepare(self) -> None:
         """Begin to read the model's vocabulary, before the first grammar needs it."""
-        submit(self.others, self._open)
-        submit(self.others, self.sandbox.start)
+        submit(self.others.threads, self._open)
+        submit(self.others.threads, self.sandbox.start)
 
     def _open(self) -> Any:
         """The LLTokenizer of the model, which takes seconds for a large vocabulary."""
@@ -199,7 +273,7 @@ class Grammars:
                 self.tokenizer = open_vocabulary(*self.vocabulary)
             return self.tokenizer
 
-    def compile(self, wanted: StructuredOutputsParams) -> Future[Grammar]:
+    def compile(self, wanted: StructuredOutputsParams, client: str = "") -> Future[Grammar]:
         """The compiled grammar, or a ValueError that says what is wrong with it.
 
         Raises:
@@ -215,11 +289,12 @@ class Grammars:
             if is_small(wanted):
                 future = submit(self.small, self._compile_small, wanted)
             else:
-                future = Future()  # one that can be cancelled at any time
-                submit(self.others, self._compile, wanted, future)
+                self.others.ask(wanted, client, future := Future())
             self.cache[wanted] = future
             while len(self.cache) > 1 and sum(map(size_of, self.cache.items())) > MAX_CACHED:
                 self.cache.popitem(last=False)
+        elif not future.done():
+            self.others.ask(wanted, client)
         self.cache.move_to_end(wanted)
         return future
 
@@ -227,13 +302,15 @@ class Grammars:
         """Have a request wait until `ready` returns it."""
         self.waiting[request.request_id] = request
         self.deadlines[request] = time.monotonic() + COMPILE_TIMEOUT
+        request.grammar.add_done_callback(lambda _: self.compiled.append(request))
 
     def ready(self) -> list[SequenceGroup]:
         """The requests that wait no more: their grammars are compiled, or they have waited for COMPILE_TIMEOUT."""
-        now = time.monotonic()
-        ready = [request for request, end in self.deadlines.items() if request.grammar.done() or now > end]
+        now, ready = time.monotonic(), [self.compiled.popleft() for _ in range(len(self.compiled))]
+        ready += takewhile(lambda request: now > self.deadlines[request], self.deadlines)
+        ready = [request for request in ready if self.deadlines.pop(request, None) is not None]  # else aborted
         for request in ready:
-            del self.deadlines[request], self.waiting[request.request_id]
+            del self.waiting[request.request_id]
         return ready
 
     def abort(self, request_id: str) -> None:
@@ -243,21 +320,15 @@ class Grammars:
             self.leave(request)
 
     def leave(self, request: SequenceGroup) -> None:
-        """A request waits for its grammar no more. The compilation ends if none does."""
-        if not any(other.grammar is request.grammar for other in self.waiting.values()):
-            request.grammar.cancel()
+        """A request waits for its grammar no more."""
+        if wanted := request.params.structured_outputs:
+            self.others.leave(wanted, request.client, request.grammar)
 
-    def _compile(self, wanted: StructuredOutputsParams, future: Future[Grammar]) -> None:
-        if future.cancelled():
-            return
-        with contextlib.suppress(InvalidStateError):  # it was cancelled meanwhile
-            try:
-                self.sandbox.start()  # it reads the vocabulary meanwhile
-                tokenizer = self._open()
-                text, size = self.sandbox.check(wanted, future)
-                future.set_result(compile_text(tokenizer, text, self.words, size))
-            except BaseException as error:
-                future.set_exception(error.with_traceback(None))
+    def _compile(self, wanted: StructuredOutputsParams, future: Future[Grammar]) -> Grammar:
+        self.sandbox.start()  # it reads the vocabulary meanwhile
+        tokenizer = self._open()
+        text, size = self.sandbox.check(wanted, future)
+        return compile_text(tokenizer, text, self.words, size)
 
     def _compile_small(self, wanted: StructuredOutputsParams) -> Grammar:
         return compile_text(self._open(), text_of(wanted), self.words, LEAST_SIZE + CHAR_SIZE * wanted.size)
@@ -334,7 +405,7 @@ class Grammars:
 
     def close(self) -> None:
         """Let the threads and the sandbox end."""
-        for pool in (self.threads, self.small, self.others):
+        for pool in (self.threads, self.small, self.others.threads):
             pool.shutdown(wait=False, cancel_futures=True)
         self.sandbox.close()
 
@@ -351,8 +422,8 @@ def submit(pool: ThreadPoolExecutor, task: Callable[..., Any], *args: Any) -> Fu
 def size_of(entry: tuple[StructuredOutputsParams, Future[Grammar]]) -> int:
     """The bytes of an entry of the cache."""
     wanted, future = entry
-    is_made = future.done() and not future.cancelled() and not future.exception()
-    return 2 * wanted.size + (future.result().size if is_made else 0)
+    known = future.done() and not future.cancelled() and not future.exception()
+    return 2 * wanted.size + (future.result().size if known else 0)
 
 
 def samples(seq: Sequence, computed: int) -> bool:

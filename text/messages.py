@@ -183,8 +183,8 @@ def in_turn(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Keep one system message at most, the first; others become the user's. Neighbours of one role become one."""
     start = [*itertools.takewhile(lambda message: message["role"] in SYSTEM_ROLES, messages)]
     rest = messages[len(start) :]
-    late = (message | {"role": "user"} if message["role"] in SYSTEM_ROLES else message for message in rest)
-    return _joined([message | {"role": start[0]["role"]} for message in start]) + _joined(late)
+    turns = (message | {"role": "user"} if message["role"] in SYSTEM_ROLES else message for message in rest)
+    return _joined([message | {"role": start[0]["role"]} for message in start]) + _joined(turns)
 
 
 def one_call_each(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

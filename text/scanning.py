@@ -93,7 +93,7 @@ class Source:
     mark: int | None = None  # a place to which the reading may go back
     ended: bool = False  # whether no more text will come
     in_reasoning: bool = False  # whether the text at `at` is hidden reasoning
-    ended_late: bool = False  # whether the end of reasoning has come in the content
+    ended_in_content: bool = False  # whether the end of reasoning has come in the content
 
     def feed(self, text: str) -> None:
         """Add text, and drop what has been read once it is the longer part, so that unread text is seldom copied."""

@@ -18,7 +18,6 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-MAX_SOURCE = 2**18  # characters of a template, which compile in some 3 s; real ones have some thousands
 MAX_SECONDS = 10.0  # that a template may run
 PIECES_AT_ONCE = 64  # that a template writes before others are served
 
@@ -97,13 +96,11 @@ def is_value(node: nodes.Node | None, key: Any, names: set[str]) -> bool:
 
 
 def read_template(environment: TemplateEnvironment, source: str) -> ChatTemplate:
-    """Compile a chat template and find out what it expects; a ValueError if it is none, or too large.
+    """Compile a chat template and find out what it expects; a ValueError if it is none.
 
     It takes parts if it goes through the content of messages, as vLLM's `--chat-template-content-format auto` has it.
     vLLM then makes parts of every text; here a template that looks which of them it was given is given either.
     """
-    if len(source) > MAX_SOURCE:
-        raise ValueError(f"it has {len(source)} characters; at most {MAX_SOURCE} are allowed")
     try:
         template, tree = environment.from_string(source), environment.parse(source)
     except Exception as error:  # deep nesting ends in a RecursionError, a SyntaxError or a MemoryError

@@ -436,7 +436,7 @@ def read_answer(calls: Calls, format: ToolParser, thinking: ReasoningParser, mar
                 yield from source.space()
             else:
                 yield content(source.take(source.text.index(mark, source.at)))
-            source.ended_late |= mark in ends and make is content and not has_ended
+            source.ended_in_content |= mark in ends and make is content and not has_ended
             has_ended |= mark in ends
             yield from source.follows(mark)
             calls.unknown = False
@@ -559,7 +559,7 @@ def read_whole(
     while True:
         reader = make_reader(refused=refused, reasoned=reasoned)
         parts = reader.feed(text) + reader.end()
-        if not reasoned and reader.source.ended_late and (lacks_start or any(part.reasoning for part in parts)):
+        if not reasoned and reader.source.ended_in_content and (lacks_start or any(part.reasoning for part in parts)):
             reasoned, before = True, -1
             refused.clear()
             continue

@@ -182,9 +182,10 @@ def test_an_engine_writes_one_and_the_command_line_replays_it(make_llm, tmp_path
     assert run.returncode == 2 and len(run.stderr.splitlines()) == 1 and "waiting is 0" in run.stderr
 
 
-def test_a_journal_that_cannot_be_written_is_refused(make_llm, tmp_path):
-    with pytest.raises(ValueError, match=r"log_scheduler is .*No such file"):
-        make_llm(log_scheduler=str(tmp_path / "nowhere" / "file"))
+@pytest.mark.parametrize("option", ["log_scheduler", "trace"])
+def test_a_file_that_cannot_be_written_is_refused(make_llm, tmp_path, option):
+    with pytest.raises(ValueError, match=f"{option} is .*No such file"):
+        make_llm(**{option: str(tmp_path / "nowhere" / "file")})
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -60,35 +60,50 @@ def test_a_grammar_that_would_harm_is_refused_and_others_are_not_held_up(own_gra
     wanted = StructuredOutputsParams(**asked)
     if "MiB" in said:
         own_grammars.sandbox.limits = Limits(memory=2**23)
-    harmful = own_grammars.compile(wanted)
-    mine = own_grammars.compile(StructuredOutputsParams(regex="a+"))
-    other = own_grammars.compile(StructuredOutputsParams(regex="b+"))
+    harmful = own_grammars.compile(wanted, "bad")
+    mine = own_grammars.compile(StructuredOutputsParams(regex="a+"), "bad")
+    other = own_grammars.compile(StructuredOutputsParams(regex="b+"), "good")
     with pytest.raises(ValueError, match=said):
         harmful.result(60)
     assert other.result(60) and mine.result(60)
-    assert own_grammars.compile(wanted) is harmful  # it is remembered
+    assert own_grammars.compile(wanted, "worse") is harmful  # it is remembered
 
 
 def test_what_nobody_waits_for_any_more_is_not_compiled(own_grammars):
     own_grammars.sandbox.limits = Limits(cpu_time=60, time=60.0)
-    wanted = StructuredOutputsParams(json=ENDLESS)
-    first, other = (SimpleNamespace(grammar=own_grammars.compile(wanted)) for _ in range(2))
-    own_grammars.waiting |= {"a": first, "b": other}
+    wanted, queued = (StructuredOutputsParams(json=ENDLESS | {"title": name}) for name in "ab")
+    first, same, other, next_one = (
+        SimpleNamespace(
+            client=client,
+            params=SimpleNamespace(structured_outputs=asked),
+            grammar=own_grammars.compile(asked, client),
+        )
+        for client, asked in (("bad", wanted), ("bad", wanted), ("other", wanted), ("bad", queued))
+    )
     sandbox = psutil.Process(own_grammars.sandbox.start()[0].pid)
     eventually(sandbox.children, 30)
-    del own_grammars.waiting["a"]
     own_grammars.leave(first)
+    own_grammars.leave(same)
     assert not other.grammar.cancelled()
-    del own_grammars.waiting["b"]
+    own_grammars.leave(next_one)
     own_grammars.leave(other)
-    assert first.grammar.cancelled()
+    assert first.grammar.cancelled() and next_one.grammar.cancelled() and not own_grammars.others.jobs
     eventually(lambda: not sandbox.children(), 10)
-    assert own_grammars.compile(wanted) is not first.grammar
+    assert own_grammars.compile(StructuredOutputsParams(regex="mine"), "bad").result(30)  # the turn is free again
+    assert own_grammars.compile(wanted, "bad") is not first.grammar
 
 
-def test_what_is_small_does_not_wait_for_others(own_grammars):
-    endless = [own_grammars.compile(StructuredOutputsParams(json=ENDLESS | {"title": name})) for name in "abcdefgh"]
-    assert own_grammars.compile(StructuredOutputsParams(json=PLAIN)).result(60) and not endless[-1].done()
+def test_a_client_waits_for_its_own_grammars_alone(own_grammars):
+    own_grammars.compile(StructuredOutputsParams(regex="a")).result(60)  # the vocabulary has been read
+    endless = [StructuredOutputsParams(json=ENDLESS | {"title": name}) for name in "abcdefgh"]
+    bad = [own_grammars.compile(wanted, "bad") for wanted in endless]
+    assert own_grammars.compile(StructuredOutputsParams(regex="good"), "good").result(60)
+    assert len(own_grammars.others.jobs) >= 5  # one, and perhaps a second after it
+    assert own_grammars.compile(StructuredOutputsParams(json=PLAIN), "bad").result(60)  # what is small needs no turn
+    assert own_grammars.compile(endless[-1], "good") is bad[-1]  # where two want the same, it is anybody's turn
+    with pytest.raises(ValueError, match="more than 1 s"):
+        bad[-1].result(60)
+    assert not bad[-2].done()
 
 
 @pytest.mark.parametrize(
