@@ -374,9 +374,10 @@ class Scheduler:
                 continue
             token = result.token_ids[i]
             tokens = [token] if token >= 0 else []
+            logprobs = [result.logprobs[i]] if i in result.logprobs else []
             if drafts := flight.drafts.get(seq, 0):
                 row = result.verified[i]
-                tokens = row.token_ids
+                tokens, logprobs = row.token_ids, row.logprobs
                 seq.num_unverified -= drafts
                 seq.num_computed -= drafts + 1 - len(tokens)
                 self.drafting.landed(seq, row)
@@ -397,8 +398,6 @@ class Scheduler:
                 del seq.proposed[self.drafting.wanted(seq) :]
             if seq is group.leader:
                 self.admission.samples.prompt_done(seq, self.admission.now)
-            logprobs = [result.logprobs[i]] if i in result.logprobs else []
-            logprobs = result.verified[i].logprobs if drafts else logprobs
             news.outputs.append(self._output_of(seq, i in stopped, tokens, logprobs))
             if drafts:  # it may join the batch once a step has wanted no drafts for it
                 continue

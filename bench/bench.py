@@ -266,8 +266,9 @@ def main() -> None:
         if len(engines) != len(pythons):
             parser.error(f"--peer is given {len(engines)} times; --peer-python {len(pythons)} times")
         options["peers"] = list(zip(engines, pythons, strict=True))
+    package = f"{__package__}." if __package__ else ""
     try:
-        figures = pkgutil.resolve_name(COMMANDS[name][0])(**options)
+        figures = pkgutil.resolve_name(package + COMMANDS[name][0])(**options)
     except ValueError as error:
         parser.exit(2, f"bench.py: error: {error}\n")
     if figures is None:  # a model was made

@@ -97,9 +97,9 @@ class Search:
     seq: Sequence  # stands for the search in reports and metrics; it never runs
     params: SamplingParams  # of a beam's request
     beams: Generator[list[list[int]], list[Nexts], list[Answer]]
-    asked: list[str] = field(default_factory=list)  # ids of the step's requests, one a beam
+    names: list[str] = field(default_factory=list)  # ids of the step's requests, one a beam
     nexts: dict[str, Nexts] = field(default_factory=dict)  # what has come, by id
-    num_asked: int = 0  # requests of all steps
+    num_requests: int = 0  # requests of all steps
 
 
 class BeamSearches:
@@ -140,18 +140,18 @@ class BeamSearches:
         """Add the requests of a step, whose beams have these `outputs`."""
         whole = search.group
         candidates = min(num_candidates(whole.params.num_sequences, whole.stop_ids), self.scheduler.limits.vocab_size)
-        search.nexts, search.asked = {}, []
+        search.nexts, search.names = {}, []
         for output in outputs:
-            while (name := f"{whole.request_id}/{search.num_asked}") in self.scheduler.requests:  # a client's own id
-                search.num_asked += 1
+            while (name := f"{whole.request_id}/{search.num_requests}") in self.scheduler.requests:  # a client's own id
+                search.num_requests += 1
             group = SequenceGroup(name, [*whole.prompt, *output], search.params, whole.salt, adapter=whole.adapter)
             group.priority, group.client, group.delay = whole.priority, whole.client, whole.delay
             group.grammar = whole.grammar
-            group.beam = Beam(len(output), candidates, (search.seq.key[1], search.num_asked) if output else None)
-            search.num_asked += 1
+            group.beam = Beam(len(output), candidates, (search.seq.key[1], search.num_requests) if output else None)
+            search.num_requests += 1
             self.scheduler.add(group)
             self.observe("added", group)
-            search.asked.append(name)
+            search.names.append(name)
             self.of_beam[name] = search
             if not output:  # its steps keep the place in the queues that its arrival gave it
                 first = group.seqs[0]
@@ -180,10 +180,10 @@ class BeamSearches:
             search.group.time_in_queue, search.group.num_cached = output.time_in_queue, output.num_cached_tokens
             search.params = replace(search.params, prompt_logprobs=None)
             self.scheduler.stats.sampled(search.seq, 0)
-        if len(search.nexts) < len(search.asked):
+        if len(search.nexts) < len(search.names):
             return []
         try:
-            self._ask(search, search.beams.send([search.nexts[name] for name in search.asked]))
+            self._ask(search, search.beams.send([search.nexts[name] for name in search.names]))
         except StopIteration as end:
             return self._answer(search, end.value)
         except HookError as error:  # a user's policy has refused a beam's request
@@ -218,7 +218,7 @@ class BeamSearches:
     def abort(self, request_id: str, reason: str = "abort") -> None:
         """Drop a search, with all its requests; an unknown id has just finished. See `Scheduler.abort`."""
         if search := self.running.get(request_id):
-            for name in search.asked:
+            for name in search.names:
                 if self.of_beam.pop(name, None):
                     self.scheduler.abort(name, reason=reason)
                     self.observe("aborted", name, None, reason)

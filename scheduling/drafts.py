@@ -30,7 +30,7 @@ class AcceptanceStats:
     likely: float = LIKELY
     tried: float = 0.0  # drafts that were compared with what the model has sampled
     taken: float = 0.0
-    found: float = 1.0  # how often there were any, of late
+    presence: float = 1.0  # how often there were any, of late
     num_drafts: int = 0  # all that were verified,
     num_taken: int = 0  # and those that the model has sampled, too
 
@@ -41,7 +41,7 @@ class AcceptanceStats:
 
     def learn(self, drafts: int, taken: int) -> None:
         """A row has taken so many of its drafts. The one after them was refused, and nothing is known of the others."""
-        self.found += ((drafts > 0) - self.found) / SEARCHES_KEPT
+        self.presence += ((drafts > 0) - self.presence) / SEARCHES_KEPT
         tried = min(drafts, taken + 1)
         kept = math.exp(-tried / TRIALS_KEPT)
         self.tried = kept * self.tried + tried
@@ -129,7 +129,7 @@ class Drafting:
         if not self.floors:
             return 0
         stats, chance = seq.acceptance, seq.acceptance.chance
-        if stats.found * chance < self.needed:
+        if stats.presence * chance < self.needed:
             return 0
         params = seq.group.params
         most = min(room, seq.limit - seq.num_known - 1)

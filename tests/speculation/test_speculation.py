@@ -326,10 +326,10 @@ def test_drafts_cease_where_they_do_not_pay() -> None:
         stats.learn(4, taken)
         chances.append(stats.chance)
     assert chances[20] < 0.15 < 0.6 == chances[0] < 0.85 < chances[40] <= 1
-    assert stats.found == pytest.approx(1)
+    assert stats.presence == pytest.approx(1)
     for _ in range(20):
         stats.learn(0, 0)  # there were none to judge by,
-    assert stats.chance == chances[40] and stats.found < 0.1  # but it is known how often that is so
+    assert stats.chance == chances[40] and stats.presence < 0.1  # but it is known how often that is so
 
 
 def flight_of(chances: list[float], step: int = 1) -> Any:
