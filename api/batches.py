@@ -32,7 +32,7 @@ from api.openapi import Path
 from api.response_store import PAGE_OF_ITEMS, page_of
 from api.routes import Api
 from observe.logs import logger
-from processes.child import LOOK, Shares
+from processes.child import LOOK, ClientShares
 
 MOST_HELD, MOST_PARTS, MOST_BOUNDARY = 2**16, 8, 70  # of a form: bytes in memory, parts, bytes of its boundary
 BYTES = "application/octet-stream"
@@ -192,7 +192,7 @@ def enter(api: Api, owner: str, batch: dict[str, Any], status: str) -> None:
 def answer_lines(api: Api, owner: str, batch: dict[str, Any], answers: Answers) -> None:
     """Answer the lines of a batch that have no answer yet. It may be `Ended` meanwhile, or there is no more room."""
     files, api = api.files, copy.copy(api)
-    api.answers = Shares(sys.maxsize, api.board, api.board.answers)  # lines wait here, so none is refused
+    api.answers = ClientShares(sys.maxsize, api.board, api.board.answers)  # lines wait here, so none is refused
 
     def look() -> None:
         if api.board.draining:

@@ -15,7 +15,7 @@ import msgspec
 
 from api.checks import ApiError
 from api.options import ServerConfig
-from processes.child import Board, Shares
+from processes.child import Board, ClientShares
 
 FILE, BATCH = "file-", "batch_"  # what ids begin with
 ENDED = ("completed", "failed", "expired", "cancelled")  # states of a batch
@@ -37,7 +37,7 @@ class Files:
         self.closed = "" if config.files_dir else "this server keeps no files; --files-dir names a folder for them"
         self.root = Path(config.files_dir or "").resolve()
         self.width = max(1, num_seqs // 2)  # the engines' other sequences are for requests that somebody waits for
-        self.running = Shares(min(MOST_RUNNING, self.width), board, [0] * board.PLACES)  # batches of this process
+        self.running = ClientShares(min(MOST_RUNNING, self.width), board, [0] * board.PLACES)  # batches of this process
         self.limit, self.sharing = config.max_files_bytes // max(1, config.shares), "" if config.shares else "*"
         if not self.closed:
             if not (secret := self.root / "secret").exists():

@@ -28,7 +28,7 @@ from api.options import ServerConfig
 from api.replies import json_of
 from api.routes import Api
 from observe.logs import logger
-from processes.child import Shares
+from processes.child import ClientShares
 
 BODY_PART = 2**14  # bytes of a body to read at a time
 PACKED = {"gzip": 31, "x-gzip": 31, "deflate": 15}  # content codings, and zlib's `wbits` for each
@@ -80,7 +80,7 @@ def arriving(config: ServerConfig, most: int, cap: str) -> Generator[bytes, None
         raise ApiError(413, f"the body is larger than {most} bytes ({cap})") from None
 
 
-def read_body(config: ServerConfig, bodies: Shares) -> bytearray:
+def read_body(config: ServerConfig, bodies: ClientShares) -> bytearray:
     """The body of this request. Each part of it counts from when it arrives until `g.body` is closed."""
     if request.mimetype.startswith("multipart/"):
         raise ApiError(415, f"the content type is {request.mimetype}; it must be application/json")

@@ -21,7 +21,7 @@ from api.prompts import Parsers, Prompts
 from api.response_store import Store
 from api.viewers import Viewers
 from observe.prometheus import exposition
-from processes.child import Board, Shares
+from processes.child import Board, ClientShares
 from tokenizer import Tokenizer
 
 MOST_LISTED = 16  # names of models in an error
@@ -48,8 +48,8 @@ class Api:
         self.store = Store(config)
         self.files = Files(config, board, facts["max_num_seqs"] * facts["data_parallel_size"])
         self.viewers = Viewers(client, config, board)
-        self.answers = Shares(config.max_queue, board, board.answers, config.api_server_count)
-        self.bodies = Shares(config.max_body_bytes_in_flight, board, board.bytes, config.api_server_count)
+        self.answers = ClientShares(config.max_queue, board, board.answers, config.api_server_count)
+        self.bodies = ClientShares(config.max_body_bytes_in_flight, board, board.bytes, config.api_server_count)
 
     def answer(self, face: Face, body: dict[str, Any], caller: Caller) -> dict[str, Any] | Events:
         """The reply to a request; an `ApiError` if it is refused. What else may end it is in `EngineCall.run`."""

@@ -21,7 +21,7 @@ from api.checks import ApiError, in_parts, without_folders
 from api.generation import EngineClient
 from api.options import ServerConfig
 from api.replies import sse
-from processes.child import Board, Shares
+from processes.child import Board, ClientShares
 from processes.client import EngineDeadError
 
 PERIOD = 0.2  # seconds between two events
@@ -50,7 +50,7 @@ class Viewers:
         self.client, self.board = client, board
         self.lock = threading.Lock()
         self.viewers: set[Viewer] = set()
-        self.shares = Shares(config.max_live_viewers, board, [0] * Board.PLACES)  # of this process alone
+        self.shares = ClientShares(config.max_live_viewers, board, [0] * Board.PLACES)  # of this process alone
         self.asking = False  # whether the thread runs
         self.totals: dict[int, dict[str, int]] = {}  # of each engine's latest answer; see `Recorder.live`
 

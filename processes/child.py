@@ -3,7 +3,7 @@
     Child             the parent's handle on such a process, which it replaces when it has died or stopped
     ParentPipe        the process's own end of the pipe to its parent
     FrameServer       its end of its clients' connections, see `connection.py`
-    Board, Shares     memory that the API processes and their parent share, and clients' shares of its counts
+    Board, ClientShares     memory that the API processes and their parent share, and clients' shares of its counts
 
 The parent never speaks HTTP and never imports torch. A child reads its options from standard input, and that pipe stays
 open as long as the parent lives: when it closes, because the parent ended or was killed, the child ends, too. A
@@ -488,7 +488,7 @@ class Board(ctypes.Structure):
         self.told[self.mine].value = ", ".join(tasks[-self.MOST_TASKS :]).encode()[: self.MOST_TOLD - 1]
 
 
-class Shares:
+class ClientShares:
     """Clients' shares of something that has a limit: `counts`, by API processes.
 
     A client may have all that others leave, and at least an equal share of this process's part: it is let in while it

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 Nexts = tuple[list[int], list[float]]  # a beam's likeliest next tokens and their log-probabilities, the likeliest first
 
 
-class Answer(NamedTuple):
+class BeamAnswer(NamedTuple):
     """A beam that has ended."""
 
     score: float
@@ -49,7 +49,7 @@ def beam_search(
     stop_ids: Collection[int],
     length_penalty: float = 1.0,
     early_stopping: bool | Literal["never"] = False,
-) -> Generator[list[list[int]], list[Nexts], list[Answer]]:
+) -> Generator[list[list[int]], list[Nexts], list[BeamAnswer]]:
     """Search for the best outputs; returns the answers, the best first.
 
     Yields each beam's output so far, the best beam first, and takes the `num_candidates` likeliest next tokens of each
@@ -62,7 +62,7 @@ def beam_search(
         length_penalty, early_stopping: see `SamplingParams`.
     """
     beams: list[tuple[float, list[int]]] = [(0.0, [])]  # each beam's log-probability and output
-    answers: list[Answer] = []
+    answers: list[BeamAnswer] = []
     for length in count(1):
         nexts = yield [output for _, output in beams]
         continuations = (
@@ -76,7 +76,7 @@ def beam_search(
             if not stopped and length < max_tokens:
                 going.append((logprob, [*output, id]))
             elif place < width:
-                answers.append(Answer(logprob / length**length_penalty, [*output, id], stopped))
+                answers.append(BeamAnswer(logprob / length**length_penalty, [*output, id], stopped))
         answers = sorted(answers, key=lambda answer: -answer.score)[:width]
         beams = going[:width]
         if not beams:
@@ -96,7 +96,7 @@ class Search:
     group: SequenceGroup  # the client's, which the scheduler never has
     seq: Sequence  # stands for the search in reports and metrics; it never runs
     params: SamplingParams  # of a beam's request
-    beams: Generator[list[list[int]], list[Nexts], list[Answer]]
+    beams: Generator[list[list[int]], list[Nexts], list[BeamAnswer]]
     names: list[str] = field(default_factory=list)  # ids of the step's requests, one a beam
     nexts: dict[str, Nexts] = field(default_factory=dict)  # what has come, by id
     num_requests: int = 0  # requests of all steps
@@ -191,7 +191,7 @@ class BeamSearches:
             return [error_output(request_id, error)]
         return []
 
-    def _answer(self, search: Search, answers: list[Answer]) -> list[EngineOutput]:
+    def _answer(self, search: Search, answers: list[BeamAnswer]) -> list[EngineOutput]:
         """The answers of a search that is over, the best first; or the error that there are too few."""
         group, most = search.group, len(answers)
         if most < (n := group.params.n):

@@ -26,7 +26,7 @@ from random_checkpoints import BEAMS, Checkpoints
 from random_checkpoints import NEW_OF_BEAMS as NEW
 from random_checkpoints import SEARCHED as CASES
 from sampling_params import SamplingParams
-from scheduling.beam_search import Answer, beam_search, num_candidates
+from scheduling.beam_search import BeamAnswer, beam_search, num_candidates
 
 Model = Callable[[Sequence[int]], list[float]]  # output so far -> log-probability of each token
 
@@ -58,7 +58,7 @@ class Search(NamedTuple):
     early_stopping: bool | str = False
 
 
-def drive(search: Search, model: Model) -> tuple[list[Answer], int]:
+def drive(search: Search, model: Model) -> tuple[list[BeamAnswer], int]:
     """The answers of a search, and how many steps it took."""
     steps: list[list[list[int]]] = []
 
