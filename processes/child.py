@@ -1,9 +1,9 @@
 """The server's processes: how they start, die, drain and end. The API processes are in `api/gunicorn_loop.py`.
 
-    Child             the parent's handle on such a process, which it replaces when it has died or stopped
-    ParentPipe        the process's own end of the pipe to its parent
-    FrameServer       its end of its clients' connections, see `connection.py`
-    Board, ClientShares     memory that the API processes and their parent share, and clients' shares of its counts
+    Child                 the parent's handle on such a process, which it replaces when it has died or stopped
+    ParentPipe            the process's own end of the pipe to its parent
+    FrameServer           its end of its clients' connections, see `connection.py`
+    Board, ClientShares   memory that API processes and their parent share, and clients' shares of its counts
 
 The parent never speaks HTTP and never imports torch. A child reads its options from standard input, and that pipe stays
 open as long as the parent lives: when it closes, because the parent ended or was killed, the child ends, too. A

@@ -18,7 +18,7 @@ from integrity import check_integrity
 from plan import Adapter, Logprobs, StateRoom, StepPlan, StepResult, Verified
 from sampling_params import SamplingParams
 from scheduler import Scheduler
-from scheduling.beam_search import Answer, BeamSearches, beam_search, num_candidates
+from scheduling.beam_search import BeamAnswer, BeamSearches, beam_search, num_candidates
 from sequence import Sequence, SequenceGroup, derived_seed
 
 VOCAB, EOS = 50, 7
@@ -78,7 +78,7 @@ def expected_beams(
     return [answer.tokens for answer in answers[:n]]
 
 
-def driven(search, model: Callable[[list[int]], list[float]], most: int) -> list[Answer]:
+def driven(search, model: Callable[[list[int]], list[float]], most: int) -> list[BeamAnswer]:
     """The answers of a search, which is told the `most` likeliest tokens after each output by `model`."""
     nexts = None
     while True:
