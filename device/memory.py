@@ -394,7 +394,11 @@ def report(config: EngineConfig, model: Transformer, plan: MemoryPlan, room: int
         ("adapters", plan.adapters, f"{adapters}; the host's memory has {config.host_loras}"),
         ("batch state", plan.state, f"{rows:,} sequences of up to {max_model_len:,} tokens"),
         ("recurrent states", plan.states, states),
-        ("largest step", plan.step, "the larger of activations, and logits with their workspaces"),
+        (
+            "largest step",
+            plan.step,
+            "the larger of activations, and logits with their workspaces" if plan.logits else "",
+        ),
         ("  activations", plan.activations, tokens),
         ("  logits", plan.logits, f"of {config.max_samples:,} rows"),
         ("  sampling", plan.sampling, ""),
