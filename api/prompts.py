@@ -62,12 +62,25 @@ class Prompts:
             variables = named | variables
         if "enable_thinking" in variables:  # DeepSeek, Granite and Kimi call it so
             variables = {"thinking": variables["enable_thinking"]} | variables
-        fixed = opening, go_on, fields["tools"] or None, fields["chat_template"], fields["documents"]
+        source = fields["chat_template"]
+        if source is not None and (trouble := self.threads.apply(self._compile, (source,))):
+            raise ApiError(400, trouble, "chat_template")
+        fixed = opening, go_on, fields["tools"] or None, source, fields["documents"]
         try:
             return self.tokenizer.render(fields["messages"], *fixed, **variables)
         except ValueError as error:
-            param = "chat_template" if str(error).startswith("chat_template ") else "messages"
-            raise ApiError(400, str(error), param) from None
+            raise ApiError(400, str(error), "messages") from None
+
+    def _compile(self, source: str) -> str | None:
+        """Compile a request's chat template, which takes up to seconds; returns the error, or None.
+
+        It is not raised, because gevent would write the traceback of what a thread raises to stderr.
+        """
+        try:
+            self.tokenizer.template(source)
+        except ValueError as error:
+            return str(error)
+        return None
 
     def encode(self, fields: dict[str, Any], prompt: Source, add_special_tokens: bool, output: int = 0) -> Prompt:
         """A prompt, after `truncate_prompt_tokens`, whose -1 leaves `output` tokens. A pair of texts is one prompt."""

@@ -77,6 +77,7 @@ def calibrate(
                     setattr(owner, name, learner)
 
     run_chunks(config, chunks, SamplingParams(temperature=0.0, max_tokens=1), put_learners)
+    assert learners, "a model without a matrix"
     if (most := max(learner.tokens for learner in learners.values())) < tokens:
         raise ValueError(f"the calibration has {tokens} tokens, and a step has room for {most}; give a shorter text")
     return {name: codes for name, part in parts.items() if (codes := gathered(part, learners))}

@@ -39,7 +39,8 @@ from worker import Worker
 # sees how much memory is free, and so needs only GRAPHS. cuBLAS's workspace has 32 MiB on Hopper, 8 on most others.
 CONTEXT = 640 * MIB  # CUDA's own, the code of all kernels, cuBLAS's workspace
 NCCL = 512 * MIB  # the buffers through which several ranks exchange tensors
-GRAPHS = 256 * MIB  # some hundred KiB a graph, a workspace for each capturing stream; their tensors' pool is counted
+# Some hundred KiB a graph, and a workspace for each capturing stream; twice so much with adapters.
+GRAPHS = 256 * MIB  # their tensors' pool is counted
 # Reading the weights takes as long for 128 tokens as for 16. From there on at most a third of a step is padding. A step
 # of more tokens than the last keeps a GPU busy for longer than Python. Each size is a graph for each layer at start.
 PIECE_SIZES = [16, 32, 64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024]
@@ -109,7 +110,12 @@ def plan_memory(config: EngineConfig, model: Transformer, cuda: bool) -> MemoryP
         if cuda and captures_graphs(config):
             largest = max(rows, config.max_samples - rows + min(rows, MOST_DRAFTING))  # tokens of a graph
             passed, step = sum(model.passed_sizes), max(count_step(dry, [1] * rows)[:3])
-            graphs = GRAPHS + item * largest * passed + step * largest // rows + piece_bytes(config, dry)
+            graphs = (
+                GRAPHS * (1 + config.enable_lora)
+                + item * largest * passed
+                + step * largest // rows
+                + piece_bytes(config, dry)
+            )
         kept = kept_bytes(config, model)
         activations, logits, graphs = activations + kept, logits + kept, graphs + (kept if graphs else 0)
         reserved += kept

@@ -74,9 +74,10 @@ def add_drafts(w: Worker) -> None:
             run.plan = w.state.with_drafts(run.plan)
 
     def choose_graph(run: StepRun) -> None:  # making drafts is a part of some graphs
-        if run.plan.propose:
-            run.shape = run.shape._replace(proposes=True)
-            run.graph = run.graph and w.graphs.get(run.shape)
+        shape = run.shape._replace(proposes=True)
+        if run.plan.propose and (not run.graph or shape in w.graphs):  # large steps make none
+            run.shape = shape
+            run.graph = run.graph and w.graphs[shape]
 
     def lay_out(run: StepRun) -> None:
         batch, shape = run.batch, run.shape

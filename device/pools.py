@@ -128,7 +128,8 @@ def profile(start: Start) -> int:
     blocks = [[0] * -(-length // config.block_size)] * len(model.layout.windows)
     held = torch.cuda.memory_reserved()
     torch.cuda.reset_peak_memory_stats()
-    worker.execute(StepPlan(0, rows=[(slot, length) for slot in range(count)], new=prompts(count, length, blocks)))
+    new = prompts(count, length, blocks, adapter=int(worker.adapters is not None))  # of zeros
+    worker.execute(StepPlan(0, rows=[(slot, length) for slot in range(count)], new=new))
     if start.group.pipeline.last and not config.makes_vectors:
         logits = some_logits(start)
         slots = torch.zeros(config.max_samples, dtype=torch.int32, device=start.device)

@@ -23,7 +23,8 @@ from plan import NewRow, StepPlan
 from sampling_params import PoolingParams, SamplingParams
 from worker import StepRun, Worker
 
-SOME_ROWS = (33, 97)  # products with weights in codes have a specialization for 17 to 64 rows, and for 65 to 511
+# Products with weights in codes have specializations for up to 16, 64 and 511 rows, and for more.
+SOME_ROWS = (33, 97, 512)
 
 
 def rehearse(start: Start) -> None:
@@ -39,7 +40,7 @@ def rehearse(start: Start) -> None:
             most = config.num_drafts
             for adjusted in (True, False):
                 kinds = [(*warm_up_prompts(start), 0), (1, 1, 0), (1, 1 + most, most)]
-                for count, length, drafts in {*kinds, *((1, some, 0) for some in some_tokens(start))}:
+                for count, length, drafts in {*kinds, *((*some, 0) for some in some_prompts(start))}:
                     ones = np.ones(count, dtype=np.int32)
                     shape = dry.shape_of(ones * length, ones * (1 + drafts), ones * drafts)
                     proposes = most > 0 and count <= MOST_DRAFTING
@@ -136,19 +137,23 @@ def run_prompts(start: Start, worker: Worker) -> float:
     if len(worker.host_states):
         moves |= {"state_out": [(0, 0)], "state_in": [(0, 0)]}
     worker.execute(StepPlan(2, released=[row.slot for row in new], **moves))
-    for some in some_tokens(start) if start.guard else []:
-        new = prompts(1, some, some_blocks(start, some))
-        worker.execute(StepPlan(3, rows=[(0, some)], new=new)).result()
-        worker.execute(StepPlan(4, released=[0]))
+    for several, tokens in some_prompts(start) if start.guard else []:
+        new = prompts(several, tokens, some_blocks(start, tokens))
+        worker.execute(StepPlan(3, rows=[(row.slot, tokens) for row in new], new=new)).result()
+        worker.execute(StepPlan(4, released=[row.slot for row in new]))
     if start.guard and start.group.pipeline.last:  # the head's product for many rows may be another specialization
         some_logits(start)
     return seconds / (count * length)
 
 
-def some_tokens(start: Start) -> set[int]:
-    """Tokens of prompts for which products with weights in codes have other specializations; empty without such."""
-    most = min(start.config.token_budget, start.max_model_len - 1)
-    return {min(rows, most) for rows in SOME_ROWS} if start.model.coded else set()
+def some_prompts(start: Start) -> set[tuple[int, int]]:
+    """Numbers of prompts and of tokens of each, with which products with weights in codes have SOME_ROWS, if a step may
+    have so many; empty without such weights."""
+    budget, sizes = start.config.token_budget, set()
+    for rows in SOME_ROWS if start.model.coded else ():
+        length = min(rows, budget, start.max_model_len - 1)
+        sizes.add((min(-(-rows // length), budget // length, start.config.max_num_seqs), length))
+    return sizes
 
 
 def logits_rows(start: Start) -> list[int]:
@@ -168,7 +173,8 @@ def some_logits(start: Start) -> torch.Tensor:
 def run_pooled(start: Start, worker: Worker, count: int, length: int) -> float:
     """Run prompts that are pooled, `count` of `length` tokens and one of one; returns seconds per prompt token."""
     for n, tokens in ((1, 1), (count, length), (count, length)):
-        new = prompts(n, tokens, some_blocks(start, tokens), pooling=PoolingParams())
+        adapter = int(worker.adapters is not None)  # of zeros
+        new = prompts(n, tokens, some_blocks(start, tokens), pooling=PoolingParams(), adapter=adapter)
         begun = time.perf_counter()
         worker.execute(StepPlan(0, rows=[(row.slot, tokens) for row in new], new=new)).result()
         seconds = time.perf_counter() - begun
@@ -208,10 +214,11 @@ def capture(start: Start, worker: Worker) -> None:
     pool, shapes = torch.cuda.graph_pool_handle(), []
     for size in reversed(worker.graph_sizes):
         drafts = start.config.num_drafts if size <= MOST_DRAFTING else 0
+        proposing = drafts > 0 and pipeline.last
         for tokens in sorted({1, 1 + drafts}):
             counts = np.full(size, tokens, dtype=np.int32)
             shape = worker.shape_of(counts, counts, counts - 1)
-            for flags in product((False, True), {False, worker.adapters is not None}, {False, drafts > 0}):
+            for flags in product((False, True), {False, worker.adapters is not None}, {False, proposing}):
                 shapes.append(shape._replace(adjusted=flags[0], adapted=flags[1], proposes=flags[2]))
     incoming_size, outgoing_size = start.model.passed_sizes
     most = max(shape.tokens for shape in shapes)

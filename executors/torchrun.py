@@ -29,6 +29,7 @@ VARIABLES = {
     "MASTER_ADDR": "SLURM_STEP_NODELIST",
     "MASTER_PORT": "SLURM_JOB_ID",
 }
+MOST = 2**32  # that a variable may hold
 FIRST_PORT, NUM_PORTS = 15000, 10000  # for jobs of Slurm; Linux takes none of them for outgoing connections
 
 
@@ -115,7 +116,7 @@ def let_go(channel: Any, take_sampled: Callable[[], None]) -> None:
 def launched_as(environ: Mapping[str, str]) -> dict[str, str]:
     """The values of torchrun's variables. Those that are not set follow from what Slurm has told a task of `srun`.
 
-    All ranks meet on the first node of a step, where rank 0 must run. If Slurm's task sees one GPU, that is its own
+    All of them meet on the first node of a step, where rank 0 must run. If Slurm's task sees one GPU, that is its own
     (`--gpus-per-task`).
 
     Raises:
@@ -132,37 +133,56 @@ def launched_as(environ: Mapping[str, str]) -> dict[str, str]:
             f"({srun if is_task else 'nor is this a task of `srun`'}): start with `torchrun --nproc-per-node=N` in "
             "place of `python`, or with `srun --ntasks=N python`"
         )
-    values = {name: environ[source] for name, source in sources.items()}
+
+    def number(name: str, low: int, high: int) -> int:
+        return whole(environ, sources[name], low, high)
+
     by_slurm = {name for name, source in sources.items() if source != name}
-    if "LOCAL_WORLD_SIZE" in by_slurm:  # the ids of the tasks on this node, like `4,5`
-        values["LOCAL_WORLD_SIZE"] = str(values["LOCAL_WORLD_SIZE"].count(",") + 1)
+    size = number("WORLD_SIZE", 1, MOST)
+    rank = number("RANK", 0, size - 1)
+    local_size = tasks_here(environ, size) if "LOCAL_WORLD_SIZE" in by_slurm else number("LOCAL_WORLD_SIZE", 1, size)
+    local_rank = number("LOCAL_RANK", 0, local_size - 1)
     if "LOCAL_RANK" in by_slurm and "," not in environ.get("CUDA_VISIBLE_DEVICES", ","):
-        values["LOCAL_RANK"] = "0"
+        local_rank = 0
+    address = environ[sources["MASTER_ADDR"]]
     if "MASTER_ADDR" in by_slurm:
-        alone = values["LOCAL_WORLD_SIZE"] == values["WORLD_SIZE"]  # a single machine's own name may not resolve
-        values["MASTER_ADDR"] = "127.0.0.1" if alone else first_node(values["MASTER_ADDR"])
-    if "MASTER_PORT" in by_slurm:
-        values["MASTER_PORT"] = port_of_step(environ)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
-        if not values[name].isdecimal():
-            raise ValueError(f"{sources[name]} is {values[name]!r:.80} in the environment; it must be a whole number")
-    if int(values["RANK"]) >= (size := int(values["WORLD_SIZE"])):
-        raise ValueError(f"{sources['RANK']} is {values['RANK']} in the environment; it must be below {size}")
-    return values
+        address, nodes = first_node(address), address
+        if not rank and (here := environ.get("SLURMD_NODENAME", address)) != address:
+            raise ValueError(
+                f"SLURMD_NODENAME is {here!r:.80} for rank 0, but SLURM_STEP_NODELIST, {nodes!r:.80}, begins with "
+                f"another node, where the ranks would meet: set MASTER_ADDR to {here:.80} for all of them"
+            )
+        address = "127.0.0.1" if local_size == size else address  # a single machine's own name may not resolve
+    port = port_of_step(environ) if "MASTER_PORT" in by_slurm else number("MASTER_PORT", 1, 65535)
+    return dict(zip(VARIABLES, map(str, (rank, size, local_rank, local_size, address, port)), strict=True))
 
 
-def first_node(nodes: str) -> str:
+def whole(environ: Mapping[str, str], name: str, low: int = 0, high: int = MOST) -> int:
+    """The whole number that a variable holds; a ValueError if it is none from `low` to `high`."""
+    text = environ.get(name, "")
+    if not re.fullmatch(r"\d{1,10}", text, re.ASCII) or not low <= int(text) <= high:
+        raise ValueError(f"{name} is {text!r:.80} in the environment; it must be a whole number from {low} to {high}")
+    return int(text)
+
+
+def tasks_here(environ: Mapping[str, str], size: int) -> int:
+    """The number of a step's `size` tasks that Slurm has started on this node, by the list of their ids, like `4,5`."""
+    if not re.fullmatch(r"\d+(,\d+)*", ids := environ["SLURM_GTIDS"], re.ASCII) or ids.count(",") >= size:
+        raise ValueError(f"SLURM_GTIDS is {ids!r:.80} in the environment; it must be like '4,5', at most {size} tasks")
+    return ids.count(",") + 1
+
+
+def first_node(listed: str) -> str:
     """The first one of Slurm's list of nodes: `node01` of `node[01-03,7],other`."""
     numbers = r"\[(\d+)[-,\d]*\]"
-    if not (first := re.match(rf"(?:[^\[\],\s]|{numbers})+(?=,|$)", nodes, re.ASCII)):
-        raise ValueError(f"SLURM_STEP_NODELIST is {nodes!r:.80} in the environment; it must be like 'node[01-03,7]'")
+    if not (first := re.match(rf"(?:[^\[\],\s]|{numbers})+(?=,|$)", listed, re.ASCII)):
+        raise ValueError(f"SLURM_STEP_NODELIST is {listed!r:.80} in the environment; it must be like 'node[01-03,7]'")
     return re.sub(numbers, r"\1", first[0])
 
 
-def port_of_step(environ: Mapping[str, str]) -> str:
+def port_of_step(environ: Mapping[str, str]) -> int:
     """A port that all ranks of a step of Slurm choose, and hardly ever another step on the node."""
-    job, step = int(environ["SLURM_JOB_ID"]), int(environ["SLURM_STEP_ID"])
-    return str(FIRST_PORT + (101 * job + step) % NUM_PORTS)
+    return FIRST_PORT + (101 * whole(environ, "SLURM_JOB_ID") + whole(environ, "SLURM_STEP_ID")) % NUM_PORTS
 
 
 def lead_or_follow(config: EngineConfig, model_config: ModelConfig) -> EngineConfig:

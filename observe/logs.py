@@ -85,15 +85,17 @@ class Repeated:
     """Warnings that may come very often: one is logged in REPEATED_INTERVAL seconds, and the others are counted."""
 
     def __init__(self) -> None:
-        self.lock, self.unlogged, self.next = threading.Lock(), 0, 0.0
+        self.lock, self.unlogged, self.last, self.next = threading.Lock(), 0, "", 0.0
 
     def warn(self, message: str) -> None:
         """Log it, or count it."""
         with self.lock:
             if time.monotonic() < self.next:
-                self.unlogged += 1
+                self.unlogged, self.last = self.unlogged + 1, message
                 return
-            before = f" ({self.unlogged} more since the last such line)" if self.unlogged else ""
+            before = (
+                f" ({self.unlogged} more since the last such line, the latest: {self.last})" if self.unlogged else ""
+            )
             self.unlogged, self.next = 0, time.monotonic() + REPEATED_INTERVAL
         logger.warning(message + before)
 

@@ -231,8 +231,10 @@ class Lark:
 
     def properties(self, schema: Schema) -> Iterator[tuple[str, Schema, bool]]:
         """(key, schema with its definitions, whether it is required) of an object; a ValueError: these are too long."""
-        required = {*texts_of(schema, "required")}
-        for key in schema.get("properties") or {}:
+        required, parts = {*texts_of(schema, "required")}, schema.get("properties") or {}
+        if not isinstance(parts, dict):
+            raise ValueError(f"properties is {parts!r:.80}; it must be an object of schemas")
+        for key in parts:
             time.sleep(0)  # there may be many, and an API process serves others as well
             inner = referred(property_schema(schema, key))
             self.repeated += sum(len(json.dumps(inner[name])) for name in SHARED if name in inner)

@@ -1,8 +1,8 @@
 """Chat templates: Jinja as transformers 5 sets it up, with bounds on what a template may write and how long it may run.
 
-Jinja's sandbox keeps a template from Python's insides. After each piece that it writes, `run_template` looks at the
-clock, and now and then lets other requests of the process run. What it computes between two pieces has no bound,
-because templates are the operator's: of the model's folder, or of clients that he trusts with it.
+Jinja's sandbox keeps a template from Python's insides. Every turn of a loop and every call looks at the clock, and now
+and then lets other requests of the process run, because a client's messages decide how many there are. What else a
+template computes has no bound: templates are the operator's, of the model's folder or of clients that he trusts.
 """
 
 from __future__ import annotations
@@ -16,10 +16,31 @@ from typing import Any, NamedTuple
 from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+MAX_SOURCE = 2**18  # characters of a template, which compile in some 3 s; real ones have some thousands
 MAX_SECONDS = 10.0  # that a template may run
-PIECES_AT_ONCE = 64  # that a template writes before others are served
+SLICE = 0.01  # seconds that a template runs before others may
+
+
+class TimedContext(Context):
+    """The variables of one run of a template, and the time that it has left."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.deadline = time.monotonic() + MAX_SECONDS
+        self.wake = min(self.deadline, time.monotonic() + SLICE)
+
+    def tick(self) -> None:
+        """Look at the clock, and let other greenlets run now and then; their time does not count."""
+        if (now := time.monotonic()) > self.wake:
+            if now > self.deadline:
+                raise TemplateError(f"it took more than {MAX_SECONDS} seconds")
+            time.sleep(0)
+            rested = time.monotonic()
+            self.deadline += rested - now
+            self.wake = min(self.deadline, rested + SLICE)
 
 
 class GenerationTag(Extension):
@@ -35,12 +56,35 @@ class GenerationTag(Extension):
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
     """Jinja as transformers 5 sets it up for chat templates; each may write `max_chars`."""
 
+    context_class = TimedContext
+    intercepted_binops = frozenset({"*", "**"})  # not computed while a template is compiled
+
     def __init__(self, max_chars: int):
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols])
+        super().__init__(
+            trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols],
+            optimized=False,  # or filters of constants would run while a template is compiled
+        )  # fmt: skip
         self.max_chars = max_chars
         now = datetime.datetime.now
         self.globals |= {"raise_exception": _raise_exception, "strftime_now": lambda format: now().strftime(format)}
         self.filters["tojson"] = _tojson
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        """A template's tree, in which each turn of a loop begins with a call, and so with a look at the clock."""
+        tree = super()._parse(source, name, filename)
+        for loop in tree.find_all(nodes.For):
+            turn = nodes.Call(nodes.EnvironmentAttribute("turn"), [], [], None, None)
+            loop.body.insert(0, nodes.ExprStmt(turn).set_lineno(loop.lineno))
+        return tree
+
+    def turn(self) -> None:
+        """A turn of a loop begins."""
+
+    def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Call a macro, a function or a method."""
+        assert isinstance(context, TimedContext)
+        context.tick()
+        return super().call(context, function, *args, **kwargs)
 
 
 def _raise_exception(message: str) -> None:
@@ -96,11 +140,13 @@ def is_value(node: nodes.Node | None, key: Any, names: set[str]) -> bool:
 
 
 def read_template(environment: TemplateEnvironment, source: str) -> ChatTemplate:
-    """Compile a chat template and find out what it expects; a ValueError if it is none.
+    """Compile a chat template and find out what it expects; a ValueError if it is none, or too large.
 
     It takes parts if it goes through the content of messages, as vLLM's `--chat-template-content-format auto` has it.
     vLLM then makes parts of every text; here a template that looks which of them it was given is given either.
     """
+    if len(source) > MAX_SOURCE:
+        raise ValueError(f"it has {len(source)} characters; at most {MAX_SOURCE} are allowed")
     try:
         template, tree = environment.from_string(source), environment.parse(source)
     except Exception as error:  # deep nesting ends in a RecursionError, a SyntaxError or a MemoryError
@@ -131,19 +177,16 @@ def unfiltered(node: nodes.Node | None) -> nodes.Node | None:
 def run_template(template: Template, variables: dict[str, Any]) -> str:
     """The text that a template writes; a ValueError if it fails, refuses its variables, or goes beyond a limit."""
     assert isinstance(template.environment, TemplateEnvironment)
-    most, deadline = template.environment.max_chars, time.monotonic() + MAX_SECONDS
-    pieces, chars = [], 0
+    most, pieces, chars = template.environment.max_chars, [], 0
     try:
-        for piece in template.generate(variables):
+        context = template.new_context(variables)
+        assert isinstance(context, TimedContext)
+        for piece in template.root_render_func(context):
+            context.tick()
             pieces.append(piece)
             chars += len(piece)
             if chars > most:
                 raise TemplateError(f"it wrote more than max_template_chars, {most} characters")
-            if (now := time.monotonic()) > deadline:
-                raise TemplateError(f"it took more than {MAX_SECONDS} seconds")
-            if len(pieces) % PIECES_AT_ONCE == 0:
-                time.sleep(0)
-                deadline += time.monotonic() - now  # the time of others does not count
     except Exception as error:  # a template is a program: str + None in it is a TypeError, and so on
         raise ValueError(f"chat template: {error}") from None
     return "".join(pieces)

@@ -22,7 +22,18 @@ from itertools import chain
 from typing import NamedTuple
 
 from text.json_mending import mend
-from text.lark_rules import Lark, Schema, brief, property_schema, repeated, schema_value, texts_of, then, types_of
+from text.lark_rules import (
+    Lark,
+    Schema,
+    brief,
+    list_of,
+    property_schema,
+    repeated,
+    schema_value,
+    texts_of,
+    then,
+    types_of,
+)
 from text.scanning import AnswerPart, NoCall, Source, Steps, Waiting, content, markers, nothing, reasoning
 from text.schemas import NOTES
 
@@ -402,7 +413,9 @@ class PythonFormat(ToolParser):
         """A value as the model writes it. What is not told apart here is JSON, and so are the values in it."""
         types, keywords = types_of(schema), schema.keys() - {*NOTES}
         if self.raw:
-            kinds = schema["anyOf"] if keywords == {"anyOf"} else [{**schema, "type": kind} for kind in sorted(types)]
+            kinds = [{**schema, "type": kind} for kind in sorted(types)]
+            if keywords == {"anyOf"}:
+                kinds = list_of(schema, "anyOf")
             is_flat = all(isinstance(kind, dict) and "anyOf" not in kind for kind in kinds)
             if keywords & {"anyOf", "type"} and len(kinds) > 1 and is_flat:
                 return lark.one_of(self._value(lark, kind, strict) for kind in kinds)

@@ -449,7 +449,7 @@ def test_errors_of_messages_are_as_anthropic_spells_them(engine: ScriptedClient)
         assert error_of(post(http_client, route, "red", system="x" * 1024), 413, "request_too_large")
     assert "context" in error_of(post(http_client, TALK, "red", system="a " * 99), 400, kind)
     with http_client.application.app_context(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("api.routes.Shares.has_room", lambda shares, *args: shares.limit != 2)
+        patch.setattr("api.routes.ClientShares.has_room", lambda shares, *args: shares.limit != 2)
         assert "max_queue" in error_of(post(http_client, TALK, "red"), 429, "rate_limit_error")
         patch.setattr("api.anthropic.conversation", lambda *args: 1 // 0)
         assert "internal" in error_of(post(http_client, TALK, "red"), 500, "api_error")

@@ -57,8 +57,13 @@ def test_a_script_on_two_stages_gives_the_tokens_of_one_rank(llm: LLM, tmp_path:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    (line,) = done.stdout.splitlines()  # rank 1 never got past LLM
-    tokens, sizes, refused = json.loads(line)
+    (said,) = done.stdout.splitlines()  # rank 1 never got past LLM
+    assert_said(llm, said)
+
+
+def assert_said(llm: LLM, said: str) -> None:
+    """What SCRIPT prints is what one rank gives."""
+    tokens, sizes, refused = json.loads(said)
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     wanted = llm.generate(PROMPTS, params, use_tqdm=False)
     prompt = [i % 500 for i in range(1000)]
@@ -211,11 +216,23 @@ def test_a_rank_knows_how_it_was_launched(environ: dict[str, str], found: dict[s
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"SLURM_PROCID": "7"}, "SLURM_PROCID is 7 in the environment; it must be below 7$"),
-        ({"SLURM_STEP_NUM_TASKS": "-1"}, "SLURM_STEP_NUM_TASKS is '-1' in the environment; it must be a whole number$"),
+        ({"SLURM_PROCID": "7"}, "SLURM_PROCID is '7' in the environment; it must be a whole number from 0 to 6$"),
+        ({"SLURM_PROCID": "-1"}, "SLURM_PROCID is '-1' in .* from 0 to 6$"),
+        ({"SLURM_PROCID": "one"}, "SLURM_PROCID is 'one'"),
+        ({"SLURM_STEP_NUM_TASKS": "0"}, "SLURM_STEP_NUM_TASKS is '0' in .* from 1 to "),
+        ({"SLURM_STEP_NUM_TASKS": ""}, "SLURM_STEP_NUM_TASKS is ''"),
+        ({"SLURM_GTIDS": "0,1,2,3,4,5,6,7"}, "SLURM_GTIDS is '0,1,.*; it must be like '4,5', at most 7 tasks$"),
+        ({"SLURM_GTIDS": "4,"}, "SLURM_GTIDS is '4,' in .*; it must be like '4,5'"),
+        ({"SLURM_LOCALID": "2"}, "SLURM_LOCALID is '2' in .* from 0 to 1$"),
         ({"SLURM_STEP_NODELIST": "[1-3"}, r"SLURM_STEP_NODELIST is '\[1-3' in .*; it must be like 'node\[01-03,7\]'$"),
-        ({"RANK": "7"}, "^RANK is 7 in .* below 7$"),
-        ({"MASTER_PORT": ""}, "^MASTER_PORT is '' in "),
+        # Rank 0 would listen on one node, and all others look for it on another.
+        (LEADER | {"SLURMD_NODENAME": "node02", "SLURM_NODEID": "1", "SLURM_DISTRIBUTION": "arbitrary"},
+         r"SLURMD_NODENAME is 'node02' for rank 0, but .* 'node\[01-03,7\]', begins .*: set MASTER_ADDR to node02 "),
+        (LEADER | COMPONENTS | {"SLURMD_NODENAME": "b1"}, "begins with another .*: set MASTER_ADDR to b1 "),
+        ({"SLURM_JOB_ID": "x"}, "SLURM_JOB_ID is 'x'"),
+        ({"RANK": "7"}, "^RANK is '7' in .* from 0 to 6$"),
+        ({"LOCAL_WORLD_SIZE": "8"}, "^LOCAL_WORLD_SIZE is '8' in .* from 1 to 7$"),
+        ({"MASTER_PORT": "65536"}, "^MASTER_PORT is '65536' in .* from 1 to 65535$"),
         ({"SLURM_LOCALID": None}, r"but LOCAL_RANK not set in the environment \(nor what `srun` sets, SLURM_LOCALID\)"),
         # A batch script has these variables, too, but another SLURM_STEP_ID or none; and a shell of `salloc` has them.
         # They would wait for the other ranks for ever.
