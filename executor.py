@@ -186,6 +186,7 @@ class MpExecutor:
         self.call_id = 0  # of the latest call
         self.awaited: int | None = 0  # the call that somebody waits for; 0: the start
         self.replies: dict[int, Reply] = {}  # to it, by rank
+        self.given_up: set[int] = set()  # ranks that may still run a call whose caller has timed out
         self.watchdogs = [Watchdog() for _ in range(size)]
         self.next_look = 0.0
         self.trouble = ""  # what `on_trouble` was last called with
@@ -350,6 +351,7 @@ class MpExecutor:
                 if time.monotonic() > begun + timeout:
                     if not self.ready:
                         raise self._stuck(missing[0], timeout)
+                    self.given_up = {*missing}
                     raise TimeoutError(f"rank {missing[0]} has not replied within {timeout:g} s")
                 for rank in missing:
                     self._take(rank, TURN)
@@ -369,6 +371,7 @@ class MpExecutor:
         if data is None:
             raise self._died(rank)
         message = self.codec.decode(data)
+        self.given_up.discard(rank)
         if isinstance(message, StepResult):
             self.early[rank].append(message)
         elif message.call_id == self.awaited:
@@ -401,10 +404,12 @@ class MpExecutor:
         return is_stopped(process.pid)
 
     def _error(self, rank: int, what: str, why: str = "", kind: type[WorkerError] = WorkerError) -> WorkerError:
-        """An error that says what happened to a rank, and in which step."""
+        """An error that says what happened to a rank, and in which step. A call that was given up blames no request."""
         where = f" in step {self.unanswered[0]}" if self.unanswered else " while idle"
         if not self.ready:
             where = " while it starts"
+        elif rank in self.given_up:
+            where, kind = " in a call that was given up", BlamelessError
         return kind(f"rank {rank} {what}{where}" + (f": {why}" if why else ""))
 
 

@@ -331,5 +331,5 @@ def test_a_rank_that_is_lost_in_a_call_that_was_given_up_is_found(ranks, how):
     if "died" in how:
         rank.kill()
     executor.unanswered.append(1)  # a step that waits
-    with pytest.raises(WorkerError, match=f"rank 0 {how} in step 1"):
+    with pytest.raises(BlamelessError, match=f"rank 0 {how} in a call that was given up"):
         executor.result()
