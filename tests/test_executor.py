@@ -234,7 +234,7 @@ def test_a_worker_whose_heart_stands_still_while_idle_is_noticed(monkeypatch):
     tell_time(monkeypatch, lambda: now)
     executor.results, executor.processes, executor.peers = [ring], [SimpleNamespace(pid=os.getpid())], None
     executor.watchdogs, executor.next_look, executor.trouble, executor.ready = [Watchdog()], 0.0, "", True
-    executor.step_timeout, executor.unanswered, troubles = 30.0, deque(), []
+    executor.step_timeout, executor.unanswered, executor.given_up, troubles = 30.0, deque(), set(), []
     executor.on_trouble = troubles.append
     for _ in range(12):
         executor._look()

@@ -63,7 +63,7 @@ EVERY_FILE = [
 ]
 # These may fall. They rise only when a capability with a name of its own comes.
 MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 24, 700, 80, 750
-MOST_STORY_LINES = 6611
+MOST_STORY_LINES = 6616
 MOST_LINES = {
     ".": 10683, "api": 6273, "checkpoints": 2950, "commands": 937, "cpu": 2715, "device": 3807, "executors": 882,
     "lora": 796, "models": 3717, "observe": 1459, "ops": 2998, "processes": 3483,
