@@ -88,7 +88,7 @@ class RecordedGraph(TorchDispatchMode):
     ("shape", "adapters"),
     [
         (ONE_LAYER, 0),
-        (ONE_LAYER, 2),
+        pytest.param(ONE_LAYER, 2, marks=pytest.mark.full),
         *(pytest.param(shape, 0, marks=pytest.mark.long) for shape in ({}, EXPERTS | ONE_LAYER, WINDOWS, LATENT)),
     ],
     ids=["one layer", "adapters", "plain", "experts", "windows", "latents"],

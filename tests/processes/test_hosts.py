@@ -300,7 +300,7 @@ def test_strangers_disturb_nobody_and_cost_one_line_a_while(pair: Pair, caplog):
     pair.gate.refusals.next = 0.0  # a while is over
     socket.create_connection(pair.port.getsockname(), 10).close()
     eventually(lambda: len(lines()) == 2, 10)
-    assert lines()[1].endswith(f"({len(STRANGE) - 1} more since the last such line)")
+    assert f"({len(STRANGE) - 1} more since the last such line, the latest: refused" in lines()[1]
     assert client.trouble is None and not node.refused
     client.shutdown()
 
