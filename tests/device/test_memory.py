@@ -324,7 +324,7 @@ def test_captured_graphs_share_what_their_steps_take(make, monkeypatch, layers, 
     with LiveBytes() as live:
         warmup.capture(made, worker)
         gc.collect()
-    assert len(worker.graphs) == (16 if drafts else 4)
+    assert len(worker.graphs) == (8 if drafts else 4)
     passed, news = 2 * (1 + drafts) * 4 * sum(model.passed_sizes), 4 * 2 * 2 * 4
     assert live.now <= passed + news * pipeline.last
     assert live.peak <= plan_memory(made.config, model, cuda=True).graphs - memory.GRAPHS + news
