@@ -530,6 +530,8 @@ def test_defaults_are_those_of_transformers(oracle: Any, files: dict[str, dict[s
     # Heads of latents have no keys of their own. The others are said by other fields of the files in question.
     common = [
         ("deepseek-v3", "num_key_value_heads"),
+        ("deepseek-v3-halves-biases", "num_key_value_heads"),
+        ("kimi-k2", "num_key_value_heads"),
         ("glm4-moe-lite", "num_key_value_heads"),
         ("gemma4-experts", "layer_types"),
         ("phi4-partial-longrope", "original_max_position_embeddings"),
