@@ -186,7 +186,7 @@ class MpExecutor:
         self.call_id = 0  # of the latest call
         self.awaited: int | None = 0  # the call that somebody waits for; 0: the start
         self.replies: dict[int, Reply] = {}  # to it, by rank
-        self.given_up: set[int] = set()  # ranks that may still run a call whose caller has timed out
+        self.given_up: set[int] = set()  # ranks that may still run a call that nobody waits for any more
         self.watchdogs = [Watchdog() for _ in range(size)]
         self.next_look = 0.0
         self.trouble = ""  # what `on_trouble` was last called with
@@ -244,7 +244,8 @@ class MpExecutor:
     def collective_rpc(
         self, method: Method, timeout: float | None = None, args: Sequence[Any] = (), kwargs: Kwargs = None
     ) -> list[Any]:
-        """Call all ranks. They finish a call that takes too long, and their late replies are dropped.
+        """Call all ranks. A call that takes too long goes on: the next step waits for it, for `step_timeout` at most, and
+        late replies are dropped.
 
         Raises:
             ValueError: the call failed, or the function cannot be sent.
@@ -351,13 +352,12 @@ class MpExecutor:
                 if time.monotonic() > begun + timeout:
                     if not self.ready:
                         raise self._stuck(missing[0], timeout)
-                    self.given_up = {*missing}
                     raise TimeoutError(f"rank {missing[0]} has not replied within {timeout:g} s")
                 for rank in missing:
                     self._take(rank, TURN)
                 self._attend()
         finally:
-            self.awaited = None
+            self.awaited, self.given_up = None, {*ranks} - self.replies.keys()
 
     def _take(self, rank: int, timeout: float) -> bool:
         """Keep the next message of a rank; False if none has come in time."""

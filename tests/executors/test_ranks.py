@@ -310,7 +310,23 @@ def test_steps_and_calls_wait_for_a_call_that_was_given_up(ranks):
     give_up(executor, "another")
     slow.go.set()
     assert executor.result() == result(1) and not executor.said
-    assert executor.collective_rpc("next") == ["next"] and not executor.replies.keys() - {0}  # late ones are dropped
+    assert executor.collective_rpc("next") == ["next"]  # late replies are dropped
+
+
+def test_a_call_that_failed_on_one_rank_is_given_up_on_the_others(ranks):
+    slow = Slow()
+
+    def act(rank: Rank, message: Any) -> None:
+        if rank.rank:
+            slow(rank, message)
+        else:
+            rank.say(Reply(message.call_id, "", "it fails"))
+
+    executor = ranks(act, 2, step_timeout=30.0)
+    with pytest.raises(ValueError, match="it fails"):
+        executor.collective_rpc("slow")
+    assert executor.given_up == {1}
+    slow.go.set()
 
 
 def test_a_call_that_fails_after_it_was_given_up_is_the_fault_of_no_request(ranks):
