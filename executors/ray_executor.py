@@ -33,6 +33,7 @@ from observe.logs import counted, logger, set_up
 from plan import Kwargs, Method, StepPlan
 from ring import BEAT
 
+WARN_AFTER = 5.0  # seconds of waiting for room, after which it is logged
 DEATH_TIMEOUT = 1.0  # seconds to wait for what Ray says of a death
 INHERITED = ("GLOO_", "HF_", "NCCL_", "TRITON_")  # variables of a process's environment that its actors get
 
@@ -250,7 +251,8 @@ class RayExecutor(MpExecutor):
         from ray.util import placement_group_table
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        deadline = time.monotonic() + config.startup_timeout
+        self.begun = time.monotonic()
+        deadline = self.begun + config.startup_timeout
         config, self.waits_for = for_actors(config, self.kind), ""
         group = self._reserve(config, deadline)
         hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
@@ -328,8 +330,8 @@ class RayExecutor(MpExecutor):
         return rooms
 
     def _wait(self, why: str) -> None:
-        """Wait a moment, and say why, once."""
-        if why != self.waits_for:
+        """Wait a moment, and say why, once, if this takes longer than WARN_AFTER."""
+        if why != self.waits_for and time.monotonic() > self.begun + WARN_AFTER:
             self.waits_for = why
             logger.warning(why)
             if self.placed:
