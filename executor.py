@@ -244,8 +244,7 @@ class MpExecutor:
     def collective_rpc(
         self, method: Method, timeout: float | None = None, args: Sequence[Any] = (), kwargs: Kwargs = None
     ) -> list[Any]:
-        """Call all ranks. A call that takes too long goes on: the next step waits for it, for `step_timeout` at most, and
-        late replies are dropped.
+        """Call all ranks. A call that takes too long goes on; the next step waits for it, `step_timeout` at most.
 
         Raises:
             ValueError: the call failed, or the function cannot be sent.

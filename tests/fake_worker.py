@@ -410,6 +410,8 @@ class Engine:
             params, ids = group.params, [*group.prompt]
             ended = [row["index"] for row in report["answers"] if row["finish_reason"] in ("stop", "length")]
             ended = [index for index in ended if index in answers]
+            reason = self.reasons.get(name)
+            assert ended or name in self.errors or name not in self.finished, f"{name} has ended by {reason}"
             most = limit if params.max_tokens is None else params.max_tokens
             if params.use_beam_search:
                 beams = expected_beams(ids, most, limit, params.num_sequences, params.n, params.ignore_eos)

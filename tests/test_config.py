@@ -77,7 +77,7 @@ def test_the_demo_is_asked_at_a_low_temperature(llm: LLM) -> None:
 @pytest.mark.parametrize("value", [-1, "hot"])
 def test_a_generation_config_out_of_range_is_refused_by_its_name(folder: Path, value: Any) -> None:
     (folder / "generation_config.json").write_text(json.dumps({"temperature": value}))
-    with pytest.raises(ValueError, match=r"^temperature is .*generation_config.json"):
+    with pytest.raises(ValueError, match=r"^temperature is .*generation_config.json says so, and --gen"):
         LLM(str(folder), device="cpu")
 
 
@@ -93,7 +93,7 @@ def test_listed_tokens_are_of_the_vocabulary(llm, name):
     every = SamplingParams(**{name: range(size) if name == "stop_token_ids" else [*range(size)]}, max_tokens=3, n=2)
     assert llm.generate([5, 6], every, use_tqdm=False)[0].outputs[1].finish_reason in ("stop", "length")
     beyond = SamplingParams(**{name: [5, *range(size, 100_000)]})
-    with pytest.raises(ValueError, match=rf"^{name} has token ids \[{size}, .{{1,60}}\];"):
+    with pytest.raises(ValueError, match=rf"^{name} has token ids \[{size}, .{{1,60}}\]; allowed: 0 to {size - 1}$"):
         llm.generate([5, 6], beyond, use_tqdm=False)
 
 
@@ -158,19 +158,19 @@ def test_a_bad_value_of_rope_is_one_line_or_a_model_that_starts(tmp_path: Path, 
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000"),
-        ({"rms_norm_eps": math.inf}, "rms_norm_eps is inf"),
-        ({"rope_theta": math.nan}, "rope_theta is nan"),
-        ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor is 0"),
-        ({"head_dim": 33}, "head_dim is 33"),
-        ({"head_dim": None, "num_attention_heads": 10}, "hidden_size is 192"),
-        ({"torch_dtype": "int8"}, "dtype 'int8'"),
-        ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false'"),
-        ({"eos_token_id": [1, True]}, "eos_token_id has True"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; it must be a whole number from 1 to 1024"),
+        ({"rms_norm_eps": math.inf}, "rms_norm_eps is inf; it must be a number from 1e-20 to 1"),
+        ({"rope_theta": math.nan}, "rope_theta is nan; it must be a number from 2 to "),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, r"factor is 0; it must be a number from 0\.001 to "),
+        ({"head_dim": 33}, "head_dim is 33; it must be even"),
+        ({"head_dim": None, "num_attention_heads": 10}, "hidden_size is 192; .* a multiple of 10 heads"),
+        ({"torch_dtype": "int8"}, "dtype 'int8'; it must be bfloat16, float16, float32"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false'; it must be true or false"),
+        ({"eos_token_id": [1, True]}, "eos_token_id has True; allowed: token ids from 0 to 1023"),
     ],
     ids=lambda v: next(iter(v)) if isinstance(v, dict) else "",
 )
-def test_a_bad_value_is_named(tmp_path: Path, change: dict[str, Any], named: str) -> None:
+def test_a_bad_value_is_named_with_what_is_allowed(tmp_path: Path, change: dict[str, Any], named: str) -> None:
     raw = json.loads(Path(DEMO, "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(raw | change))
     with pytest.raises(ValueError, match=named):
@@ -191,5 +191,5 @@ def test_a_dtype_as_transformers_prints_it(tmp_path: Path, written: str, dtype: 
 
 def test_a_generation_config_that_is_no_object_is_named(folder: Path) -> None:
     (folder / "generation_config.json").write_text("[1]")
-    with pytest.raises(ValueError, match=r"generation_config\.json holds a list"):
+    with pytest.raises(ValueError, match=r"generation_config\.json holds a list; it must hold a JSON object$"):
         ModelConfig.from_folder(str(folder))

@@ -120,7 +120,8 @@ def test_a_full_ring_names_who_does_not_read(pair):
 
 def test_nothing_comes(pair):
     writer, reader = pair()
-    assert reader.read(0.05) is None
+    begun = time.monotonic()
+    assert reader.read(0.05) is None and time.monotonic() - begun >= 0.05
     writer.write(b"late", 1)
     assert reader.read(0.05) == b"late"
 

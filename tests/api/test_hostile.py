@@ -493,16 +493,23 @@ def test_bodies_that_hardly_come(server: Server, path: str) -> None:
     check_serves(server)
 
 
-def test_clients_that_hang_up(server: Server) -> None:
+LONG: dict[str, dict[str, Any]] = {
+    COMPLETIONS: {"prompt": "Once", "max_tokens": 900}, "/v1/messages": {"messages": TALK, "max_tokens": 900},
+    CHAT: {"messages": TALK, "max_tokens": 900, "n": 2}, "/v1/responses": {"input": "Hi", "max_output_tokens": 900},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, *(pytest.param(path, marks=pytest.mark.full) for path in [*LONG][1:])])
+def test_clients_that_hang_up(server: Server, path: str) -> None:
     """In the middle of the body, before the first event, after some of them, and with a reset instead of an end."""
-    body = {"prompt": "Once", "max_tokens": 900, "ignore_eos": True, "stream": True}
+    body = LONG[path] | {"ignore_eos": True, "stream": True}
     payload = json.dumps(body).encode()
     generated = server.metric("generation_tokens_total")
     with connect(server) as sock:
-        sock.sendall(HEAD + b"Content-Length: 999\r\n\r\n" + payload[:20])
+        sock.sendall(HEAD.replace(COMPLETIONS.encode(), path.encode()) + b"Content-Length: 999\r\n\r\n" + payload[:20])
     check_serves(server)
     for events, reset in itertools.product((0, 1, 3), (False, True)):
-        with server.connect("POST", COMPLETIONS, body) as sock:
+        with server.connect("POST", path, body) as sock:
             if reset:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             with sock.makefile("rb") as file:

@@ -11,11 +11,13 @@ import pytest
 from flask.testing import FlaskClient
 from werkzeug.test import TestResponse
 
+from api.anthropic import MESSAGES
 from api.generation import ClientGone
 from api.options import ServerConfig
 from api.response_store import Store, StoredResponse
+from api.responses import RESPONSES
 from scripted import BROKEN, FACTS, MISSING, TEXT, TOKENIZER, ScriptedClient, client_of, error_of, refusal, told
-from test_protocol import BAD_MESSAGES, IMAGE
+from test_protocol import BAD, BAD_MESSAGES, IMAGE
 
 ASK, TALK, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
 HI = [{"role": "user", "content": "Hi"}]
@@ -499,7 +501,7 @@ BAD_HERE: dict[str, dict[str, list[Any]]] = {
         "input": [MISSING, None, *BAD_INPUT], "previous_response_id": ["x" * 1025],
         "max_output_tokens": [0, -1, 2**31], "prompt_cache_key": ["x" * 1025],
         "metadata": [{"a": 1}, {"a" * 65: "x"}, {"a": "x" * 513}, {str(i): "x" for i in range(17)}],
-        "include": [["x"]], "top_logprobs": [-1, 21],
+        "include": [[5], ["x"]], "top_logprobs": [-1, 21],
         "text": [{"format": {"type": "json"}}, {"format": "text"}, {"verbosity": 5}, {"x": 1},
                  {"format": {"type": "json_schema"}}, {"format": {"type": "json_schema", "schema": {}, "x": 1}}],
         "reasoning": [{"effort": 5}, {"effort": True}, {"summary": "long"}, {"context": 5}, {"mode": "pro"},
@@ -509,7 +511,7 @@ BAD_HERE: dict[str, dict[str, list[Any]]] = {
     },
     TALK: {
         "messages": [MISSING, None, *BAD_TURNS], "max_tokens": [MISSING, None, 0, -1, 2**31],
-        "stop_sequences": [[""], ["a"] * 65, ["a" * 513]],
+        "stop_sequences": [[""], [5], ["a"] * 65, ["a" * 513]],
         "system": [5, {}, ["x"], [IMAGE], [{"type": "text"}]],
         "thinking": [{}, {"type": "on"}, {"type": []}, {"type": "enabled", "budget_tokens": "9"},
                      {"type": "enabled", "budget_tokens": True}, {"type": "enabled", "display": "full"},
@@ -539,7 +541,10 @@ OTHERWISE = [  # a field, what it is called here, or a misspelling of
 
 
 def test_bad_values_are_400_and_name_the_field(http_client: FlaskClient, engine: ScriptedClient) -> None:
-    for route, fields in BAD_HERE.items():
+    shared = BAD | {"chat_template_kwargs": [{"messages": 1}, {"a b": 1}]}
+    for route, face in ((ASK, RESPONSES), (TALK, MESSAGES)):
+        judged = {name for name, field in face.fields.items() if field.type is not Any}
+        fields = {name: shared[name] for name in shared.keys() & judged} | BAD_HERE[route]
         for name, values in fields.items():
             for value in values:
                 response = post(http_client, route, **{name: value})

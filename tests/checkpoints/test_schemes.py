@@ -396,6 +396,10 @@ Q = "model.layers.0.self_attn.q_proj."
     ("case", "config", "change", "message"),
     [
         ("gptq 4", {}, {"qweight": None, "bias": None}, f"tensor '{Q}[a-z_]*' that Qwen3ForCausalLM has not"),
+        ("gptq 4", {}, {"scales": None}, f"tensor {Q}qweight is I32, and the checkpoint has no {Q}scales"),
+        ("awq", {}, {"qzeros": torch.zeros(1, 12).int()}, r"has zero points of shape .1, 12., not .2, 12."),
+        ("pack zeros", compressed("pack-quantized"), {}, "has zero points beside it, and .* symmetric True"),
+        ("nf4", {"bnb_4bit_quant_type": "fp4"}, {}, "and the checkpoint has no .*quant_state.bitsandbytes__fp4"),
         ("gptq 8", {"bits": 4}, {}, "has codes of 4 bits .* in groups of 32, and scales of shape"),
         ("gptq v2", {"checkpoint_format": "gptq", "sym": True}, {}, "has zero points other than 8, and .* sym true"),
         ("gptq 4", {}, {"g_idx": torch.full((64,), 2).int()}, "groups of inputs from 2 to 2, and 2 scales"),

@@ -61,22 +61,33 @@ def test_all_that_peft_writes_for_prompt_tuning_is_read(tmp_path: Path) -> None:
     assert count == 8
 
 
-COUNTS: list[dict[str, Any]] = [PROMPTS | {"num_virtual_tokens": value} for value in (None, 0, True, 9)]
-COUNTS += [{"r": value} for value in (0, True, 8.0, 17, 10**400)]
-COUNTS += [{"rank_pattern": {"q_proj": value}} for value in (32, None)]
-COUNTS += [{"lora_alpha": value} for value in (math.nan, False, 10**400)] + [{"alpha_pattern": {"q_proj": "8"}}]
-PATTERNS: list[Any] = [["q_proj"], {"(": 4}, {"[": 4}, {"a{99999999999}": 4}, {"a" * (MOST_CHARS + 1): 4}]
-PATTERNS += [{f"a{i}": 4 for i in range(MOST_KEYS + 1)}]
+COUNT, NUMBER = "must be a whole number of at least 1", "must be a number"
+PATTERNS: list[tuple[Any, str]] = [
+    (["q_proj"], "an object of at most"),
+    ({f"a{i}": 4 for i in range(MOST_KEYS + 1)}, f"an object of at most {MOST_KEYS} keys"),
+    ({"(": 4}, "no regular expression: missing"),
+    ({"[": 4}, "no regular expression: unterminated"),
+    ({"a{99999999999}": 4}, "repetition number is too large"),
+    ({"a" * (MOST_CHARS + 1): 4}, f"at most {MOST_CHARS} characters and 4 repeats, and no"),
+]
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    *(({"peft_type": kind}, "must be 'LORA' or 'PROMPT_TUNING'") for kind in ("IA3", ["LORA"], None)),
+    *((PROMPTS | {"num_virtual_tokens": value}, COUNT) for value in (None, 0, True)),
+    (PROMPTS | {"num_virtual_tokens": 9}, "max_prompt_adapter_token is 8, and at most"),
+    *(({"r": value}, COUNT) for value in (0, True, 8.0)),
+    *(({"r": value}, "max_lora_rank is 16, and at most 256") for value in (17, 10**400)),
+    ({"rank_pattern": {"q_proj": 32}}, "max_lora_rank is 16, and at most 256"),
+    ({"rank_pattern": {"q_proj": None}}, COUNT),
+    *(({"lora_alpha": value}, NUMBER) for value in (math.nan, False, 10**400)),
+    ({"alpha_pattern": {"q_proj": "8"}}, NUMBER),
+    *(({name: value}, words) for name in ("rank_pattern", "alpha_pattern") for value, words in PATTERNS),
+]
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [*({"peft_type": kind} for kind in ("IA3", ["LORA"], None)), *COUNTS, *({"rank_pattern": x} for x in PATTERNS)],
-    ids=lambda fields: str(fields)[:40],
-)
-def test_a_config_that_is_refused(tmp_path: Path, fields: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("fields", "words"), REFUSED, ids=lambda value: str(value)[:40])
+def test_a_config_that_is_refused(tmp_path: Path, fields: dict[str, Any], words: str) -> None:
     folder = write(tmp_path, **fields)
-    with pytest.raises(ValueError, match=f"{tmp_path}.*{[*fields][-1]} ") as refused:
+    with pytest.raises(ValueError, match=f"{tmp_path}.*{[*fields][-1]} .*{words}") as refused:
         read_adapter(folder, 16, 8)
     assert "\n" not in str(refused.value) and len(str(refused.value)) < 700
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from batch_state import BatchState
 from config import DEMO, EngineConfig
 from device.dry_run import dry_model
 from engine import LLM, SamplingParams
+from forked import forked_workers
 from integrity import check_integrity
 from lora.adapter import WEIGHTS
 from lora.stacks import adapter_bytes
@@ -23,7 +24,7 @@ from oracle_checks import make_worker
 from outputs import RequestOutput
 from plan import NewRow, StepPlan
 from random_checkpoints import DATA
-from test_adapters import FEW, ROOMY, assert_equal, refusal
+from test_adapters import FEW, ROOMY, assert_equal, kill_after, refusal
 from tokenizer import Tokenizer
 
 ROOM = {"enable_lora": True, "max_prompt_adapter_token": 12, "sanitize_kv": True}
@@ -188,6 +189,25 @@ def test_virtual_tokens_are_in_the_plan_of_memory() -> None:
     assert size[7] == size[0] + 4 * 7 * model.config.hidden_size
 
 
+@pytest.fixture
+def forked() -> Iterator[None]:
+    with forked_workers():
+        yield
+
+
+def test_new_workers_have_the_prompts(
+    make_llm: Callable[..., LLM], adapters: list[Any], wanted: Callable[..., Any], forked: None
+) -> None:
+    fields = ROOMY | {"distributed_executor_backend": "mp"}
+    llm = make_llm(**ROOM, max_loras=2, max_cpu_loras=3, **fields)
+    try:
+        kill_after(llm.core, [2, 12])
+        assert_equal(answers(llm, adapters, GREEDY), wanted(GREEDY))
+        assert llm.core.metrics()["num_worker_restarts_total"] == 2
+    finally:
+        llm.core.close()
+
+
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
@@ -210,6 +230,7 @@ BAD: dict[str, tuple[Callable[[torch.Tensor], dict[str, torch.Tensor]], str]] = 
     "NaN": (lambda t: {"prompt_embeddings": t * float("nan")}, "prompt_embeddings has NaN or infinite elements"),
     "rows": (lambda t: {"prompt_embeddings": t[1:].clone()}, r"has shape \[4, 192\]; it must be \[5, 192\]"),
     "integers": (lambda t: {"prompt_embeddings": t.int()}, "has dtype torch.int32; it must be one of"),
+    "none": (lambda t: {}, r"has the tensors \[\]; a prompt adapter has 'prompt_embeddings' alone"),
     "another": (lambda t: {"prompt_embeddings": t, "lm_head.weight": t.clone()}, r"has the tensors \['lm_head.weight'"),
 }
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from counting import Compared
-from text.lark_rules import MAY_BE_SPECIAL, types_of
+from text.lark_rules import MAY_BE_SPECIAL, Lark, types_of
 from text.scanning import LONGEST_NAME
 from text.tools import REASONING_PARSERS, TOKEN, TOOL_PARSERS, call_grammar, new_reader, tool_parser_of
 
@@ -618,3 +618,8 @@ def test_a_header_that_is_none_is_read_at_once(name: str) -> None:
         for part in (" ", "\n", ":1", "[ARGS]"):
             TOOL_PARSERS[name].header.fullmatch(begin + part * (LONGEST_NAME // len(part)) + "{")
     assert time.process_time() - begun < 0.8
+
+
+def test_properties_that_are_no_object_are_refused() -> None:
+    with pytest.raises(ValueError, match="it must be an object of schemas"):
+        [*Lark(lambda text: None).properties({"properties": [1]})]
