@@ -65,9 +65,9 @@ EVERY_FILE = [
 MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 24, 700, 80, 750
 MOST_STORY_LINES = 6616
 MOST_LINES = {
-    ".": 10683, "api": 6273, "checkpoints": 2950, "commands": 937, "cpu": 2715, "device": 3807, "executors": 882,
+    ".": 10682, "api": 6267, "checkpoints": 2950, "commands": 937, "cpu": 2715, "device": 3808, "executors": 884,
     "lora": 796, "models": 3717, "observe": 1459, "ops": 2998, "processes": 3483,
-    "scheduling": 1849, "speculation": 676, "text": 4665,
+    "scheduling": 1850, "speculation": 676, "text": 4669,
 }  # fmt: skip
 STDLIB_ONLY = {
     "admission", "checkpoints.gguf_config", "checkpoints.gguf_file", "checkpoints.gguf_folder",
@@ -412,7 +412,7 @@ def test_names_say_what_their_values_are() -> None:
     """In a function that is longer than a glance, nothing is called by a word that fits anything."""
     empty = []
     for name, path in FILES.items():
-        for function in ast.walk(ast.parse(path.read_text())):
+        for function in ast.walk(tree_of(path)):
             if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
                 assert function.end_lineno
                 if function.end_lineno - function.body[0].lineno >= 5:

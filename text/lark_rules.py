@@ -154,8 +154,9 @@ class Held:
     def by_tag(self, tag: str, listed: bool) -> Held:
         """The types of one of its items or values."""
         if tag not in self._tags:
-            inner = [each.get("items") if listed else (each.get("properties") or {}).get(tag) for each in self._steps]
-            self._tags[tag] = Held(next((each for each in inner if isinstance(each, dict)), {}), self.root)
+            parts = [step if listed else step.get("properties") for step in self._steps]
+            inner = [part.get("items" if listed else tag) for part in parts if isinstance(part, dict)]
+            self._tags[tag] = Held(next((held for held in inner if isinstance(held, dict)), {}), self.root)
         return self._tags[tag]
 
 
@@ -230,7 +231,10 @@ class Lark:
         return self.names[text]
 
     def properties(self, schema: Schema) -> Iterator[tuple[str, Schema, bool]]:
-        """(key, schema with its definitions, whether it is required) of an object; a ValueError: these are too long."""
+        """(key, schema with its definitions, whether it is required) of an object.
+
+        A ValueError: `properties` is no object, or the definitions are too long.
+        """
         required, parts = {*texts_of(schema, "required")}, schema.get("properties") or {}
         if not isinstance(parts, dict):
             raise ValueError(f"properties is {parts!r:.80}; it must be an object of schemas")
