@@ -33,7 +33,7 @@ class StepShape(NamedTuple):
     samples: int  # tokens that are sampled: one of a row, and one after each draft
     max_query_len: int
     adjusted: bool  # whether some slot's logits are adjusted
-    adapted: bool = False  # whether some sequence has an adapter
+    adapted: bool = False  # whether some sequence has an adapter with matrices
     drafted: int = 0  # the rows with these tokens, if some of them have drafts
     queries: int = 1  # tokens of each row, if all rows have as many drafts as there may be
     proposes: bool = False  # whether drafts are made for later steps
@@ -154,7 +154,7 @@ class BatchState:
         self.seeds = self.words[self.places["seeds"][0] :][: 2 * slots].view(torch.int64)
         self.token_counts = torch.zeros(slots, vocab_size, dtype=torch.int32, device=device)
         self.to_compute, self.num_logprobs, self.adjusted, self.stops_barred = np.zeros((4, slots), dtype=np.int32)
-        self.adapted = np.zeros(slots, dtype=bool)  # whether a slot has an adapter
+        self.adapted = np.zeros(slots, dtype=bool)  # whether a slot has an adapter with matrices
         self.barred_rows: dict[int, NewRow] = {}
         self.masked_logprobs = np.zeros(slots, dtype=bool)  # see `NewRow`
         self.scores: dict[int, tuple[int, int, int, int]] = {}  # by slot: `NewRow.score`, and its tokens

@@ -306,8 +306,8 @@ def add_stages(w: Any) -> None:
         if not w.pooler:
             w.mark("post_update")
             none, starts = run.hidden.new_empty(0, dtype=torch.int64), w.state.sample_starts[: run.shape.rows + 1]
-            counts = run.batch.slots, run.batch.starts, torch.zeros_like(starts)
-            w.state.update(w.ops, *counts, none, None, run.shape.drafted > 0)
+            batch, zeros, drafted = run.batch, torch.zeros_like(starts), run.shape.drafted > 0
+            w.state.update(w.ops, batch.slots, batch.starts, zeros, none, None, drafted)
 
     def send(run: Any) -> None:
         if not w.pipeline.last:

@@ -213,11 +213,5 @@ RERANKED = (
     *LAST,
 )
 RERANK = Face(
-    "rerank",
-    ("/rerank", "/v1/rerank", "/v2/rerank"),
-    RERANKED,
-    rerank,
-    "rerank-",
-    ("query", "documents"),
-    ("embed", "score"),
+    "rerank", ("/rerank", "/v1/rerank", "/v2/rerank"), RERANKED, rerank, "rerank-", ("query", "documents"), PAIRS
 )

@@ -74,10 +74,13 @@ def add_drafts(w: Worker) -> None:
             run.plan = w.state.with_drafts(run.plan)
 
     def choose_graph(run: StepRun) -> None:  # making drafts is a part of some graphs
+        if not run.plan.propose:
+            return
         shape = run.shape._replace(proposes=True)
-        if run.plan.propose and (not run.graph or shape in w.graphs):  # large steps make none
+        if not run.graph:
             run.shape = shape
-            run.graph = run.graph and w.graphs[shape]
+        elif shape in w.graphs:  # a large step has no such graph, and makes none
+            run.shape, run.graph = shape, w.graphs[shape]
 
     def lay_out(run: StepRun) -> None:
         batch, shape = run.batch, run.shape

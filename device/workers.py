@@ -138,10 +138,8 @@ class Workers:
     def call(self, method: str, *args: Any) -> list[Any]:
         """Call a method of `KeptWorker` on each rank, for as long as a start may take; a ValueError if it failed, or if
         a worker did and all were started anew as they were."""
-        timeout = None
+        timeout = self.config.startup_timeout if isinstance(self.executor, MpExecutor) else None
         try:
-            if isinstance(self.executor, MpExecutor):
-                timeout = self.config.startup_timeout
             return self.executor.collective_rpc(method, timeout, args)
         except (WorkerError, TimeoutError) as error:
             self.replace(WorkerError(f"{method}: {error}"))

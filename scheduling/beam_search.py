@@ -144,10 +144,11 @@ class BeamSearches:
         for output in outputs:
             while (name := f"{whole.request_id}/{search.num_requests}") in self.scheduler.requests:  # a client's own id
                 search.num_requests += 1
-            group = SequenceGroup(name, [*whole.prompt, *output], search.params, whole.salt, adapter=whole.adapter)
-            group.priority, group.client, group.delay = whole.priority, whole.client, whole.delay
-            group.grammar = whole.grammar
-            group.beam = Beam(len(output), candidates, (search.seq.key[1], search.num_requests) if output else None)
+            beam = Beam(len(output), candidates, (search.seq.key[1], search.num_requests) if output else None)
+            group = SequenceGroup(
+                name, [*whole.prompt, *output], search.params, whole.salt, whole.priority, whole.client,
+                adapter=whole.adapter, grammar=whole.grammar, beam=beam, delay=whole.delay,
+            )  # fmt: skip
             search.num_requests += 1
             self.scheduler.add(group)
             self.observe("added", group)
