@@ -118,7 +118,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
     ),
     "policies": (
         "bench_policies:compare_policies",
-        file("trace", "of Azure's or Mooncake's, as published", required=True),
+        file("trace", "Azure's CSV (TIMESTAMP,ContextTokens,GeneratedTokens) or Mooncake's JSON lines", required=True),
         flag("policy", None, "as --scheduling-policy: a name or MODULE:CLASS; may be repeated", action="append"),
         flag("rate", [4.0, 8.0, 12.0], "requests a second"),
         flag("requests", 2000, "from the trace's beginning"),

@@ -58,8 +58,9 @@ def elastic_figures(
         ValueError: the trace is not usable.
         RuntimeError: the server does not start.
     """
+    arrivals = bench_serve.arrivals_of(trace, rate, requests)
     with bench_serve.serving(model, ["--data-parallel-size-max", str(size), *options]) as server:
-        work, contents, _ = bench_serve.workload(server.port, model, trace, rate, requests, scale)
+        work, contents, _ = bench_serve.workload(model, arrivals, scale, bench_serve.context_of(server.port))
         replies, ((up, grown), (down, shrunk)) = asyncio.run(drive(server.port, work, contents, size))
     phases = [
         ("one engine", 0.0, up), (f"{size - 1} more load", up, grown), (f"{size} engines", grown, down),

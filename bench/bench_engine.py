@@ -353,7 +353,8 @@ def gibibyte(device: str) -> Any:
 
 
 def read_bandwidth(device: str, turn: int = 0) -> float:
-    """Bytes a second at which torch sums 1 GiB, which is more than any cache holds. The best of five tries."""
+    """Bytes a second at which torch sums 1 GiB, which is more than any cache holds. The best of five tries, whosever
+    `turn` it is (`in_turns`)."""
     values = gibibyte(device)
     seconds = [seconds_of(lambda: values.sum().item()) for _ in range(6)]  # the first one warms up
     return values.nbytes / min(seconds[1:])

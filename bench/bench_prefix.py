@@ -123,12 +123,12 @@ def routing_figures(trace: Path, engines: int, pools: list[int]) -> Figures:
         rates = {}
         for affinity in (False, True):
             schedulers = [new_scheduler(prompts, pool) for _ in range(engines)]
-            router = Router(engines, 1 if affinity else 1 << 30)  # of so large a block none is full
+            router = Router(engines, 1)
             latest = deque[int](maxlen=IN_FLIGHT)
             counts = [0] * engines
             for i, pages in enumerate(prompts):
                 router.update([(0, latest.count(rank)) for rank in range(engines)])
-                rank = router.choose(pages, "", 1, range(engines))
+                rank = router.choose(pages if affinity else [], "", 1, range(engines))
                 latest.append(rank)
                 counts[rank] += 1
                 run_alone(schedulers[rank], str(i), pages)

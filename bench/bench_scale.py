@@ -265,7 +265,7 @@ def simulate(jobs: Sequence[Job], engines: Sequence[Any], policy: str, routers: 
     Messages take no time. Loads are published as the coordinator does it, every `INTERVAL` seconds.
     """
     size = engines[0].config.block_size
-    fronts = [Router(len(engines), size if policy == "by prefix" else 1 << 30, POOL, routers) for _ in range(routers)]
+    fronts = [Router(len(engines), size, POOL, routers) for _ in range(routers)]
     rng, turns, alive = random.Random(0), itertools.cycle(range(len(engines))), list(range(len(engines)))
     ends: list[tuple[float, int]] = []  # of the steps that run, and whose
     idle, published = [True] * len(engines), 0.0

@@ -447,10 +447,10 @@ def serve_figures(
     for name, value in (("rate", rate), ("requests", requests), ("scale", scale)):
         if not value > 0:
             raise ValueError(f"{name} is {value}; it must be above 0")
-    slo = slo_ttft, slo_tpot
+    slo, arrivals = (slo_ttft, slo_tpot), arrivals_of(trace, rate, requests)
     with serving(model, options) as server:
-        work, contents, cut = workload(server.port, model, trace, rate, requests, scale)
         limit = context_of(server.port)
+        work, contents, cut = workload(model, arrivals, scale, limit)
         offered = {
             "requests": requests, f"cut to the context of {limit}": cut, "offered /s": rate,
             "prompt tokens": sum(arrival.prompt for arrival in work),
@@ -469,13 +469,15 @@ def context_of(port: int) -> int:
     return get(port, "/v1/models")[1]["data"][0]["max_model_len"]
 
 
-def workload(
-    port: int, model: str, trace: Path | None, rate: float, requests: int, scale: float
-) -> tuple[list[Arrival], list[bytes], int]:
-    """Requests as `serve_figures` sends them to the server at `port`, their bodies, and how many were cut."""
-    arrivals = rescale(read_trace(trace, requests) if trace else poisson(requests, rate), rate)
+def arrivals_of(trace: Path | None, rate: float, requests: int) -> list[Arrival]:
+    """The first `requests` of a trace or made-up ones, `rate` a second; a ValueError if the trace is not usable."""
+    return rescale(read_trace(trace, requests) if trace else poisson(requests, rate), rate)
+
+
+def workload(model: str, arrivals: list[Arrival], scale: float, limit: int) -> tuple[list[Arrival], list[bytes], int]:
+    """Requests that fit into a context of `limit` tokens, their bodies, and how many were cut."""
     rng, vocab, contents = random.Random(0), ModelConfig.from_folder(model).vocab_size, []
-    work, cut = fit(arrivals, scale, context_of(port))
+    work, cut = fit(arrivals, scale, limit)
     for arrival in work:
         prompt = [rng.randrange(vocab) for _ in range(arrival.prompt)]
         fields = {"prompt": prompt, "max_tokens": arrival.output, "temperature": 0, "ignore_eos": True}

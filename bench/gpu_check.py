@@ -229,7 +229,7 @@ def ask(port: int, server: subprocess.Popen[bytes]) -> str:
 
 
 class Part(NamedTuple):
-    """A process of its own, and the seconds that it may take in a run of 570."""
+    """A process of its own, and its share of the budget: seconds, if the budget is the sum of all parts'."""
 
     run: Callable[[], Iterator[Row]]
     seconds: int

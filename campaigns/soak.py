@@ -132,7 +132,8 @@ def name_of(pid: int, main: int) -> str:
     if pid == main:
         return "main"
     words = {"manta: engine": "engine", "resource_tracker": "tracker", "manta: worker": "worker", "manta: api": "api"}
-    return next((name for word, name in words.items() if word in command(pid)), command(pid))
+    title = command(pid)
+    return next((name for word, name in words.items() if word in title), title)
 
 
 def rise(samples: list[tuple[float, float]]) -> float:

@@ -83,8 +83,8 @@ def kills(streams: int, times: int) -> bool:
             readers = [Reader(server, **body) for body in bodies]
             for _ in range(times if disturbed else 0):
                 before = sum(len(reader.text) for reader in readers)
-                while sum(len(reader.text) for reader in readers) < before + 20 * streams and not all(
-                    reader.ended for reader in readers
+                while sum(len(reader.text) for reader in readers) < before + 20 * streams and any(
+                    reader.is_alive() for reader in readers
                 ):
                     time.sleep(0.1)
                 os.kill(worker_of(server), signal.SIGKILL)
