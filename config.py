@@ -165,7 +165,7 @@ class EngineConfig:
     max_model_len: int | None = option(None, "tokens of prompt and output (default: the model's limit)", 2, MAX_CONTEXT)
     max_num_seqs: int = option(256, "sequences in one step", 1, 65536)
     max_num_batched_tokens: int | None = option(
-        None, "tokens in one step, max_num_seqs at least (default: 2048; GPU 8192, 80 GB 16384; fair: 0.1 s)", 1, 2**20
+        None, "tokens in a step, max_num_seqs at least (2048; GPU 8192, 80 GB 16384; policy fair: 0.1 s)", 1, 2**20
     )
     block_size: int = option(64, "tokens in one KV block; on cuda 16, 32, 64 or 128", 1, 4096)
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3"] = option(
@@ -197,7 +197,7 @@ class EngineConfig:
     preemption_mode: Literal["auto", "recompute", "swap"] = option(
         "auto", "a preempted request computes its tokens again, or its KV blocks wait in host memory; auto: the cheaper"
     )
-    schedule_conservativeness: float = option(1.0, "share of expected growth to keep free; 0 lets all in", 0.0, 10.0)
+    schedule_conservativeness: float = option(1.0, "share of expected growth to keep free; 0: none", 0.0, 10.0)
     async_scheduling: bool | None = option(None, "plan before results are in (default: cuda or worker processes)")
     num_lookahead_slots: int = option(0, "KV slots that each sequence owns ahead of its tokens", 0, 1024)
     speculative_config: str | None = option(

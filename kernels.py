@@ -584,8 +584,8 @@ def plan_decode(
     if kv.shape[1] == 1:  # latents: each tile of heads is what a KV head is for keys and values
         parts, _, block_n, _ = _latent_tile(num_heads * tokens, dtype, block_size, kv.device, dtype != kv.dtype)
     else:
-        of = dtype, _chip(kv.device), dtype != kv.dtype
-        parts, _, block_n, _, _ = _decode_tile(head_dim, num_heads // kv_heads, tokens, *of)
+        kinds = dtype, _chip(kv.device), dtype != kv.dtype
+        parts, _, block_n, _, _ = _decode_tile(head_dim, num_heads // kv_heads, tokens, *kinds)
         parts *= kv_heads
     items = torch.empty(batch + 1, dtype=torch.int32, device=kv.device)
     arrived = torch.empty(parts, batch, dtype=torch.int32, device=kv.device)
@@ -613,8 +613,8 @@ def attention_decode(
     assert len(q) == batch * tokens and (sinks is None or sinks.shape == (heads,)) and scale > 0 and soft_cap >= 0
     assert slopes is None or (slopes.shape == (heads,) and slopes.dtype == torch.float32)
 
-    of = q.dtype, _chip(q.device), q.dtype != kv.dtype
-    _, block_q, block_n, block_d, warps = _decode_tile(head_dim, heads // kv_heads, tokens, *of)
+    kinds = q.dtype, _chip(q.device), q.dtype != kv.dtype
+    _, block_q, block_n, block_d, warps = _decode_tile(head_dim, heads // kv_heads, tokens, *kinds)
     parts, rows = len(arrived), heads // len(arrived) * tokens
     programs = _programs(q.device, 1 if warps == 8 and block_q > 16 else DECODE_PROGRAMS, parts)
     out = torch.empty_like(q)
@@ -759,8 +759,8 @@ def attention_prefill(
 
     out = torch.empty_like(q)
 
-    of = q.dtype, _chip(q.device), q.dtype != kv.dtype
-    block_m, block_n, block_d, warps, stages = _prefill_tile(head_dim, heads // kv_heads, *of)
+    kinds = q.dtype, _chip(q.device), q.dtype != kv.dtype
+    block_m, block_n, block_d, warps, stages = _prefill_tile(head_dim, heads // kv_heads, *kinds)
     tiles = triton.cdiv(max_query_len, block_m // (heads // kv_heads))
     attention_prefill_kernel[(len(slots), tiles, kv_heads)](
         q, kv, block_tables, slots, seq_lens, query_starts, sinks, slopes, kv_scales, out, block_tables.stride(0),

@@ -48,7 +48,7 @@ class Batch:
 
     @property
     def queries(self) -> int:
-        """Tokens of each of the N."""
+        """Tokens of each of the `num_decodes` queries."""
         return self.drafts.queries if self.drafts else 1
 
 

@@ -35,7 +35,7 @@ from typing import Any, get_args
 from plan import Message
 
 CHUNK_BYTES = 1 << 18  # a plan is mostly a few KB; one with a prompt of 50,000 tokens may be larger
-NUM_CHUNKS = 8
+NUM_CHUNKS = 8  # pieces that the writer may be ahead of the slowest reader
 SPIN = 100e-6  # seconds before a reader sleeps; an immediate answer comes sooner, and waking up takes half as long
 PAUSE = 500e-6  # seconds between a writer's looks while there is no room
 BACKSTOP = 1.0  # seconds that a reader sleeps at most, in case it ever misses the bell
@@ -47,7 +47,7 @@ WORD = 8  # bytes
 
 
 class Codec:
-    """Turns messages of a union of classes into bytes and back: the name of a class and its fields, in msgpack.
+    """Turns messages of a union of classes into bytes and back: a class's name and fields, in msgpack. No code runs.
 
     Each decoding thread needs a codec of its own.
     """

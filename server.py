@@ -121,8 +121,8 @@ def guard(app: Flask, api: Api, address: str) -> None:
     @app.before_request
     def begin_request() -> Response | None:
         g.name, g.begun = uuid.uuid4().hex, time.monotonic()
-        name = request.headers.get("X-Request-Id", "")
-        g.request_id = name if REQUEST_ID.fullmatch(name) else g.name
+        sent_id = request.headers.get("X-Request-Id", "")
+        g.request_id = sent_id if REQUEST_ID.fullmatch(sent_id) else g.name
         g.client = board.tag("address", request.remote_addr or "")
         if local:
             check_host((*config.allowed_hosts, config.host.lower()))

@@ -49,7 +49,7 @@ class Tokenizer:
         """Read `tokenizer.json`, `tokenizer_config.json` and `chat_template.jinja`; only the first must be there.
 
         A file that `text/vocabularies.py` reads can stand in for the first. A chat template may write
-        `max_template_chars`.
+        `max_template_chars`, and run for `templates.MAX_SECONDS`.
 
         Raises:
             ValueError: a file is missing or broken.
@@ -232,7 +232,7 @@ class Tokenizer:
         """The chat template of this source, or else the model's own of this name.
 
         Raises:
-            ValueError: the source is no template, or the model has none.
+            ValueError: the source is no template or too large, or the model has none.
         """
         if source is None:
             if not self._templates:

@@ -204,10 +204,10 @@ def message_tools(value: list[dict[str, Any]], context: CheckContext) -> list[di
         if (plain := DATE.sub("", kind)) in SERVER_TOOLS:
             context.ignore(kind)
             continue
-        if (made := CLIENT_TOOLS.get(kind, CLIENT_TOOLS.get(plain))) is None:
+        if (row := CLIENT_TOOLS.get(kind, CLIENT_TOOLS.get(plain))) is None:
             words = f"tool {i} is of the type {reprlib.repr(kind)}; this server takes {', '.join(CLIENT_TOOLS)}"
             raise Refusal(words, "unsupported_parameter")
-        function = made | {ours: tool[key] for key, ours in TOOL_KEYS.items() if tool.get(key) is not None}
+        function = row | {ours: tool[key] for key, ours in TOOL_KEYS.items() if tool.get(key) is not None}
         checks.check_function(function, i)
         if "parameters" not in function:
             raise ValueError(f"tool {i} has no input_schema; it must have one, a JSON schema, which is an object")

@@ -203,11 +203,11 @@ class Answers:
         An `ApiError`, if this run has seen another line of its name.
         """
         key = digest(custom_id.encode())
-        if is_seen := self.ids.get(key):
+        if seen := self.ids.get(key):
             message = f"custom_id is {custom_id!r:.200}, and so is that of a line before; each must have its own"
             raise ApiError(400, message, "custom_id", "duplicate_custom_id")
         self.ids[key] = True
-        return is_seen is None or self.refused.get(key, id) != id
+        return seen is None or self.refused.get(key, id) != id
 
     def write(self, answer: dict[str, Any]) -> None:
         """Append a line, which stays if this process is killed; an OSError if, say, the disk is full."""

@@ -133,8 +133,8 @@ class Face:
     prefix: str = ""  # of a reply's id
     needed: tuple[str, ...] = ()  # fields that must be there
     tasks: tuple[str, ...] = ()  # the server must do one of these; () is any
-    not_yet: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)  # see api/fields.py
-    elsewhere: Mapping[str, str] = dataclasses.field(default_factory=dict)  # see it, too
+    not_yet: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)  # as `NOT_YET` of api/fields.py
+    elsewhere: Mapping[str, str] = dataclasses.field(default_factory=dict)  # as `ELSEWHERE` there
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)  # other names of its fields, which are read
     ignored: tuple[str, ...] = ()  # what cannot change the answer, beside `HARMLESS`
     error_body: Callable[[ApiError], dict[str, Any]] = ApiError.body  # what an error looks like

@@ -56,7 +56,7 @@ def listed(kinds: Mapping[str, Sequence[str]], needed: Mapping[str, Sequence[str
 
 
 def conversation(role: Any, content: Any) -> Any:
-    """The type of a list of messages with a role and a content of these schemas, and others."""
+    """The type of a list of messages with a role and a content of these schemas, and any other keys."""
     keys = {"role": role, "content": content}
     message = {"type": "object", "properties": keys, "required": list(keys), "additionalProperties": True}
     return shown(type="array", minItems=1, items=message)

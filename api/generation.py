@@ -46,12 +46,12 @@ class Events(NamedTuple):
 
 
 class Remote(Protocol):
-    """The HTTP client at the other end of a connection; for `probe` see `NamelessResponse.probe`."""
+    """The HTTP client at the other end of a connection; gunicorn's `NamelessResponse` is one."""
 
     sock: socket.socket
 
     def probe(self) -> bool:
-        """Write what takes nothing away."""
+        """Write what takes nothing away; whether there is more to probe with. An OSError: nobody reads any more."""
 
 
 @dataclass(slots=True)

@@ -102,7 +102,7 @@ def read_body(config: ServerConfig, bodies: ClientShares) -> bytearray:
 
 
 def packed_parts(seconds: float) -> Iterator[bytes]:
-    """This request's body as it arrives; a `gevent.Timeout` once it has waited so long, the work on it not counted."""
+    """This request's body as it arrives; a `gevent.Timeout` once its reads have waited for `seconds` in all."""
     while True:
         begun = time.monotonic()
         with gevent.Timeout(seconds):

@@ -180,8 +180,8 @@ class Parsers:
         The fields have the names of a chat's. What has no parser here, or contradicts itself, is an `ApiError`.
         """
         parser = self.reasoning_parser(fields)
-        shown_parser = parser if fields["separate_reasoning"] is False or fields["reasoning_format"] == "none" else None
-        thinking = None if shown_parser else parser
+        kept_parser = parser if fields["separate_reasoning"] is False or fields["reasoning_format"] == "none" else None
+        thinking = None if kept_parser else parser
         if (budget := fields["thinking_token_budget"]) is not None and not thinking:
             message = "this model's chat template has no reasoning that is known; --reasoning-parser names a parser"
             raise ApiError(400, f"thinking_token_budget is {budget}: {message}", "thinking_token_budget")
@@ -204,7 +204,7 @@ class Parsers:
             params["reasoning_last_ids"] = tuple(end[-1] for end in ends[1:] if end[:-1] == ends[0][:-1] != ())
         special = self.special_tokens if fields["skip_special_tokens"] is not False else frozenset()
         shown = fields["include_reasoning"] is not False
-        return Reading(calling, thinking, shown_parser, tools, prompt, special, shown, start, ends, params)
+        return Reading(calling, thinking, kept_parser, tools, prompt, special, shown, start, ends, params)
 
     def reasoning_parser(self, fields: Mapping[str, Any]) -> str | None:
         """The parser of hidden reasoning for such a request; None if the model is not known to have any."""

@@ -345,7 +345,7 @@ def axes(packed: Packed) -> tuple[tuple[torch.Tensor, ...], torch.Tensor] | None
 
 
 def common_group(group: int, columns: torch.Tensor) -> int:
-    """The largest group that divides groups of so many columns from the first of these columns on."""
+    """The largest size of groups of these columns that each lie in one group of `group` columns."""
     begin, last = int(columns[0]), int(columns[-1])
     return len(columns) if begin // group == last // group else math.gcd(group, begin)
 

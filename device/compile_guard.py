@@ -155,7 +155,7 @@ def check_compiler() -> None:
     names = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]  # where Triton looks, in this order
     compiler = next(filter(None, map(shutil.which, names)), None)
     if not compiler:
-        raise ValueError(f"Triton needs a C compiler, {' or '.join(names)}: install one, as in apt install gcc")
+        raise ValueError(f"Triton needs a C compiler, {' or '.join(names)}, which is missing: apt install gcc")
     headers = sysconfig.get_path("include", "posix_prefix")
     command = [compiler, f"-I{headers}", "-fsyntax-only", "-x", "c", "-"]
     done = subprocess.run(command, input="#include <Python.h>\n", capture_output=True, text=True)

@@ -125,6 +125,6 @@ def keep_beating(results: Any) -> None:
 
 
 def script_of_caller() -> dict[str, str]:
-    """Multiprocessing's words for the script that this process runs; empty: it is in no file."""
+    """What multiprocessing tells a new process, so that it imports this one's script; empty: it is in no file."""
     data = spawn.get_preparation_data("")
     return {key: data[key] for key in SCRIPT if key in data}

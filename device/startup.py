@@ -48,7 +48,7 @@ CUDA_BLOCK_SIZES = (16, 32, 64, 128)
 
 def start_worker(config: EngineConfig, model_config: ModelConfig, rank: int = 0, rendezvous: str = "") -> KeptWorker:
     """A worker that is ready for its first step, the `rank`-th of `world_size`; `rendezvous` is for `Group.connect`. A
-    ValueError says why the options, the device and the checkpoint do not go together."""
+    ValueError says why the options, the device and the checkpoint do not go together, or what memory cannot hold."""
     start = prepare(config, model_config, rank, rendezvous)
     with start.phase("weights"):
         start.load()

@@ -107,7 +107,7 @@ class RankLink:
         deadline = time.monotonic() + timeout
         while not self.messages and not self.closed:
             left = max(0.0, deadline - time.monotonic())
-            if not self._take(min(left, BACKSTOP)) and not left:
+            if not self._take(min(left, BACKSTOP)) and not left:  # `poll` takes 2^31 ms at most
                 return None
         return self.messages.popleft() if self.messages else None
 

@@ -188,7 +188,7 @@ class AdapterPool:
     held_heads: list[bool]  # the same of `pool`
     headed: torch.Tensor  # the same on the device, [1 + slots] int32: each adapter's own number, from 1, or 0
     readers: ThreadPoolExecutor
-    loads: dict[int, Future[int | str]]  # by row of `host`
+    loads: dict[int, Future[int | str]]  # by row of `host`, the result of `load`
 
     def __init__(
         self, model: Transformer, wanted: Parts, slots: int, rows: int, rank: int, virtual: int, source: str,
@@ -197,7 +197,7 @@ class AdapterPool:
         self.ops, self.rank, self.virtual, self.source, self.model = model.ops, rank, virtual, source, model
         self.wanted = modules_of(model, wanted)
         self.products = find_products(model, self.wanted)
-        self.head, self.table = (
+        self.head, self.table = (  # the products of the head's and the table's adapters; None: not on this stage
             next((product for product in self.products if product.owner is model and product.name == name), None)
             for name in ("head", "embedding")
         )
@@ -208,7 +208,7 @@ class AdapterPool:
         begin, count = place(self.products, rank), prompt_size(model, virtual)
         self.size = begin + aligned(count)
         self.plan: Any = None  # `ops.plan_lora`'s for the step; None: none of its rows has an adapter
-        self.head_plan: Any = None  # the same for the rows whose logits are being made
+        self.head_plan: Any = None  # the same for rows whose logits are being made, and adapters of the head
         self.of_slots: torch.Tensor | None = None  # the adapter of each slot of the batch state, in steps with adapters
         if before:
             self.pool, self.host, self.headed = before.pool, before.host, before.headed

@@ -82,7 +82,7 @@ def set_up(level: str, format: str, name: str | None = None) -> None:
 
 
 class Repeated:
-    """Warnings that may come very often: one is logged in REPEATED_INTERVAL seconds, and the others are counted."""
+    """Warnings that may come very often: one in REPEATED_INTERVAL seconds is logged, and how many came since."""
 
     def __init__(self) -> None:
         self.lock, self.unlogged, self.last, self.next = threading.Lock(), 0, "", 0.0

@@ -114,8 +114,8 @@ class Child:
         self.begun, self.starting = time.monotonic(), True
         self.watchdog, self.beats = Watchdog(), 0
         fds = [end.fileno() for end in (self.listener, *self.beside)]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0, "start_new_session": True}
-        self.process = run_file(self.script, environment=self.environment, pass_fds=fds, **pipes)
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0, "pass_fds": fds}
+        self.process = run_file(self.script, environment=self.environment, start_new_session=True, **pipes)
         assert self.process.stdin and self.process.stdout
         self.to_child, self.from_child = self.process.stdin, self.process.stdout
         self.unread = b""  # the beginning of a line that has no end yet

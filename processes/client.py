@@ -87,7 +87,7 @@ class EngineCoreClient(ABC):
         """
 
     def utility_on_all(self, method: str, *args: Any, timeout: float | None = None) -> dict[int, Any]:
-        """Call a utility that changes engines, on one after the other; an EngineDeadError if some did not answer."""
+        """Call a utility that changes engines, on each in turn; an EngineDeadError if some did not answer."""
         return self.utility(method, *args, timeout=timeout)
 
     def collective_rpc(

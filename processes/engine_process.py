@@ -273,7 +273,7 @@ class EngineProcess(Child):
         super().__init__(name, __file__, options, config.startup_timeout, beside, environment, ends)
 
     def on_end(self) -> None:
-        """Raise for what cannot be replaced: ranks of another launcher, and weights that came as tensors."""
+        """Raise for what cannot be replaced: ranks of an external launcher, and weights that came as tensors."""
         if self.irreplaceable:
             raise ChildProcessError(f"{self.name} has ended, and {self.irreplaceable} with it")
 

@@ -313,7 +313,7 @@ class FleetClient(DPClient):
 def prepare(config: EngineConfig) -> tuple[EngineConfig, str]:
     """The options with the model that is found, and the secret of the hosts; all is checked before torch is loaded.
 
-    A rank other than 0 of another launcher follows rank 0 in here, and then ends.
+    A rank other than 0 of an external launcher follows rank 0 in here, and then ends.
 
     Raises:
         ValueError: see `check_engines`, `read_secret`, `find_model`, `ModelConfig.from_folder` and `lead_or_follow`.

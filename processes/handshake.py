@@ -95,7 +95,7 @@ def listed(ranks: Sequence[int]) -> str:
 
 
 def read_exactly(sock: socket.socket, size: int, until: float | None = None) -> bytes:
-    """Read so many bytes and no more; a TimeoutError if they have not come until then by `time.monotonic`."""
+    """Read so many bytes and no more. A ConnectionError if the other side closes, a TimeoutError after `until`."""
     data = b""
     while len(data) < size:
         if until is not None:

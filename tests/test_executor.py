@@ -38,8 +38,8 @@ from processes.client import EngineDeadError
 from ring import Watchdog
 from served import alive, eventually, tell_time
 from test_ring import TinyRing
-from test_worker import HYBRID, SHAPE
 from worker_functions import double_of, fail, itself, lose_peers, run_out_once, slow
+from worker_steps import HYBRID, SHAPE
 
 ROOT = Path(__file__).parent.parent
 STORY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)

@@ -25,7 +25,7 @@ from device.upkeep import KeptWorker
 from device.warmup import graph_sizes
 from plan import StepPlan, bit_words
 from worker import Worker
-from worker_steps import HYBRID, ONE_LAYER, SHAPE, STATE, WINDOWS, FakeGraph, row, worker_in  # noqa: F401 (some take SHAPE here)
+from worker_steps import HYBRID, ONE_LAYER, STATE, WINDOWS, FakeGraph, row, worker_in
 
 BLOCK_BYTES = 2 * 2 * 2 * 16 * 8 * 4  # layers, K and V, KV heads, tokens, head size, float32
 

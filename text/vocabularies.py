@@ -125,13 +125,13 @@ def special_tokens(config: dict[str, Any]) -> dict[str, str]:
 def read_plain(path: Path, settings: Settings) -> tuple[Tokenizer, dict[str, str]]:
     """A `tokenizer.json`, with what transformers reads in other files, too: tokens, and which of them are special."""
     tokenizer, listed = Tokenizer.from_file(str(path)), settings.config.get("added_tokens_decoder") or {}
-    listed_tokens = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
+    tokens_in_file = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
     new = {id: token.content for id, token in settings.added.items() if tokenizer.token_to_id(token.content) is None}
     # What added_tokens.json says of a token that is there counts less.
     added = {token.content: token for id, token in sorted(settings.added.items()) if id in new or str(id) in listed}
     for text in sorted(settings.special):
         if text in added or tokenizer.token_to_id(text) is not None:
-            added.setdefault(text, listed_tokens.get(text) or AddedToken(text, normalized=False)).special = True
+            added.setdefault(text, tokens_in_file.get(text) or AddedToken(text, normalized=False)).special = True
     tokenizer.add_tokens(list(added.values()))
     check_ids(tokenizer, new)
     set_prefix(tokenizer, settings.config)
@@ -210,10 +210,10 @@ def read_sentencepiece(path: Path, settings: Settings) -> tuple[Tokenizer, dict[
     added = {}
     for id, (text, _, kind) in enumerate(pieces):
         if kind in (CONTROL, UNKNOWN) or (kind == USER_DEFINED and isinstance(inner, models.BPE)):
-            settings_of_token = settings.added.get(id) or AddedToken(text, special=kind != USER_DEFINED)
+            token = settings.added.get(id) or AddedToken(text, special=kind != USER_DEFINED)
             # A user's token is found in the text as pieces spell it ("▁▁"), unless the normalizer changes more.
             spelled_alike = kind == USER_DEFINED and not (charsmap or squeeze)
-            flags = {flag: getattr(settings_of_token, flag) for flag in ("special", "lstrip", "rstrip", "single_word")}
+            flags = {flag: getattr(token, flag) for flag in ("special", "lstrip", "rstrip", "single_word")}
             added[id] = AddedToken(text, normalized=spelled_alike, **flags)
     names = {}
     for name, number, default in (("unk", 40, 0), ("bos", 41, 1), ("eos", 42, 2)):

@@ -177,7 +177,7 @@ def test_a_line_that_is_too_large_is_not_read_to_its_end(files, engine):
     assert [answer["response"]["status_code"] for answer in answers] == [413, 200, 200]
     assert "max_body_bytes" in answers[0]["error"]["message"] and answers[0]["error"]["line"] == 1
     with open(files.source, "rb") as file:
-        assert [len(answer.text) for answer in read_lines(file, 2048)][:2] == [2049, 2049]
+        assert [len(line.text) for line in read_lines(file, 2048)][:2] == [2049, 2049]
 
 
 def test_a_refused_request_is_an_answer(files, engine):
@@ -458,7 +458,7 @@ def test_a_batch_through_the_sdk(sdk, engine, tmp_path):
     assert set(engine.clients) == {path.name for path in tmp_path.iterdir() if path.is_dir()}  # who asked pays for it
     files, ids = sdk.one.files, [batch.error_file_id, batch.output_file_id, batch.input_file_id]
     assert [file.id for file in files.list(limit=1)] == ids and files.retrieve(ids[1]).purpose == "batch_output"
-    assert [[answer.id for answer in page] for page in (files.list(purpose="batch"), sdk.one.batches.list())] == [
+    assert [[item.id for item in page] for page in (files.list(purpose="batch"), sdk.one.batches.list())] == [
         ids[2:], [batch.id]]  # fmt: skip
     others, batches = sdk.two.files, sdk.two.batches
     for call in (others.retrieve, others.content, others.delete, batches.retrieve, batches.cancel):

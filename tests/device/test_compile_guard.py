@@ -32,7 +32,7 @@ from model_config import ModelConfig
 from models import logprobs
 from plan import EngineCoreRequest, StepPlan
 from sampling_params import SamplingParams
-from test_worker import HYBRID, ONE_LAYER, SHAPE, row
+from worker_steps import HYBRID, ONE_LAYER, SHAPE, row
 
 LATENT = {
     "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "num_attention_heads": 4,
@@ -281,8 +281,8 @@ def test_after_a_kernel_that_does_not_compile_others_can_be_rehearsed():
 @pytest.mark.parametrize(
     ("named", "says", "message"),
     [
-        (None, None, "gcc or clang: install one"),
-        ("nothing", None, "a C compiler, nothing: install one"),
+        (None, None, "gcc or clang, which is missing"),
+        ("nothing", None, "nothing, which is missing"),
         (None, "fatal error: Python.h: No such file or directory", r"Python\.h: No such file .*: install the headers"),
         (None, "", "says '': install the headers"),
     ],

@@ -23,7 +23,7 @@ from plan import EngineCoreRequest, StepResult
 from sampling_params import SamplingParams
 from scheduler import Scheduler
 from sequence import SequenceGroup
-from test_worker import SHAPE
+from worker_steps import SHAPE
 
 MIXED = {
     "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "num_hidden_layers": 11, "use_sliding_window": True,

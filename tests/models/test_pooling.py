@@ -36,7 +36,7 @@ from random_checkpoints import Checkpoints, pooled
 from scheduler import Scheduler
 from sequence import SequenceGroup
 from test_embedders import RAW, make, save_modules
-from test_worker import SHAPE
+from worker_steps import SHAPE
 
 
 class WithTokenizers(Checkpoints):
