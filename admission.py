@@ -56,6 +56,7 @@ class Admission:
         self.adapters = AdapterSlots(config.max_loras, config.max_prompt_adapter_token)
         self.reserve = Reserve(config, space)
         self.free_slots = list(range(config.max_num_seqs))[::-1]
+        self.next_slot = 0 if config.speculation and config.speculation.method == "suffix" else -1  # tokens stay there
         self.released: list[int] = []  # slots that the next plan gives up
         self.begin_step(0.0)
 
@@ -137,9 +138,8 @@ class Admission:
             need, computed = self.space.price(entry), entry.cached
         else:
             need, computed = sum(self.space.goals(length, self.space.chunk)), seq.num_computed
-        if need + self._kept(seq, self.reserve.growth([*running, seq])) > self.blocks.num_free:
-            return None
-        return seq, length - computed
+        need += self._kept(seq, self.reserve.growth([*running, seq]))
+        return (seq, length - computed) if need <= self.blocks.num_free else None
 
     # --- who comes in -----------------------------------------------------------------------------------------------
 
@@ -273,7 +273,7 @@ class Admission:
             assert self.samples.holders, f"request {seq.name} fits the empty pool"
             self.samples.drop()
             return self._find_room(seq, plan, most, kept, alone)
-        seq.slot = self.free_slots.pop()
+        seq.slot = self.free_slots.pop(self.next_slot)
         self.adapters.take(seq, plan)
         plan.new.append(new_row(seq, self.adapters, named=self.config.sanitize_kv))
         if (again := seq.num_forgotten - seq.num_computed) > 0:
@@ -384,4 +384,5 @@ def new_row(seq: Sequence, adapters: AdapterSlots, named: bool) -> NewRow:
         constrained=masked,
         masked_logprobs=masked and (params.masked_logprobs or group.beam is not None),
         adapter=adapters.slot(seq),
+        client=hash((group.client, group.salt)) & 0x7FFFFFFF,  # keyed by this process: nobody can choose it
     )

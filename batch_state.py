@@ -72,14 +72,13 @@ class BatchState:
     All tensors but the token counts lie in one, of 4-byte words, so that one copy and one kernel bring all that a plan
     changes (`Writes`). Each has a fixed address, so that one CUDA graph serves every step of its shape.
 
-    A few arrays are on the host. `to_compute` says how many of a slot's known tokens are still to be computed, which is
-    always one while it decodes. So the worker knows which rows sample without asking the device. `num_logprobs`,
-    `masked_logprobs` and `scores` are needed on the host alone, and `adjusted` mirrors `adjustments`. `stops_barred`
-    counts down the draws for which min_tokens still bars a slot's stop tokens: it is one more than these, or 0 if
-    there is no bar. `barred_rows` has what such slots entered with.
+    A few arrays are on the host. `to_compute` is how many of a slot's known tokens are still to be computed: one while
+    it decodes. So the worker knows which rows sample without asking the device. `num_logprobs`, `masked_logprobs` and
+    `scores` are for the host alone, and `adjusted` mirrors `adjustments`. `stops_barred` is one more than the draws for
+    which min_tokens still bars a slot's stop tokens, or 0. `barred_rows` has what such slots entered with.
 
-    The token counts take 4 bytes for each slot and token of the vocabulary, with or without penalties, so that nothing
-    is allocated once requests come. On a CPU the system gives that memory only when it is used.
+    The token counts, 4 bytes for each slot and token of the vocabulary, are there without penalties, too. On a CPU they
+    take memory once they are used. What stands in a slot's tokens stays until another sequence enters it.
 
     Args:
         slots: S, sequences that run at once, and rows of a step.
@@ -118,6 +117,7 @@ class BatchState:
     last: torch.Tensor
     ahead: torch.Tensor
     num_drafts: torch.Tensor  # [S] int32, how many tokens behind the known ones are drafts
+    clients: torch.Tensor  # [S] int32, `NewRow.client`
     room: torch.Tensor  # [S] int32, tokens that a slot's blocks hold; set only if there may be drafts
     decode_slots: torch.Tensor  # [S * (1 + drafts)] int32, the slot of each decode token; set only if some are drafts
 
@@ -180,7 +180,8 @@ class BatchState:
             self.masked_logprobs[slot] = row.masked_logprobs
             self.num_blocks[slot] = [0] * len(row.blocks)
             self._write("token_ids", slot, array("i", row.token_ids))
-            for name, number in (("num_known", length), ("num_computed", row.num_computed), ("num_drafts", 0)):
+            numbers = {"num_known": length, "num_computed": row.num_computed, "num_drafts": 0, "clients": row.client}
+            for name, number in numbers.items():
                 self._write(name, slot, array("i", (number,)))
             self._write("params", slot, array("f", row.sampling))
             self._write("seeds", slot, array("q", (row.seed,)))

@@ -203,7 +203,7 @@ class EngineConfig:
     speculative_config: str | None = option(
         None,
         'JSON object: {"method": M, "num_speculative_tokens": N} guesses up to N tokens, which one step verifies; M is '
-        'ngram (what followed the latest tokens before), mtp (the model\'s own head), with "model": FOLDER '
+        'ngram (what followed the latest tokens before), suffix, mtp (the model\'s own head), with "model": FOLDER '
         "draft_model, eagle, eagle3, or MODULE:CLASS of one's own",
     )
     tensor_parallel_size: int = option(1, "devices that each hold a share of every weight", 1, 64)

@@ -1,7 +1,6 @@
 """One transformer, whose layers are put together as its family's row says.
 
-The compute-heavy steps are the `ops` that the worker hands in (Triton kernels, or their plain torch twins). Most matrix
-products are torch's.
+The worker hands in the `ops`: Triton kernels, or their plain torch twins. Most matrix products are torch's.
 """
 
 from __future__ import annotations

@@ -33,8 +33,7 @@ class NewRow:
     """A sequence that enters a slot of the workers' batch state."""
 
     slot: int
-    # All it has: the prompt, and after a preemption its output so far. Before the prompt may stand virtual tokens, see
-    # `reference.put_prompts`.
+    # The prompt, and after a preemption its output so far; virtual tokens come first (`reference.put_prompts`).
     token_ids: list[int]
     blocks: list[list[int]]  # a table for each kind of layers
     num_computed: int = 0  # how many of the tokens are in the cache already
@@ -51,7 +50,6 @@ class NewRow:
     bad_words: list[list[int]] = field(default_factory=list)  # the last token of each is not drawn after the others
     constrained: bool = False  # needs a grammar mask, which already includes `allowed`, `stops` and `bad_words`
 
-    # What it tells beside its tokens.
     num_logprobs: int = -1  # -1: none wanted; 0: of the sampled token; k: of the k likeliest as well
     masked_logprobs: bool = False  # its log-probabilities are taken over the tokens that the mask allows
     # (k, first, end): log-probabilities of the known tokens from `first` on and below `end`, and of the k likeliest
@@ -59,6 +57,7 @@ class NewRow:
     pooling: PoolingParams | None = None  # what is made of the hidden states; None: the next token
 
     adapter: int = 0  # one more than the slot of its adapter; 0: it has none
+    client: int = 0  # drafts may come from other sequences of the same number
     name: str = ""  # of the request and sample, for the KV sanitizer
 
 

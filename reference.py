@@ -15,6 +15,7 @@ pool holds `_stored` numbers.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from itertools import pairwise
@@ -1051,38 +1052,37 @@ def post_update(
 
 
 def look_up(
-    token_ids: torch.Tensor,
-    num_known: torch.Tensor,
-    num_drafts: torch.Tensor,
-    slots: torch.Tensor,
-    shortest: int,
-    longest: int,
-    most: int,
-) -> torch.Tensor:
+    token_ids: torch.Tensor, num_known: torch.Tensor, num_drafts: torch.Tensor, slots: torch.Tensor,
+    shortest: int, longest: int, most: int, clients: torch.Tensor | None = None, factor: float = 1e9,
+) -> torch.Tensor:  # fmt: skip
     """draft j = t[e + j % (n - e)]: what followed the last tokens of t, a row's n known ones, when t had them before.
 
     Of all ends e < n, e is the one with the longest match t[e - l : e] = t[n - l : n], l <= longest, and the latest of
     equals. Where even this l is below `shortest`, there are no drafts. A match that overlaps t's end continues with its
     period. Prompt lookup decoding: Saxena, 2023.
 
+    With `clients`, a longer match in the tokens u of another slot of t's client counts more: draft j = u[e + j], up to
+    u's end; of equals the highest slot's. There are `factor` l drafts at most. Suffix decoding: Oliaro et al., 2024.
+
     Args:
         token_ids: [S, max_model_len + 1] int32, gets the drafts after the known tokens. num_known: [S] int32, n >= 1.
         num_drafts: [S] int32, gets how many drafts there are: `most`, fewer where token_ids ends, or 0.
-        slots: [B] int32, each slot at most once. shortest, longest: of a match, in tokens; 1 <= shortest <= longest.
+        slots: [B] int32, each once at most. clients: [S] int32. shortest <= longest: of a match, in tokens, from 1 on.
 
     Returns:
         drafts [B, most] int32; -1 after a row's last one, and for padding rows.
     """
     drafts = torch.full((len(slots), most), -1, dtype=torch.int32, device=slots.device)
-    for row, slot in enumerate(slots.tolist()):
-        if slot < 0:
-            continue
-        n = int(num_known[slot])
-        t = token_ids[slot, :n].tolist()
-        length, end = max((_match_before(t, e, longest), e) for e in range(n))
-        count = min(most, token_ids.shape[1] - n) if length >= shortest else 0
-        drafts[row, :count] = torch.tensor([t[end + j % (n - end)] for j in range(count)])
-        token_ids[slot, n : n + count] = drafts[row, :count]
+    tokens = functools.cache(lambda slot: token_ids[slot, : int(num_known[slot])].tolist())
+    for row, slot in ((row, slot) for row, slot in enumerate(slots.tolist()) if slot >= 0):
+        t, others = tokens(slot), [] if clients is None else (clients == clients[slot]).nonzero().flatten().tolist()
+        ends = ((u, e) for u in {slot, *others} for e in range(len(tokens(u))))
+        length, _, u, end = max((_match_before(t, tokens(u), e, longest), u == slot, u, e) for u, e in ends)
+        follows = [t[end + j % (len(t) - end)] for j in range(most)] if u == slot else tokens(u)[end:]
+        count = min(most, token_ids.shape[1] - len(t), len(follows), int(min(most, factor * length)))
+        count = count if length >= shortest else 0
+        drafts[row, :count] = torch.tensor(follows[:count])
+        token_ids[slot, len(t) : len(t) + count] = drafts[row, :count]
         num_drafts[slot] = count
     return drafts
 
@@ -1107,9 +1107,9 @@ def put_drafts(
             num_drafts[slot] = count
 
 
-def _match_before(t: list[int], end: int, longest: int) -> int:
-    """How many tokens before `end` equal the last ones of t, at most `longest`."""
-    return next(n for n in range(min(end, longest), -1, -1) if t[end - n : end] == t[len(t) - n :])
+def _match_before(t: list[int], u: list[int], end: int, longest: int) -> int:
+    """How many tokens of u before `end` equal the last ones of t, at most `longest`."""
+    return next(n for n in range(min(end, len(t), longest), -1, -1) if u[end - n : end] == t[len(t) - n :])
 
 
 def copy_blocks(pool: torch.Tensor, pairs: torch.Tensor) -> None:

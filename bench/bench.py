@@ -28,6 +28,7 @@ Each line below goes after `python bench/bench.py`:
     embed                                        embeddings of short texts, sentence-transformers beside it
     lora --model FOLDER                          32 sequences with eight LoRA adapters, and with 200 that take turns
     speculation                                  the demo's tasks with drafts and without, one at a time and 32 at once
+    draft-replay                                 drafts that look-ups find in an agent's recorded calls
     masks                                        a step of sequences that write JSON, against free ones
     schemas --file maskbench.jsonl               schemas: which are refused, what they accept, how long they take
     make-model FOLDER                            random weights of a real shape, to measure with
@@ -209,6 +210,11 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         flag("options", {"num_speculative_tokens": 5}, "as of --speculative-config", type=json.loads),
         flag("tasks", ["repeat", "recall", "exam", "prose"], choices=["repeat", "recall", "exam", "prose"]),
         flag("sequences", [1, 8, 32]), flag("repeats", 5),
+    ),
+    "draft-replay": (
+        "bench_speculation:replay_figures",
+        flag("methods", [{"method": "ngram", "num_speculative_tokens": 8}, {"method": "suffix"}], type=json.loads),
+        flag("sessions", 40), flag("tokenizer", "demo"),
     ),
     "masks": (
         "bench_structured:mask_figures", SHAPE, flag("rows", 32), flag("new-tokens", 32), flag("repeats", 5),

@@ -1,19 +1,26 @@
-"""What drafts bring: the demo's tasks with and without speculative decoding, in turns."""
+"""What drafts bring: the demo's tasks with and without them, in turns, and an agent's recorded calls."""
 
 from __future__ import annotations
 
+import difflib
 import json
 import random
 import statistics
+import subprocess
 import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
+import cpu.ops
 from config import DEMO
 from engine import LLM, SamplingParams
 from skills import exam
+from speculation.options import SpeculativeConfig
 from tasks import Tasks
+from tokenizer import Tokenizer
 from turns import in_turns, spread
 
 Figures = list[dict[str, Any]]
@@ -81,4 +88,77 @@ def speculation_figures(
                 **spread(ratios, 3), "drafts": int(drafted),
                 "taken": round((counters[TAKEN] - before[1]) / max(1, drafted), 2),
             })  # fmt: skip
+    return figures
+
+
+def edits(count: int) -> list[list[tuple[str, str]]]:
+    """Sessions of an agent that made this repository's last commits to Python files: prompts, and the calls that it
+    answers with. It reads the part of a file that a commit changes, and then replaces one place after the other."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", "-C", str(CORPUS.parent), *words], capture_output=True, text=True).stdout
+
+    def calls(name: str, **arguments: Any) -> str:
+        return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+    sessions = []
+    for commit in git("log", "--format=%H", "--no-merges", "-n", "1000").split():
+        turns: list[tuple[str, str]] = []
+        prompt = f"<|user|>{git('show', '-s', '--format=%s', commit)}"
+        for path in git("show", "--name-only", "--format=", commit, "--", "*.py").split():
+            before, after = (git("show", f"{at}:{path}").splitlines(True) for at in (f"{commit}^", commit))
+            changes = difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes()
+            changes = [change for change in changes if change[0] != "equal"]
+            if not before or not 0 < len(changes) <= 6:
+                continue
+            begin, end = max(0, changes[0][1] - 40), min(len(before), changes[-1][2] + 40, changes[0][1] + 210)
+            steps = [(calls("read_file", path=path, view_range=[begin + 1, end]), "".join(before[begin:end]))]
+            for _, i, j, new_i, new_j in changes:
+                old, new = "".join(before[max(0, i - 2) : j + 1]), "".join(after[max(0, new_i - 2) : new_j + 1])
+                steps.append((calls("str_replace", path=path, old_str=old, new_str=new), "The file was edited.\n"))
+            for answer, result in steps:
+                prompt += "<|assistant|>"
+                turns.append((prompt, answer))
+                prompt += f"{answer}\n<|tool|>{result}"
+        sessions += [turns] if turns else []
+        if len(sessions) == count:
+            break
+    return sessions
+
+
+def replay_figures(methods: list[dict[str, Any]], sessions: int, tokenizer: str) -> Figures:
+    """What each of the `methods` finds in an agent's recorded sessions: tokens a step, if every draft is verified.
+
+    One session comes after the other, and each answer takes the slot that was free for the longest, of 64.
+    """
+    reader = Tokenizer(DEMO if tokenizer == "demo" else tokenizer)
+    turns = [[reader.encode(text, False) for text in turn] for session in edits(sessions) for turn in session]
+    width, figures = max(len(prompt) + len(answer) for prompt, answer in turns) + 40, []
+    for method in methods:
+        options = SpeculativeConfig.of(json.dumps(method))
+        ids, known, counts, clients = torch.zeros(64, width, dtype=torch.int32), *torch.zeros(3, 64, dtype=torch.int32)
+        sizes, others = (options.prompt_lookup_min, options.prompt_lookup_max), tuple[Any, ...]()
+        if options.method == "suffix":
+            sizes, others = (
+                (1, options.suffix_decoding_max_tree_depth),
+                (clients, options.suffix_decoding_max_spec_factor),
+            )
+        steps = drafted = taken = tokens = 0
+        for turn, (prompt, answer) in enumerate(turns):
+            slot, whole = torch.tensor([turn % 64], dtype=torch.int32), torch.tensor(prompt + answer, dtype=torch.int32)
+            ids[turn % 64, : len(whole)] = whole
+            at, tokens = len(prompt), tokens + len(answer)
+            while at < len(whole):
+                known[turn % 64] = at
+                drafts = cpu.ops.look_up(ids, known, counts, slot, *sizes, options.num_speculative_tokens, *others)[0]
+                ids[turn % 64, at : len(whole)] = whole[at:]  # which the drafts were written over
+                right = drafts[: len(whole) - at] == whole[at : at + len(drafts)]
+                accepted = int(right.long().cumprod(0).sum())
+                drafted, taken, steps = drafted + int(counts[turn % 64]), taken + accepted, steps + 1
+                at += accepted + 1
+        figures.append({
+            "method": json.dumps(method), "answers": len(turns), "tokens": tokens,
+            "tokens/step": round(tokens / steps, 2), "drafts/step": round(drafted / steps, 2),
+            "taken": round(taken / max(1, drafted), 2),
+        })  # fmt: skip
     return figures

@@ -89,7 +89,15 @@ def guess_cases(rows: int, known: int, most: int = 4) -> Iterator[Case]:
         return Inputs(lambda ops: ops.put_drafts(*held, drafts), (held[0], held[2]))
 
     size, moved = f"{rows} rows, {most} drafts", 4 * (3 + 2 * most)
+
+    def find_anywhere(device: str) -> Inputs:
+        held, clients = state(device), torch.zeros(rows, dtype=torch.int32, device=device)
+        return Inputs(lambda ops: ops.look_up(*held, 1, 24, most, clients, 2.0), (held[0], held[2]))
+
     yield Case("look_up", f"{size}, {known} known", rows * (4 * known + moved), 0, find, True)
+    yield Case(
+        "look_up", f"{size}, {known} known, of all rows", rows * moved + rows**2 * 4 * known, 0, find_anywhere, True
+    )
     yield Case("put_drafts", size, rows * moved, 0, put, True)
 
 

@@ -25,7 +25,7 @@ from typing import Any
 
 from checkpoints.gguf_file import parts_of
 from checkpoints.gguf_folder import choose, is_gguf, links_in, made_folder
-from config import MODEL_TAKES, EngineConfig, lacking, read_json, run_file
+from config import MODEL_TAKES, EngineConfig, SpeculativeConfig, lacking, read_json, run_file
 from model_config import ModelConfig
 from models.pooling import module_files
 from observe.logs import console, set_up
@@ -51,13 +51,27 @@ GB = 1e9
 def find_model(config: EngineConfig, weights: bool = True) -> EngineConfig:
     """Fill in the folders of the model and of its draft model. A model that is no folder here is downloaded once.
 
-    Without `weights`, or with `load_format` dummy, only the small files are needed. A ValueError says why there is no
-    model that Manta can run. A KeyboardInterrupt gives up a download.
+    A `model` may be a head of Speculators: its config.json names the model that it makes drafts for. Without `weights`,
+    or with `load_format` dummy, only the small files are needed. A ValueError says why there is no model that Manta can
+    run. A KeyboardInterrupt gives up a download.
     """
-    if (options := config.speculation) and options.model:
-        draft_config = EngineConfig(options.model, download_dir=config.download_dir, load_format=config.load_format)
-        drafting = json.dumps(dataclasses.asdict(options) | {"model": find_model(draft_config, weights).folder})
-        config = dataclasses.replace(config, speculative_config=drafting)
+    if (options := config.speculation) and config.speculative_config:
+        if ignored := SpeculativeConfig.ignored(config.speculative_config):
+            console.info(f"speculative_config: Manta ignores {', '.join(ignored)}")
+        if options.model:
+            draft_config = EngineConfig(options.model, download_dir=config.download_dir, load_format=config.load_format)
+            options = dataclasses.replace(options, model=find_folder(draft_config, weights).folder)
+        config = dataclasses.replace(config, speculative_config=json.dumps(dataclasses.asdict(options)))
+        return find_folder(config, weights)
+    config = find_folder(config, weights)
+    if paired := SpeculativeConfig.of_head(config.folder, read_json(config.folder, "config.json", {})):
+        config = dataclasses.replace(config, model=paired[0], snapshot="", revision=None, speculative_config=paired[1])
+        config = find_folder(config, weights)
+    return config
+
+
+def find_folder(config: EngineConfig, weights: bool) -> EngineConfig:
+    """Fill in the folder of the model; for the rest see `find_model`."""
     if config.snapshot:  # found before
         return config
     name, weights = config.model, weights and config.load_format != "dummy"

@@ -139,33 +139,52 @@ def post_update(
 
 
 def look_up(
-    token_ids: torch.Tensor,
-    num_known: torch.Tensor,
-    num_drafts: torch.Tensor,
-    slots: torch.Tensor,
-    shortest: int,
-    longest: int,
-    most: int,
-) -> torch.Tensor:
+    token_ids: torch.Tensor, num_known: torch.Tensor, num_drafts: torch.Tensor, slots: torch.Tensor,
+    shortest: int, longest: int, most: int, clients: torch.Tensor | None = None, factor: float = 1e9,
+) -> torch.Tensor:  # fmt: skip
     """Find drafts (`reference.look_up`). The last token has few ends, and each token before it leaves fewer."""
     tokens, lengths, counts = token_ids.numpy(), num_known.numpy(), num_drafts.numpy()
     drafts = np.full((len(slots), most), -1, dtype=np.int32)
+
+    @functools.cache
+    def joined(client: int) -> np.ndarray:
+        """The tokens of all slots of a client, with a -2 behind each, which ends it."""
+        assert clients is not None
+        owned = [tokens[u, : lengths[u] + 1].copy() for u in (clients.numpy() == client).nonzero()[0]]
+        for part in owned:
+            part[-1] = -2
+        return np.concatenate(owned)
+
     for row, slot in enumerate(slots.tolist()):
         if slot < 0:
             continue
-        n, count, length = int(lengths[slot]), 0, 0
+        n = int(lengths[slot])
         t = tokens[slot, :n]
-        last = left = (t[:-1] == t[-1]).nonzero()[0]  # where the last token of each match is
-        while len(left) and length < longest:
-            last, length = left, length + 1
-            left = left[int(left[0] < length) :]
-            left = left[t[left - length] == t[-1 - length]] if len(left) else left
-        if length >= shortest:
-            end, count = int(last[-1]) + 1, min(most, tokens.shape[1] - n)
-            drafts[row, :count] = t[end + np.arange(count) % (n - end)]
-            tokens[slot, n : n + count] = drafts[row, :count]
+        (length, end), u = _longest_match(t, t, longest), t
+        follows = t[(end + np.arange(most) % (n - end)) if length else slice(0)]
+        if clients is not None and length < longest:
+            u = joined(int(clients[slot]))
+            if (other := _longest_match(t, u, longest))[0] > length:
+                length, end = other
+                follows = u[end : end + most]
+                follows = follows[: int((follows == -2).argmax()) if (follows == -2).any() else most]
+        count = min(most, tokens.shape[1] - n, len(follows), int(min(most, factor * length)))
+        count = count if length >= shortest else 0
+        drafts[row, :count] = follows[:count]
+        tokens[slot, n : n + count] = drafts[row, :count]
         counts[slot] = count
     return torch.from_numpy(drafts)
+
+
+def _longest_match(t: np.ndarray, u: np.ndarray, longest: int) -> tuple[int, int]:
+    """The length of the longest match of t's last tokens in u that a token follows, and the latest end of such."""
+    length = 0
+    last = left = ((u[:-1] == t[-1]) & (u[1:] != -2)).nonzero()[0]  # where the last token of each match is
+    while len(left) and length < min(longest, len(t)):
+        last, length = left, length + 1
+        left = left[int(left[0] < length) :]
+        left = left[u[left - length] == t[-1 - length]] if len(left) and length < len(t) else left[:0]
+    return length, int(last[-1]) + 1 if length else 0
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None) -> torch.Tensor:

@@ -4,7 +4,8 @@
              the model's checkpoint ("multi-token prediction": DeepSeek-V3, 2024)
     EAGLE    u = W [E[x_{t+1}]; h_t] + b, a layer without its first norm, the model's head (Li et al., 2024)
     EAGLE-3  h is W of the states before three of the model's layers; the first layer's attention reads
-             [norm(E[x_{t+1}]); norm(h_t)]; a head of its own for the likeliest tokens (Li et al., 2025)
+             [norm(E[x_{t+1}]); norm(h_t)]; a head of its own for the likeliest tokens (Li et al., 2025). In EAGLE 3.1,
+             W is of these states' norms, and the state behind the last norm stands in for h
 
 Each says x_{t+2} at position t. Its own hidden state then stands in for h_{t+1}, and so on for the tokens after that.
 """
@@ -26,8 +27,6 @@ from model import Transformer
 from model_config import ModelConfig
 from models.families import our_name
 from models.shares import Parts, Shares, TensorPart
-
-TAPPED = 3  # layers whose input EAGLE-3 sees
 
 
 class Names(NamedTuple):
@@ -53,7 +52,22 @@ MTP = (  # Qwen3-Next and Qwen3.5; DeepSeek-V3 and GLM-4.5, behind the model's l
           "mtp_layers.0.final_layernorm", True, True),
 )  # fmt: skip
 EAGLE = Names("layers.0", "fc", passes_norm=True)
-EAGLE3 = Names("midlayer", "fc", norm="norm")
+
+
+class Eagle3Shape(NamedTuple):
+    """What a head of EAGLE-3 has beside its layer.
+
+    Attributes:
+        names: what the checkpoint calls its parts.
+        taps: the model's layers whose input it reads.
+        state_norms: names of norms before W, each of an equal share of what is read: none, one of all, or one of each.
+        norm_first: whether its layer adds to the norm of the hidden state, and not to that state.
+    """
+
+    names: Names
+    taps: tuple[int, ...]
+    state_norms: tuple[str, ...] = ()
+    norm_first: bool = False
 
 
 class Joint(Owner):
@@ -147,37 +161,41 @@ class DraftHead(Transformer):
 
 
 class Eagle3Head(DraftHead):
-    """EAGLE-3. Its layer's first norm is that of the embeddings. `norm_first` says what the layer adds to: the hidden
-    state, or its norm."""
+    """EAGLE-3. Its layer's first norm is that of the embeddings."""
 
     unread = ("embed_tokens.weight", "t2d", "d2t")  # beside its weights; `ids` is made of the last
 
-    def __init__(
-        self, base: Transformer, config: ModelConfig, names: Names, ids: torch.Tensor, norm_first: bool = False
-    ):
-        super().__init__(base, config, names)
+    def __init__(self, base: Transformer, config: ModelConfig, shape: Eagle3Shape, ids: torch.Tensor):
+        self.shape = shape
+        super().__init__(base, config, shape.names)
         new, size = self.memory(True), config.hidden_size
         attention, group = self.layers[0].attention, base.group
         attention.qkv = new(len(attention.qkv), 2 * size)
         self.layers[0].attn_in = Norm(config, self.ops, size, new)
-        self.hidden_norm, self.norm_first = Norm(config, self.ops, size, new), norm_first
+        self.hidden_norm = Norm(config, self.ops, size, new)
         self.ids = ids.to(base.device)  # [N] the model's ids of the head's tokens
         self.head = new(-(-len(ids) // group.size), size)
-        count = base.config.num_layers
-        self.reads = (2, count // 2, count - 3)
-        self.taps = [Tap(base, i) for i in self.reads]
+        self.reads = shape.taps
+        self.taps = [Tap(base, i) for i in shape.taps]
+        width = len(self.taps) * size
+        self.state_norms = [Norm(config, self.ops, width // len(shape.state_norms), new) for _ in shape.state_norms]
 
     def new_joint(self, bias: bool) -> Joint:
-        return Joint(self.config, self.ops, self.names, self.memory(True), TAPPED * self.base.config.hidden_size, bias)
+        width = len(self.shape.taps) * self.config.hidden_size
+        return Joint(self.config, self.ops, self.names, self.memory(True), width, bias)
 
     def tapped(self) -> torch.Tensor:
         """h [T, hidden], of the model's latest step."""
-        return linear(torch.cat([tap.taken for tap in self.taps], 1), self.joint.weight)
+        states = torch.cat([tap.taken for tap in self.taps], 1)
+        if norms := self.state_norms:
+            shares = states.chunk(len(norms), 1)
+            states = torch.cat([norm(share.contiguous()) for norm, share in zip(norms, shares, strict=True)], 1)
+        return linear(states, self.joint.weight)
 
     def predict(self, batch: Batch, pool: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         normed = self.hidden_norm(hidden)
         self.entering = self.embedded(batch.input_ids), normed
-        return self.finished((normed if self.norm_first else hidden).clone(), batch, pool)
+        return self.finished((normed if self.shape.norm_first else hidden).clone(), batch, pool)
 
     def enter(self, residual: torch.Tensor) -> torch.Tensor:
         embedded, normed = self.entering
@@ -194,11 +212,13 @@ class Eagle3Head(DraftHead):
 
     def owners(self) -> Iterator[Owner]:
         yield from super().owners()
-        yield self.hidden_norm
+        yield from (self.hidden_norm, *self.state_norms)
 
     def parameters(self) -> dict[str, TensorPart]:
         shares = Shares(len(self.ids), self.group)
         parts = super().parameters() | shares.parts({"lm_head.weight": (self.head, "vocab")})
+        for name, norm in zip(self.shape.state_norms, self.state_norms, strict=True):
+            parts |= norm.parts(name, shares)
         return parts | self.hidden_norm.parts(f"{self.names.layer}.hidden_norm", shares)
 
 

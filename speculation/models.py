@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+from typing import Any
 
 import torch
 
@@ -15,10 +16,14 @@ from config import read_json
 from model import Transformer
 from model_config import ModelConfig
 from models.families import our_name
-from speculation.heads import EAGLE, EAGLE3, DraftHead, Eagle3Head, config_of_layer, new_mtp, tensor_names
-from speculation.options import SpeculativeConfig
+from speculation.heads import EAGLE, DraftHead, Eagle3Head, Eagle3Shape, Names, config_of_layer, new_mtp, tensor_names
+from speculation.options import SPECULATORS_LAYER, SPECULATORS_METHOD, SpeculativeConfig
 
-OWN_FIELDS = ("draft_vocab_size", "norm_before_residual")  # of a head's config.json, beside those of its family
+OWN_FIELDS = (  # of a head's config.json, beside those of its family
+    "draft_vocab_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "eagle_config",
+    "eagle_aux_hidden_state_layer_ids", "embed_requires_grad", "target_hidden_size",
+)  # fmt: skip
+TAPPED_LAYERS = "eagle_aux_hidden_state_layer_ids"
 PADDING = 128  # rows by which the tables of models with the same tokenizer differ, at most
 
 
@@ -56,11 +61,16 @@ def new_draft(options: SpeculativeConfig, base: Transformer, source: str) -> Tra
 
 
 def new_eagle(options: SpeculativeConfig, base: Transformer) -> DraftHead:
-    """The head in the folder that the options name."""
+    """The head in the folder that the options name, as EAGLE's authors save it, or as Speculators does."""
     folder, raw = options.model, read_json(options.model, "config.json")
-    named = raw.get("architectures")
-    family = str(named[0] if isinstance(named, list) and named else None)
-    overrides = {"architectures": [family.replace("Eagle3", "").replace("Eagle", "")]} | dict.fromkeys(OWN_FIELDS)
+    if layer_config := raw.get(SPECULATORS_LAYER):
+        if not isinstance(layer_config, dict) or options.method != raw.get(SPECULATORS_METHOD):
+            raise refused(options, f"its {SPECULATORS_METHOD} is {raw.get(SPECULATORS_METHOD)!r:.80}, not eagle3")
+        overrides = dict.fromkeys(raw) | layer_config
+    else:
+        named = raw.get("architectures")
+        family = str(named[0] if isinstance(named, list) and named else None)
+        overrides = {"architectures": [family.replace("Eagle3", "").replace("Eagle", "")]} | dict.fromkeys(OWN_FIELDS)
     shape = shape_in(options, base, json.dumps(overrides))
     if shape.num_layers != 1 or shape.hidden_size != base.config.hidden_size:
         raise refused(
@@ -70,17 +80,32 @@ def new_eagle(options: SpeculativeConfig, base: Transformer) -> DraftHead:
     check_vocabulary(options, shape, base)
     layer, saved = config_of_layer(shape), tensor_names(folder)
     if options.method == "eagle":
-        head = DraftHead(base, layer, EAGLE, bias=any(our_name(name, ["fc.bias"]) for name in saved))
-    else:
-        if base.config.num_layers < 6:
-            raise refused(options, f"the model has {base.config.num_layers} layers, and it wants at least 6")
-        if shape.latent:
-            raise refused(options, "it has latent attention, which eagle3 lacks")
-        older = any("midlayer." in name for name in saved)
-        names = EAGLE3 if older else EAGLE3._replace(layer="layers.0")
-        ids = token_ids(options, saved, raw.get("draft_vocab_size"), base.config.vocab_size)
-        head = Eagle3Head(base, layer, names, ids, bool(raw.get("norm_before_residual")))
-    return head
+        return DraftHead(base, layer, EAGLE, bias=any(our_name(name, ["fc.bias"]) for name in saved))
+    if shape.latent:
+        raise refused(options, "it has latent attention, which eagle3 lacks")
+    ids = token_ids(options, saved, raw.get("draft_vocab_size"), base.config.vocab_size)
+    return Eagle3Head(base, layer, eagle3_shape(options, raw, saved, base.config.num_layers), ids)
+
+
+def eagle3_shape(options: SpeculativeConfig, raw: dict[str, Any], saved: set[str], num_layers: int) -> Eagle3Shape:
+    """The shape of a head of EAGLE-3 with this config.json and these tensors, for a model of so many layers.
+
+    The switches are those of EAGLE 3.1, by the names of vLLM and Speculators; NVIDIA's files have them in an object of
+    their own, which numbers the layers by their output.
+    """
+    inner = raw.get("eagle_config") or {}
+    switches, after = inner | raw, inner.get(TAPPED_LAYERS)
+    taps = raw.get(TAPPED_LAYERS) or ([i + 1 for i in after] if after else [2, num_layers // 2, num_layers - 3])
+    if not all(0 <= i < num_layers for i in taps):
+        raise refused(options, f"it reads the input of layers {taps}, and the model has layers 0 to {num_layers - 1}")
+    if switches.get("embed_requires_grad"):
+        raise refused(options, "it has embeddings of its own (embed_requires_grad), which Manta does not read")
+    norms = tuple(f"fc_norm.{i}" for i in range(len(taps))) if switches.get("fc_norm") else ()
+    if switches.get("norm_before_fc"):
+        norms = ("input_norm",)
+    layer = "midlayer" if any("midlayer." in name for name in saved) else "layers.0"
+    names = Names(layer, "fc", norm="norm", passes_norm=bool(switches.get("norm_output")))
+    return Eagle3Shape(names, tuple(taps), norms, bool(switches.get("norm_before_residual")))
 
 
 def shape_in(options: SpeculativeConfig, base: Transformer, overrides: str | None = None) -> ModelConfig:

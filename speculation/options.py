@@ -8,10 +8,25 @@ from typing import Any
 
 # Methods by which a model makes the drafts, and whether the option `model` names it.
 MODELS = {"mtp": False, "draft_model": True, "eagle": True, "eagle3": True}
-METHODS = ("ngram", *MODELS)
-MOST_DRAFTS = 8
+METHODS = ("ngram", "suffix", *MODELS)
+MOST_DRAFTS = 32
 MOST_NGRAM = 16  # tokens that a look-up compares
 LOOKUP_BOUNDS = ("prompt_lookup_min", "prompt_lookup_max")
+TREE_DEPTH, SPEC_FACTOR = "suffix_decoding_max_tree_depth", "suffix_decoding_max_spec_factor"
+MOST_DEPTH, MOST_FACTOR = 64, 8.0
+# vLLM's options that change no token, and for which Manta has a way of its own: it measures when drafts pay, a draft
+# model has the model's ranks and length, and a draft is verified by the token that the model samples.
+IGNORED = {
+    "acceptance_method", "attention_backend", "code_revision", "disable_by_batch_size", "disable_log_stats",
+    "disable_logprobs", "disable_padded_drafter_batch", "draft_sample_method", "draft_tensor_parallel_size",
+    "enforce_eager", "max_model_len", "moe_backend", "posterior_alpha", "posterior_threshold",
+    "rejection_sample_method", "suffix_decoding_max_cached_requests", "suffix_decoding_min_token_prob",
+    "token_acceptance_method", "typical_acceptance_sampler_posterior_alpha",
+    "typical_acceptance_sampler_posterior_threshold", "use_local_argmax_reduction",
+}  # fmt: skip
+# Fields of the config.json of a head that Speculators saved (https://github.com/vllm-project/speculators).
+SPECULATORS, SPECULATORS_METHOD = "speculators_config", "speculators_model_type"
+SPECULATORS_LAYER = "transformer_layer_config"
 
 
 @dataclass(frozen=True)
@@ -20,13 +35,16 @@ class SpeculativeConfig:
 
     Attributes:
         num_speculative_tokens: drafts that a step verifies for a sequence, at most.
-        method: `ngram` proposes what followed the latest tokens when they came before, in the prompt or the output.
-            `mtp` asks the head that the model's own checkpoint has, `draft_model` a smaller model with the same
-            tokenizer, and `eagle` and `eagle3` a head that was made for the model. Without a method, a `model` is an
-            eagle3 or eagle if its name says so, else a draft_model, as in vLLM. MODULE:CLASS is a user's own.
+        method: `ngram` proposes what followed the latest tokens when they came before, in the prompt or the output,
+            `suffix` also when they came in another request of the client. `mtp` asks the head that the model's own
+            checkpoint has, `draft_model` a smaller model with the same tokenizer, and `eagle` and `eagle3` a head that
+            was made for the model. Without a method, a `model` is an eagle3 or eagle if its name says so, else a
+            draft_model, as in vLLM. MODULE:CLASS is a user's own.
         model: folder, or id on the hub, of what makes the drafts; for the last three of METHODS.
         prompt_lookup_min, prompt_lookup_max: so many of the latest tokens must have come before, and so many are
             compared.
+        suffix_decoding_max_tree_depth: of `suffix`, how many of the latest tokens are compared.
+        suffix_decoding_max_spec_factor: of `suffix`, the most drafts for each token that matched.
     """
 
     num_speculative_tokens: int
@@ -34,6 +52,8 @@ class SpeculativeConfig:
     model: str = ""
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 5
+    suffix_decoding_max_tree_depth: int = 24
+    suffix_decoding_max_spec_factor: float = 2.0
 
     @classmethod
     def of(cls, text: str) -> SpeculativeConfig:
@@ -49,8 +69,11 @@ class SpeculativeConfig:
         names = [field.name for field in fields(cls)]
         if not isinstance(options, dict):
             raise ValueError(f"speculative_config is {options!r:.200}; it must be an object with {', '.join(names)}")
+        options = {name: value for name, value in options.items() if name not in IGNORED}
         if unknown := sorted(options.keys() - set(names)):
             raise ValueError(f"speculative_config has {unknown[0]!r:.80}; known: {', '.join(names)}")
+        if options.get("method") == "suffix":  # as in vLLM
+            options.setdefault("num_speculative_tokens", cls.suffix_decoding_max_tree_depth)
         if "num_speculative_tokens" not in options:
             raise ValueError(
                 f"speculative_config has no num_speculative_tokens; it must be a whole number from 1 to {MOST_DRAFTS}"
@@ -69,6 +92,32 @@ class SpeculativeConfig:
         made.check()
         return made
 
+    @staticmethod
+    def ignored(text: str) -> list[str]:
+        """The options of a JSON object, as `of` reads it, that change nothing here."""
+        return sorted(json.loads(text).keys() & IGNORED)
+
+    @staticmethod
+    def of_head(head: str, raw: dict[str, Any]) -> tuple[str, str] | None:
+        """The model that the head in the folder `head` with this config.json was made for, and the JSON text of options
+        with that head; None: Speculators has not saved it.
+
+        Raises:
+            ValueError: the file does not name the model or the number of drafts.
+        """
+        if SPECULATORS not in raw:
+            return None
+        try:
+            model = raw[SPECULATORS]["verifier"]["name_or_path"]
+            drafts = raw[SPECULATORS]["proposal_methods"][0]["speculative_tokens"]
+        except (KeyError, IndexError, TypeError):
+            model = drafts = None
+        if not isinstance(model, str) or not isinstance(drafts, int):
+            raise ValueError(f"{head} is a draft head; its {SPECULATORS} names no verifier, or no speculative_tokens")
+        return model, json.dumps(
+            {"method": raw.get(SPECULATORS_METHOD), "model": head, "num_speculative_tokens": drafts}
+        )
+
     @property
     def by_model(self) -> bool:
         """Whether a model makes the drafts, which has keys and values of its own, and takes its time."""
@@ -84,11 +133,18 @@ class SpeculativeConfig:
         if bool(self.model) != names_model:
             rule = "there must be one" if names_model else "it must be left out"
             self._refuse("model", f"with method {self.method!r} {rule}")
-        most = {"num_speculative_tokens": MOST_DRAFTS} | dict.fromkeys(LOOKUP_BOUNDS, MOST_NGRAM)
+        most = {
+            "num_speculative_tokens": MOST_DRAFTS,
+            **dict.fromkeys(LOOKUP_BOUNDS, MOST_NGRAM),
+            TREE_DEPTH: MOST_DEPTH,
+        }
         for name, largest in most.items():
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= largest:
                 self._refuse(name, f"it must be a whole number from 1 to {largest}")
+        factor = self.suffix_decoding_max_spec_factor
+        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor <= MOST_FACTOR:
+            self._refuse(SPEC_FACTOR, f"it must be a number above 0 and at most {MOST_FACTOR:g}")
         if self.prompt_lookup_min > self.prompt_lookup_max:
             self._refuse("prompt_lookup_min", f"it must be at most prompt_lookup_max, {self.prompt_lookup_max}")
 

@@ -34,16 +34,22 @@ class Proposer(Protocol):
 class PromptLookup:
     """Proposes what followed the latest tokens when they came before; `reference.look_up` has the rule.
 
-    Saxena, "Prompt lookup decoding", 2023.
+    Method `ngram` looks in the sequence (Saxena, "Prompt lookup decoding", 2023), and `suffix` in all sequences of the
+    client whose tokens still stand in a slot (Oliaro et al., "SuffixDecoding", 2024). Theirs is a tree over all that a
+    client ever had, with counts; here a kernel compares, and the latest of the longest matches is taken.
     """
 
     def __init__(self, options: SpeculativeConfig, ops: ModuleType):
-        self.ops = ops
-        self.sizes = options.prompt_lookup_min, options.prompt_lookup_max, options.num_speculative_tokens
+        self.ops, self.over_requests, most = ops, options.method == "suffix", options.num_speculative_tokens
+        self.sizes = options.prompt_lookup_min, options.prompt_lookup_max, most
+        if self.over_requests:
+            self.sizes = 1, options.suffix_decoding_max_tree_depth, most
+        self.factor = options.suffix_decoding_max_spec_factor
 
     def propose(self, state: BatchState, batch: Batch, hidden: torch.Tensor, pool: torch.Tensor, count: int) -> None:
         if count:
-            self.ops.look_up(state.token_ids, state.num_known, state.num_drafts, batch.slots, *self.sizes)
+            others = (state.clients, self.factor) if self.over_requests else ()
+            self.ops.look_up(state.token_ids, state.num_known, state.num_drafts, batch.slots, *self.sizes, *others)
 
 
 class OwnProposer:

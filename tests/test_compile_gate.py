@@ -45,7 +45,7 @@ from gate_shapes import (
 SHARED_LIMIT = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 103: 232448, 120: 101376, 121: 101376}
 REGISTERS = 64 * 1024  # that a processor has
 SHARDS = 2
-KERNELS = 43
+KERNELS = 44
 BRIEF: dict[int, tuple[str, ...]] = {
     # These launch every kernel.
     90: (
@@ -122,6 +122,7 @@ def launches(shape: Shape, attention_only: bool, whole: bool) -> Iterator[Callab
         case = drafted(s.vocab, width)
         yield lambda ops, case=case: ops.mask_words(ints[:2], tables, ints, ints, bad, ops.Adjust(*case[0]), case[1])
     yield lambda ops: ops.look_up(tables, ints, ints, ints[:2], 2, 5, 8)
+    yield lambda ops: ops.look_up(tables, ints, ints, ints[:2], 1, 24, 24, ints, 2.0)
     for most in (1, 4):
         drafts = torch.zeros(2, most, dtype=int32)
         yield lambda ops, drafts=drafts: ops.put_drafts(tables, ints, ints, ints[:2], drafts)

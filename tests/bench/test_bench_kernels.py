@@ -108,7 +108,7 @@ def test_bytes_and_operations_are_counted():
     assert counted["latent_prefill"] == (2 * (69 * 48 + 3 * 2 * (48 + 32)), 2 * (67 + 68 + 69) * 2 * (48 + 32))
     assert counted["logprobs"] == (3 * 100 * 2, 0)
     assert counted["put_drafts"] == (3 * 4 * (1 + 1 + 4 + 4 + 1), 0)  # slot, length, drafts; these again, their number
-    assert counted["look_up"] == (counted["put_drafts"][0] + 3 * 600 * 4, 0)
+    assert counted["look_up"] == (counted["put_drafts"][0] + 3 * 3 * 600 * 4, 0)  # of all rows
     assert counted["copy_blocks"] == (2 * counted["swap_blocks"][0], 0)
 
 

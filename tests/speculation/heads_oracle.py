@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -99,11 +100,12 @@ def eagle3(t: Tensors, e: torch.Tensor, h: torch.Tensor) -> tuple[torch.Tensor, 
     normed = rms(h, t[f"{root}.hidden_norm.weight"])
     both = torch.cat((rms(e, t[f"{root}.input_layernorm.weight"]), normed), 1)
     x = layer(t, root, normed if "norm first" in t else h, both)
-    some = rms(x, t["head.norm.weight"]) @ t["head.lm_head.weight"].T
+    normed = rms(x, t["head.norm.weight"])
+    some = normed @ t["head.lm_head.weight"].T
     moved = t.get("head.d2t", torch.zeros(len(some[0]), dtype=torch.int64))
     scores = torch.full((len(x), VOCAB), -torch.inf)
     scores[:, torch.arange(len(moved)) + moved] = some
-    return scores, x
+    return scores, normed if "norm output" in t else x
 
 
 def drafts(t: Tensors, head: Head, known: list[int], count: int) -> list[tuple[int, float]]:
@@ -112,7 +114,11 @@ def drafts(t: Tensors, head: Head, known: list[int], count: int) -> list[tuple[i
     h = before[-1]
     if head is eagle3:
         n = len(before) - 1
-        h = torch.cat([before[i] for i in (2, n // 2, n - 3)], 1) @ t["head.fc.weight"].T
+        read = [before[i] for i in (t["taps"].tolist() if "taps" in t else (2, n // 2, n - 3))]
+        norms = [t[f"head.fc_norm.{i}.weight"] for i in range(len(read)) if f"head.fc_norm.{i}.weight" in t]
+        h = torch.cat([rms(*pair) for pair in zip(read, norms, strict=True)] if norms else read, 1)
+        h = rms(h, t["head.input_norm.weight"]) if "head.input_norm.weight" in t else h
+        h = h @ t["head.fc.weight"].T
     for _ in range(count):
         scores, after = head(t, t["model.embed_tokens.weight"][ids], h)
         pairs.append(best_of(scores[-1]))
@@ -235,14 +241,23 @@ def made_eagle(folder: Path, bias: bool) -> Made:
     return made_with_head(folder, 2, config("EagleLlamaForCausalLM", 1), head)
 
 
-def made_eagle3(folder: Path, norm_first: bool, few: bool) -> Made:
+def made_eagle3(
+    folder: Path, norm_first: bool, few: bool, taps: tuple[int, ...] = (), norms: str = "", where: str = ""
+) -> Made:
     """With a vocabulary of its own or that of the model, and under one or the other of its layer's names. Each token
     sees itself the most, and half of its embedding reaches the head, which is like the model's: so some drafts are
-    right."""
+    right.
+
+    With `norms` it is an EAGLE 3.1, whose switches are in config.json, or `where` it says: NVIDIA's object, or as
+    Speculators saves a head.
+    """
     ids = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(93))[: VOCAB * 2 // 3 if few else VOCAB]
     ids, root = ids.sort().values, "midlayer." if few else "layers.0."
     head = weights(root, layer_shapes(2 * SIZE) | {"hidden_norm.weight": (SIZE,)}, 90)
-    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (SIZE, 3 * SIZE), "norm.weight": (SIZE,)}
+    width = (len(taps) or 3) * SIZE
+    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (SIZE, width), "norm.weight": (SIZE,)}
+    shapes |= {f"fc_norm.{i}.weight": (SIZE,) for i in range(len(taps))} if norms == "fc_norm" else {}
+    shapes |= {"input_norm.weight": (width,)} if norms == "norm_before_fc" else {}
     head |= weights("", shapes, 91) | {"lm_head.weight": model(0)["lm_head.weight"][ids]}
     half, attention = torch.eye(SIZE)[: KV_HEADS * DIM], f"{root}self_attn."
     group = HEADS // KV_HEADS
@@ -254,9 +269,31 @@ def made_eagle3(folder: Path, norm_first: bool, few: bool) -> Made:
     if few:
         head["d2t"] = ids - torch.arange(len(ids))
         head["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, ids, True)
-    raw = config("LlamaForCausalLMEagle3", 1, draft_vocab_size=len(ids), norm_before_residual=norm_first)
+    switches: dict[str, object] = {"draft_vocab_size": len(ids), "norm_before_residual": norm_first}
+    flags = {norms: True, "norm_output": True} if norms else {}
+    if where == "eagle_config":
+        listed: dict[str, object] = {
+            "eagle_config": flags | {"eagle_aux_hidden_state_layer_ids": [i - 1 for i in taps]}
+        }
+    else:
+        listed = flags | ({"eagle_aux_hidden_state_layer_ids": taps} if taps else {})
+    raw = config("LlamaForCausalLMEagle3", 1, **switches, **listed)
+    if where == "speculators":
+        layer_config = config("", 1, model_type="llama")
+        del layer_config["architectures"]
+        verifier = {"name_or_path": str(folder / "model"), "architectures": ["LlamaForCausalLM"]}
+        raw = switches | listed | {
+            "architectures": ["Eagle3DraftModel"], "speculators_model_type": "eagle3", "speculators_version": "0.9.0",
+            "transformer_layer_config": layer_config, "embed_requires_grad": False, "target_hidden_size": None,
+            "speculators_config": {"algorithm": "eagle3", "verifier": verifier, "proposal_methods": [
+                {"proposal_type": "greedy", "speculative_tokens": 3}]},
+        }  # fmt: skip
     made = made_with_head(folder, 7, raw, head)
-    return made._replace(tensors=made.tensors | ({"norm first": torch.ones(1)} if norm_first else {}))
+    facts = {"norm first": norm_first, "norm output": bool(norms)}
+    extra = {name: torch.ones(1) for name, holds in facts.items() if holds} | (
+        {"taps": torch.tensor(taps)} if taps else {}
+    )
+    return made._replace(tensors=made.tensors | extra)
 
 
 def made_draft(folder: Path) -> Made:
@@ -274,5 +311,20 @@ MAKERS: dict[str, tuple[str, Callable[[Path], Made], Head | None]] = {  # method
     "eagle-bias": ("eagle", lambda folder: made_eagle(folder, bias=True), eagle),
     "eagle3": ("eagle3", lambda folder: made_eagle3(folder, norm_first=False, few=True), eagle3),
     "eagle3-norm-first": ("eagle3", lambda folder: made_eagle3(folder, norm_first=True, few=False), eagle3),
+    "eagle3.1": (
+        "eagle3",
+        partial(made_eagle3, norm_first=False, few=True, taps=(1, 3, 4, 6), norms="fc_norm"),
+        eagle3,
+    ),
+    "eagle3.1-nvidia": (
+        "eagle3",
+        partial(made_eagle3, norm_first=False, few=False, taps=(1, 5), norms="norm_before_fc", where="eagle_config"),
+        eagle3,
+    ),
+    "speculators": (
+        "eagle3",
+        partial(made_eagle3, norm_first=True, few=True, taps=(0, 3, 5), norms="norm_before_fc", where="speculators"),
+        eagle3,
+    ),
     "draft_model": ("draft_model", made_draft, None),
 }

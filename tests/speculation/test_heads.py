@@ -47,6 +47,7 @@ WAYS: list[dict[str, Any]] = [
     {"temperature": 0, "stop_token_ids": [3, 4, 5], "min_tokens": 6, "logprobs": 0}, {"temperature": 0},
 ]  # fmt: skip
 HEADS = ("mtp", "draft_model", "eagle3")
+PUBLISHED = ("eagle3.1", "eagle3.1-nvidia", "speculators")
 Record = list[tuple[list[int], list[int]]]
 Make = Callable[..., oracle.Made]
 
@@ -125,8 +126,8 @@ def record(monkeypatch: pytest.MonkeyPatch) -> Record:
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        *((name, {}) for name in HEADS), ("mtp", SWAP | SCARCE),
-        *(pytest.param(name, {}, marks=pytest.mark.full) for name in oracle.MAKERS if name not in HEADS),
+        *((name, {}) for name in (*HEADS, *PUBLISHED)), ("mtp", SWAP | SCARCE),
+        *(pytest.param(name, {}, marks=pytest.mark.full) for name in oracle.MAKERS if name not in HEADS + PUBLISHED),
         *(pytest.param(name, SCARCE, marks=pytest.mark.full) for name in oracle.MAKERS),
         *(pytest.param(name, SWAP | SCARCE, marks=pytest.mark.full) for name in oracle.MAKERS if name != "mtp"),
     ],
@@ -499,7 +500,10 @@ def moved(tensors: dict[str, torch.Tensor], by: int) -> dict[str, torch.Tensor]:
         ("eagle", "head", {"hidden_size": 16}, None, "1 layers of size 16; it must have one of the model's size, 32"),
         ("eagle", "head", {"num_hidden_layers": 3}, None, "it has 3 layers of size 32"),
         ("eagle", "head", {"architectures": None}, None, "head': config.json is of a 'None'"),
-        ("eagle", "head", {"norm_before_fc": True}, None, "'norm_before_fc' is True"),
+        ("eagle3", "head", {"eagle_aux_hidden_state_layer_ids": [1, 7]}, None, r"layers \[1, 7\], .* 0 to 6"),
+        ("eagle3", "head", {"embed_requires_grad": True}, None, "embeddings of its own"),
+        ("eagle3", "head", {"norm_before_logits": True}, None, "'norm_before_logits' is True"),
+        ("speculators", "head", {"speculators_model_type": "dflash"}, None, "type is 'dflash', not eagle3"),
         ("eagle3", "head", {}, lambda t: moved(t, 20), "d2t names token 4[0-9]; tokens are from 0 to 23"),
         ("eagle3", "head", {}, lambda t: moved(t, -9), "d2t names token -[0-9]; tokens are from 0 to 23"),
         ("eagle3", "head", {}, lambda t: t | {"d2t": t["d2t"][:9]}, r"lm_head.weight has shape \[16, 32\]"),
@@ -538,8 +542,21 @@ def test_a_folder_that_is_none_or_damaged_is_named(method: str, made: Make, tmp_
         tiny(cut, method)
 
 
+def test_a_head_of_speculators_names_its_model(made: Make, tmp_path: Path) -> None:
+    """Its folder alone is enough, and says how many drafts there are."""
+    found = made("speculators")
+    llm, want = LLM(found.head, **TINY), tiny(found)
+    assert_equal(every_way(llm), every_way(want))
+    assert llm.config.num_drafts == 3 and counted(llm)[1] > 10
+    llm.close()
+    want.close()
+    lost = changed(found, tmp_path, "head", {"speculators_config": {"proposal_methods": []}})
+    with pytest.raises(ValueError, match="is a draft head; its speculators_config names no verifier"):
+        LLM(lost.head, **TINY)
+
+
 def test_a_short_model_has_no_room_for_eagle3(made: Make) -> None:
-    with pytest.raises(ValueError, match="the model has 2 layers, and it wants at least 6"):
+    with pytest.raises(ValueError, match=r"layers \[2, 1, -1\], and the model has layers 0 to 1"):
         tiny(made("eagle")._replace(head=made("eagle3").head), "eagle3")
 
 

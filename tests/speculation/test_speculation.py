@@ -233,12 +233,45 @@ def test_what_came_before_is_proposed(
 
 
 @pytest.mark.parametrize(
+    "options", [{}, pytest.param({"backend": "reference", "async_scheduling": True}, marks=pytest.mark.full)], ids=str
+)
+def test_what_another_request_had_is_proposed(
+    options: dict[str, Any], make_llm: Callable[..., LLM], llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To requests of the same salt alone. What a slot had before stays there while others are free."""
+    monkeypatch.setattr(Drafting, "price", lambda drafting, rows: 0.0)
+    drafting = make_llm(**ROOMY | options, speculative_config=json.dumps({"method": "suffix"}))
+    params, taken = SamplingParams(temperature=1, seed=5, max_tokens=60, ignore_eos=True), []
+    counters = drafting.client.core.scheduler.counters
+    for salt in ("one", "one", "two"):
+        before = counters[TAKEN]
+        prompt = {"prompt": SPEECH, "cache_salt": salt}
+        assert_equal(
+            drafting.generate([prompt], params, use_tqdm=False), llm.generate([SPEECH], params, use_tqdm=False)
+        )
+        taken.append(counters[TAKEN] - before)
+    assert taken[0] == taken[2] < 30 < 50 < taken[1]
+    drafting.client.core.close()
+
+
+def test_options_of_suffix_decoding() -> None:
+    options = SpeculativeConfig.of('{"method": "suffix", "suffix_decoding_max_tree_depth": 9}')
+    assert options.num_speculative_tokens == 24 and options.suffix_decoding_max_spec_factor == 2
+    text = '{"num_speculative_tokens": 2, "draft_tensor_parallel_size": 1, "disable_by_batch_size": 4}'
+    assert SpeculativeConfig.of(text) == SpeculativeConfig(2)
+    assert SpeculativeConfig.ignored(text) == ["disable_by_batch_size", "draft_tensor_parallel_size"]
+
+
+@pytest.mark.parametrize(
     ("given", "said"),
     [
+        ({"method": "suffix", "suffix_decoding_max_tree_depth": 65}, "max_tree_depth is 65; it must be a whole number"),
+        ({"method": "suffix", "suffix_decoding_max_spec_factor": 0}, "max_spec_factor is 0; it must be a number above"),
+        ({"method": "suffix", "suffix_decoding_max_spec_factor": "2"}, "max_spec_factor is '2'"),
         ("{", "no JSON"),
         ("[]", "must be an object"),
         ({}, "has no num_speculative_tokens"),
-        ({"num_speculative_tokens": 0}, "num_speculative_tokens is 0; it must be a whole number from 1 to 8"),
+        ({"num_speculative_tokens": 0}, "num_speculative_tokens is 0; it must be a whole number from 1 to 32"),
         ({"num_speculative_tokens": True}, "num_speculative_tokens is True"),
         ({"num_speculative_tokens": 2, "method": "magic"}, "method is 'magic'; it must be one of"),
         ({"num_speculative_tokens": 2, "tokens": 2}, "has 'tokens'; known: num_speculative_tokens, method"),
