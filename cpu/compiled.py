@@ -161,16 +161,19 @@ class Builder:
         jobs: how many processes at a time.
         idle: these take only what other processes leave of the cores.
         delay: seconds before the first of them begins.
+        urgent: products with codes, which take 10 to 15 times as long without C++, do not wait for others.
     """
 
     rows = (1, MANY)  # steps of so many tokens ask for all that there is to compile
 
-    def __init__(self, jobs: int, idle: bool = False, delay: float = 0):
-        self.room, self.idle = threading.Semaphore(jobs), idle
+    def __init__(self, jobs: int, idle: bool = False, delay: float = 0, urgent: bool = False):
+        self.room, self.idle, self.urgent = threading.Semaphore(jobs), idle, urgent
+        self.cores = threading.Semaphore(os.cpu_count() or 1)
         self.begins = time.monotonic() + delay
         self.failed = ""  # why something could not be compiled
         self.usable = True  # whether the folders are; if not, nothing is compiled or opened
         self.threads: list[threading.Thread] = []
+        self.urgent_threads: list[threading.Thread] = []
         try:
             open_folders()
             sweep()
@@ -200,10 +203,12 @@ class Builder:
             return None
         small = cpu_weights.is_small(config)
         stays = config.beside_server and config.world_size == 1  # torchrun's other ranks do not know of the server
-        return None if small and not stays else cls(jobs=1, idle=True, delay=SETTLED if small else 0)
+        if small and not stays:
+            return None
+        return cls(jobs=1, idle=True, delay=SETTLED if small else 0, urgent=stays and not small)
 
-    def ask(self, job: CompileJob) -> PendingLibrary:
-        """The C++ of a job, which may have to be made first."""
+    def ask(self, job: CompileJob, of_codes: bool = False) -> PendingLibrary:
+        """The C++ of a job, maybe a product with codes, which may have to be made first."""
         library = PendingLibrary()
         if not self.usable:
             return library
@@ -216,27 +221,30 @@ class Builder:
             logger.info(f"the C++ of {job.name} is made again: {error}")
             if path := job.path():
                 path.unlink(missing_ok=True)
-        self.threads.append(threading.Thread(target=self._make, args=(job, library), daemon=True))
-        self.threads[-1].start()
+        urgent = of_codes and self.urgent
+        thread = threading.Thread(target=self._make, args=(job, library, urgent), daemon=True)
+        (self.urgent_threads if urgent else self.threads).append(thread)
+        thread.start()
         return library
 
     def _give_up(self, why: str) -> None:
         self.failed = why
         logger.info(f"no more C++ is made, and torch's operators serve: {why}")
 
-    def _make(self, job: CompileJob, library: PendingLibrary) -> None:
+    def _make(self, job: CompileJob, library: PendingLibrary, urgent: bool) -> None:
         """Compile a job, and load what was made. After the first failure no other is tried."""
-        time.sleep(max(0.0, self.begins - time.monotonic()))
-        with self.room:
+        if not urgent:
+            time.sleep(max(0.0, self.begins - time.monotonic()))
+        with self.cores if urgent else self.room:
             if self.failed:
                 return
             try:
-                self._run(job)
+                self._run(job, self.idle and not urgent)
                 library.run = job.load()
             except (OSError, ValueError, RuntimeError) as error:
                 self._give_up(f"{job.name}: {error}")
 
-    def _run(self, job: CompileJob) -> None:
+    def _run(self, job: CompileJob, idle: bool) -> None:
         """Run the process of a job. If it fails, a RuntimeError has the last line that it has said."""
         with workplace() as path:
             environment = {INDUCTOR_FOLDER: f"{path}/inductor", "TMPDIR": str(headers())}  # see `main`
@@ -249,11 +257,21 @@ class Builder:
             )
             with process:
                 assert process.stdin and process.stdout
-                pickle.dump((job, self.idle, path), process.stdin)
+                pickle.dump((job, idle, path), process.stdin)
                 process.stdin.flush()  # it stays open, which tells the process that this one lives
                 output = process.stdout.read().decode(errors="replace").strip()
             if process.returncode:
                 raise RuntimeError(output.rpartition("\n")[2] or f"status {process.returncode}")
+
+    def wait_for_codes(self) -> None:
+        """Wait for the products with codes that are urgent."""
+        if self.urgent_threads:
+            logger.info(
+                "compiling C++ for packed weights, once on this machine: each function takes a core half a minute"
+            )
+        for thread in self.urgent_threads:
+            thread.join()
+        self.urgent_threads.clear()
 
     def wait(self) -> None:
         """Wait for all that was asked for.
@@ -261,7 +279,7 @@ class Builder:
         Raises:
             ValueError: something could not be compiled.
         """
-        for thread in self.threads:
+        for thread in (*self.threads, *self.urgent_threads):
             thread.join()
         self.threads.clear()
         if self.failed:
@@ -406,7 +424,7 @@ def coded_forms(builder: Builder, dtype: torch.dtype) -> Callable[[Quantized], C
         key = Formula.of(weight)
         with lock:
             if key not in made:
-                one, several, unpack = (builder.ask(job) for job in coded_jobs(key, slab, threads))
+                one, several, unpack = (builder.ask(job, True) for job in coded_jobs(key, slab, threads))
                 made[key] = CodedKernels(one, several, unpack, slab)
             return made[key]
 

@@ -95,6 +95,7 @@ def warm_up(start: Start, worker: Worker) -> tuple[float, float, float]:
             begun = time.perf_counter()
             for rows in start.builder.rows:
                 run_layers(start.model, rows, worker.pool)
+            start.builder.wait_for_codes()
             if start.config.compile:
                 start.builder.wait()
                 compile_seconds = time.perf_counter() - begun

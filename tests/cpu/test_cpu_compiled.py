@@ -49,11 +49,11 @@ pytestmark = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang+
 class Here(Builder):
     """Compiles at once, in this process, which is faster for many small functions."""
 
-    def ask(self, job: CompileJob) -> PendingLibrary:
+    def ask(self, job: CompileJob, of_codes: bool = False) -> PendingLibrary:
         if not job.path():
             with torch.inference_mode(False):
                 compile_job(job)
-        return super().ask(job)
+        return super().ask(job, of_codes)
 
 
 def test_cpp_without_the_vectors_of_this_cpu_is_not_kept(monkeypatch, tmp_path):
@@ -139,6 +139,20 @@ def test_what_is_compiled_is_kept(monkeypatch, tmp_path):
     assert not list(shared.iterdir())  # Inductor's own files are not where others may write
     monkeypatch.setattr(Builder, "_make", lambda *_: None)
     torch.testing.assert_close(Builder(1).ask(small_job()).run([x])[0], torch.nn.functional.silu(x))
+
+
+@pytest.mark.parametrize("urgent", [True, False])
+def test_a_server_waits_for_products_with_codes_alone(monkeypatch, tmp_path, caplog, urgent):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    ran: list[tuple[str, bool]] = []
+    monkeypatch.setattr(Builder, "_run", lambda builder, job, idle: ran.append((job.key(), idle)))
+    monkeypatch.setattr(CompileJob, "load", lambda job: print if ran else Path("nowhere").read_bytes())
+    builder = Builder(1, idle=True, delay=1e5, urgent=urgent)
+    plain, coded = builder.ask(small_job()), builder.ask(small_job(5), True)
+    with caplog.at_level("INFO", logger="manta"):
+        builder.wait_for_codes()
+    assert ran == ([(small_job(5).key(), False)] if urgent else [])
+    assert (coded.run is not None) == urgent and plain.run is None and len(caplog.records) == urgent
 
 
 def damage(path: Path, how: str) -> None:
@@ -269,7 +283,7 @@ def test_a_large_model_answers_while_its_cpp_is_made(monkeypatch, tmp_path):
     monkeypatch.setattr(cpu_weights, "SMALL", 1)
     allowed, jobs = threading.Event(), []
 
-    def make_later(builder: Builder, job: CompileJob, late: PendingLibrary) -> None:
+    def make_later(builder: Builder, job: CompileJob, late: PendingLibrary, urgent: bool) -> None:
         jobs.append((builder, job))
         allowed.wait()
         with builder.room:

@@ -378,7 +378,7 @@ def test_weights_whose_inputs_are_rounded(monkeypatch):
 
 def test_cpp_is_asked_for_once_for_each_kind(monkeypatch):
     jobs = []
-    builder = SimpleNamespace(ask=lambda job: jobs.append(job) or SimpleNamespace(run=None))
+    builder = SimpleNamespace(ask=lambda job, of_codes: jobs.append(job) or SimpleNamespace(run=None))
     monkeypatch.setattr(compiled, "has_bfloat16", lambda: True)
     for dtype, slab in (
         (torch.float32, torch.float32),
@@ -398,7 +398,7 @@ def test_cpp_is_asked_for_once_for_each_kind(monkeypatch):
 def test_the_cpp_of_codes_has_the_threads_of_the_steps_and_not_those_of_packing(monkeypatch):
     jobs, threads = [], 7
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    find = compiled.coded_forms(SimpleNamespace(ask=lambda job: jobs.append(job)), torch.float32)
+    find = compiled.coded_forms(SimpleNamespace(ask=lambda job, of_codes: jobs.append(job)), torch.float32)
     threads = 1
     find(drawn("int4", (16, 32), 32, False))
     assert [job.threads for job in jobs] == [7] * 3
