@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from config import EngineConfig
-from device.serve import NEVER, answer, new_worker
-from executor import UniExecutor, end_with_parent, name_process, step_timeout
+from device.serve import NEVER, answer, new_worker, run_step
+from executor import UniExecutor, end_with_parent, name_process
 from model_config import ModelConfig
 from observe.logs import logger
 from plan import Call, Kwargs, Method, StepPlan, StepResult
@@ -49,8 +49,7 @@ class ExternalExecutor(UniExecutor):
         self.overlaps = False
         self.size, self.stages = config.world_size, config.pipeline_parallel_size
         self.last = self.size - config.tensor_parallel_size  # the rank that tells what was sampled
-        self.worker.group.set_timeout(self.step_timeout)
-        self.codec, self.channel = Codec(), self.worker.group.channel(self.step_timeout)
+        self.codec, self.channel = Codec(), new_channel(self.worker, self.facts()["step_timeout"])
         # This also runs when the process ends.
         self.finalize = weakref.finalize(self, let_go, self.channel, self.worker.take_sampled)
 
@@ -67,7 +66,7 @@ class ExternalExecutor(UniExecutor):
         with self.channel.turn():
             if self.stages == 1:
                 self.channel.broadcast(self.codec.encode(self.steps[0]))
-                return super().result()
+                return run_step(self.worker, self.steps.popleft())
             step = self.steps.popleft().step
             while (result := self.codec.decode(self.channel.receive(self.last))).step != step:
                 pass  # an earlier step, which was given up
@@ -83,7 +82,8 @@ class ExternalExecutor(UniExecutor):
         call = Call.of(0, method, args, kwargs)
         with self.channel.turn():
             self.channel.broadcast(self.codec.encode(call))
-            replies = self.channel.all_gather(answer(self.worker, call, self.codec))
+            replies = [answer(self.worker, call, self.codec)]
+            replies += [self.channel.receive(rank) for rank in range(1, self.size)]
         decoded = [self.codec.decode(reply) for reply in replies]
         if errors := [reply.refusal() for reply in decoded if reply.error]:
             raise errors[0]
@@ -98,6 +98,13 @@ class ExternalExecutor(UniExecutor):
 
     def close(self) -> None:
         self.finalize()
+
+
+def new_channel(worker: Any, timeout: float) -> Any:
+    """The `Channel` of a worker's ranks, for which torch is there by now."""
+    from device.channel import Channel
+
+    return Channel(worker.group, timeout)
 
 
 def let_go(channel: Any, take_sampled: Callable[[], None]) -> None:
@@ -212,17 +219,16 @@ def follow(config: EngineConfig, model_config: ModelConfig, rank: int) -> NoRetu
     name_process(f"worker {rank}")
     try:
         worker = new_worker(config, model_config, rank, "env://")
-        worker.group.set_timeout(step_timeout(config, worker.facts()))
-        codec, channel = Codec(), worker.group.channel(NEVER)
+        codec, channel = Codec(), new_channel(worker, NEVER)
         # torchrun and `scancel` send these to all ranks; rank 0 drains and ends us.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
-        while data := channel.broadcast():
+        tells = config.pipeline_parallel_size > 1 and rank == config.world_size - config.tensor_parallel_size
+        while data := channel.receive():
             message = codec.decode(data)
-            answered = answer(worker, message, codec)
-            if isinstance(message, Call):
-                channel.all_gather(answered)
-            elif config.pipeline_parallel_size > 1 and rank == config.world_size - config.tensor_parallel_size:
+            with channel.part():
+                answered = answer(worker, message, codec)
+            if tells or isinstance(message, Call):
                 channel.send(answered)
     except ConnectionError as error:
         logger.error(str(error))

@@ -33,8 +33,9 @@ pytest.importorskip("msgspec", reason="plans and results travel in its messages"
 class Rank(threading.Thread):
     """A rank, with the methods of its process. It does with each message what `act` says."""
 
-    def __init__(self, rank: int, act: Act):
+    def __init__(self, rank: int, act: Act, step_timeout: float):
         super().__init__(daemon=True)
+        self.step_timeout = step_timeout
         self.rank, self.act, self.codec, self.pid, self.exitcode = rank, act, Codec(), os.getpid(), 0
         self.ended, self.stopped = threading.Event(), False
         self.plans: Any = None
@@ -42,7 +43,7 @@ class Rank(threading.Thread):
 
     def run(self) -> None:
         with contextlib.suppress(SystemExit, OSError, RuntimeError):  # the other end is closed, or another rank's is
-            self.say(Reply(0, {"step_seconds": 0.0}))
+            self.say(Reply(0, {"step_timeout": self.step_timeout}))
             while True:
                 self.live()
                 if (data := self.plans.read(0.02)) is not None:
@@ -86,7 +87,7 @@ class Ranks(MpExecutor):
     def _launch(self, config: EngineConfig, size: int, until_ready: contextlib.ExitStack) -> None:
         ring, self.results = TinyRing(size, CHUNK), []
         for rank in range(size):
-            thread = Rank(rank, self.act)
+            thread = Rank(rank, self.act, config.step_timeout or 0.0)
             if self.far:
                 engine, theirs = connected()
                 self.results.append(RankLink(engine, rank))
