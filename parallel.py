@@ -58,7 +58,6 @@ class Group:
         self.rank, self.size, self.device = rank, size, device
         self.experts, self.pipeline = experts, pipeline or Pipeline()
         self.local_size = local_size or self.world_size
-        self.store: Any = None  # where all ranks have met, and may leave words
         self.link: Any = None  # of the ranks of this stage; None: there is one stage
         self.peer_sum: Callable[[torch.Tensor], bool] | None = None  # sums what it can, see `device/peer_sum.py`
         self.exchanged: list[tuple[torch.Size, torch.dtype]] = []  # in this step so far: a row's shape
@@ -110,8 +109,7 @@ class Group:
             backend = "nccl" if device == "cuda" else "gloo"
             with group.exchange():
                 limit = timedelta(seconds=timeout)
-                group.store, *_ = next(dist.rendezvous(rendezvous, rank, world, timeout=limit))
-                dist.init_process_group(backend, store=group.store, rank=rank, world_size=world, timeout=limit)
+                dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=world, timeout=limit)
                 if stages > 1:
                     parts = [dist.new_group([*range(s * size, (s + 1) * size)]) for s in range(stages)]
                     group.link = parts[group.pipeline.stage]
@@ -124,7 +122,7 @@ class Group:
         if self.world_size > 1:
             dist.destroy_process_group()
             # With their last references torch's groups end their threads, now and not while the process exits.
-            self.store, self.link, self.pipeline.links = None, None, []
+            self.link, self.pipeline.links = None, []
             self.pipeline.sent.clear()
 
     @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import struct
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -18,11 +19,61 @@ from ring import BEAT
 
 HEAD = 4096  # bytes of a message that travel with its length, so that most messages take one exchange
 SENT = 8  # messages that may be on their way for each rank
-ROLL_CALL = 4 * BEAT  # seconds in which the ranks that live say that an exchange has failed
+ROLL_CALL = 4 * BEAT  # seconds in which ranks that live say so after an exchange has failed
 
 
-class RankLost(RankGone):
-    """A certain rank is gone, or late, and the message names it."""
+class RollCall:
+    """Finds out which ranks of a launcher are lost. Each beats where all have met, and leaves word there when it has
+    lost others. Then it must end at once, because others may wait for it. Rank 0 names those that do neither.
+
+    Args:
+        timeout: seconds that all may take to come.
+
+    Raises:
+        RankGone: they do not come.
+    """
+
+    def __init__(self, rank: int, size: int, timeout: float):
+        self.rank, self.size, self.store = rank, size, dist.HashStore()
+        if size > 1:
+            with connection_errors(f"rank {rank} has not met the other ranks"):
+                self.store, *_ = next(dist.rendezvous("env://", rank, size, timeout=timedelta(seconds=timeout)))
+
+    def beat(self) -> None:
+        """Count a heartbeat of this rank."""
+        with contextlib.suppress(RuntimeError):  # rank 0 has ended, and so does this one
+            self.store.add(f"beats/{self.rank}", 1)
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[None]:
+        """On rank 0, name the lost ranks in a RankGone; on the others, leave word."""
+        try:
+            yield
+        except RankGone as error:
+            if not self.rank:
+                names = ""
+                with contextlib.suppress(RuntimeError):  # the launcher has ended, and their place with it
+                    names = self._missing()
+                raise RankGone(f"{error}{names}") from None
+            word = threading.Thread(target=self._leave_word, daemon=True)  # rank 0 may be the lost one
+            word.start()
+            word.join(ROLL_CALL)
+            raise
+
+    def _leave_word(self) -> None:
+        with contextlib.suppress(RuntimeError):
+            self.store.set(f"lost/{self.rank}", "")
+
+    def _missing(self) -> str:
+        """The words that name the ranks which neither leave word nor beat, or if all beat, those without a word."""
+        others, until = range(1, self.size), time.monotonic() + ROLL_CALL
+        before = {rank: self.store.add(f"beats/{rank}", 0) for rank in others}
+        while len(silent := [rank for rank in others if not self.store.check([f"lost/{rank}"])]) > 1:
+            if time.monotonic() > until:
+                silent = [rank for rank in silent if self.store.add(f"beats/{rank}", 0) == before[rank]] or silent
+                break
+            time.sleep(ROLL_CALL / 100)
+        return f"; no answer from rank {', '.join(map(str, silent))}" if silent else ""
 
 
 class Channel:
@@ -34,8 +85,8 @@ class Channel:
     All ranks must make it at the same time.
     """
 
-    def __init__(self, group: Group, timeout: float):
-        self.group, self.in_step = group, True
+    def __init__(self, group: Group, timeout: float, roll_call: RollCall):
+        self.group, self.roll_call, self.in_step = group, roll_call, True
         self.link: Any = None
         self.sent: deque[tuple[int, Any, torch.Tensor]] = deque()  # what is on its way, to which rank
         if group.world_size > 1:
@@ -76,44 +127,17 @@ class Channel:
         return begin + rest.numpy().tobytes()
 
     def _exchange(self, rank: int) -> contextlib.AbstractContextManager[None]:
-        return connection_errors(f"rank {dist.get_rank()} has lost rank {rank}", RankLost)
+        return connection_errors(f"rank {dist.get_rank()} has lost rank {rank}")
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
-        """Take a turn, on rank 0. After an exception in it the next raises ConnectionError: others still wait in it.
-
-        If an exchange fails in which all ranks have a part, the error names the lost ones.
-        """
+        """Take a turn, on rank 0. After an exception in it the next raises ConnectionError: others still wait in it."""
         if not self.in_step:
             raise ConnectionError("the ranks are out of step, because one of them broke off, or have been let go")
         self.in_step = False
-        try:
+        with self.roll_call.watch():
             yield
-        except RankLost:
-            raise
-        except RankGone as error:
-            raise RankGone(f"{error}{self._missing()}") from None
         self.in_step = True
-
-    def _missing(self) -> str:
-        """The words that name the ranks which do not say that they have lost others, as those do that live."""
-        missing, until = [*range(1, self.group.world_size)], time.monotonic() + ROLL_CALL
-        with contextlib.suppress(RuntimeError):  # of the place where the ranks have met
-            while len(missing) > 1 and time.monotonic() < until:
-                missing = [rank for rank in missing if not self.group.store.check([f"lost/{rank}"])]
-                time.sleep(ROLL_CALL / 100)
-        return f"; no answer from rank {', '.join(map(str, missing))}" if missing else ""
-
-    @contextlib.contextmanager
-    def part(self) -> Iterator[None]:
-        """Take part in a turn, on another rank. If an exchange fails, rank 0 hears of it, and this rank must end at
-        once, because others may wait for it."""
-        try:
-            yield
-        except RankGone:
-            with contextlib.suppress(RuntimeError):  # rank 0 is the lost one
-                self.group.store.set(f"lost/{dist.get_rank()}", "")
-            raise
 
     def close(self) -> None:
         """End the other ranks by an empty message, on rank 0. If they are out of step, they end with this process."""

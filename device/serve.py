@@ -33,9 +33,8 @@ def step_timeout(config: EngineConfig, step_seconds: float) -> float:
     return config.step_timeout or max(MIN_STEP_TIMEOUT, round(SLOWEST * step_seconds, 1))
 
 
-def new_worker(config: EngineConfig, model_config: ModelConfig, rank: int = 0, rendezvous: str = "") -> Any:
-    """A `Worker` that is ready, and gives up an exchange with other ranks after `step_timeout` seconds, as all of them
-    do. This imports torch."""
+def settle_torch() -> None:
+    """Set the variables that torch reads when it is loaded, unless the environment has them."""
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch takes huge pages for large tensors, which read faster
     # With libgomp's default a thread that waits for work keeps its core for longer than the engine takes to plan.
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")
@@ -43,6 +42,12 @@ def new_worker(config: EngineConfig, model_config: ModelConfig, rank: int = 0, r
     # take hours of mixed lengths to fill, and leave holes in malloc's memory.
     for name in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
         os.environ.setdefault(name, "128")
+
+
+def new_worker(config: EngineConfig, model_config: ModelConfig, rank: int = 0, rendezvous: str = "") -> Any:
+    """A `Worker` that is ready, and gives up an exchange with other ranks after `step_timeout` seconds, as all of them
+    do. This imports torch."""
+    settle_torch()
     begun = time.perf_counter()
     from device.startup import start_worker
 

@@ -7,12 +7,13 @@ import os
 import re
 import signal
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from config import EngineConfig
-from device.serve import NEVER, answer, new_worker, run_step
+from device.serve import NEVER, answer, keep_beating, new_worker, run_step, settle_torch
 from executor import UniExecutor, end_with_parent, name_process
 from model_config import ModelConfig
 from observe.logs import logger
@@ -45,11 +46,13 @@ class ExternalExecutor(UniExecutor):
     on_this_machine = False
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig):
-        super().__init__(config, model_config, "env://")
+        self.roll_call = call_roll(0, config)
+        with self.roll_call.watch():
+            super().__init__(config, model_config, "env://")
+            self.codec, self.channel = Codec(), new_channel(self.worker, self.roll_call)
         self.overlaps = False
         self.size, self.stages = config.world_size, config.pipeline_parallel_size
         self.last = self.size - config.tensor_parallel_size  # the rank that tells what was sampled
-        self.codec, self.channel = Codec(), new_channel(self.worker, self.facts()["step_timeout"])
         # This also runs when the process ends.
         self.finalize = weakref.finalize(self, let_go, self.channel, self.worker.take_sampled)
 
@@ -100,11 +103,21 @@ class ExternalExecutor(UniExecutor):
         self.finalize()
 
 
-def new_channel(worker: Any, timeout: float) -> Any:
-    """The `Channel` of a worker's ranks, for which torch is there by now."""
+def call_roll(rank: int, config: EngineConfig) -> Any:
+    """The `RollCall` of the ranks, where this one beats from now on. This imports torch."""
+    settle_torch()
+    from device.channel import RollCall
+
+    roll_call = RollCall(rank, config.world_size, config.startup_timeout)
+    threading.Thread(target=keep_beating, args=(roll_call,), daemon=True).start()
+    return roll_call
+
+
+def new_channel(worker: Any, roll_call: Any) -> Any:
+    """The `Channel` of a worker's ranks. Rank 0 waits for an answer, and the others wait for rank 0 for ever."""
     from device.channel import Channel
 
-    return Channel(worker.group, timeout)
+    return Channel(worker.group, NEVER if roll_call.rank else worker.facts()["step_timeout"], roll_call)
 
 
 def let_go(channel: Any, take_sampled: Callable[[], None]) -> None:
@@ -218,21 +231,26 @@ def follow(config: EngineConfig, model_config: ModelConfig, rank: int) -> NoRetu
     """
     name_process(f"worker {rank}")
     try:
-        worker = new_worker(config, model_config, rank, "env://")
-        codec, channel = Codec(), new_channel(worker, NEVER)
-        # torchrun and `scancel` send these to all ranks; rank 0 drains and ends us.
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)
-        tells = config.pipeline_parallel_size > 1 and rank == config.world_size - config.tensor_parallel_size
-        while data := channel.receive():
-            message = codec.decode(data)
-            with channel.part():
-                answered = answer(worker, message, codec)
-            if tells or isinstance(message, Call):
-                channel.send(answered)
+        roll_call = call_roll(rank, config)
+        with roll_call.watch():
+            worker = new_worker(config, model_config, rank, "env://")
+            serve_turns(worker, new_channel(worker, roll_call), rank == config.world_size - config.tensor_parallel_size)
     except ConnectionError as error:
         logger.error(str(error))
         sys.stdout.flush()
         os._exit(1)  # at once: torch would wait for its threads first, and torchrun is slow to end a waiting rank
     worker.group.close()
     sys.exit(0)
+
+
+def serve_turns(worker: Any, channel: Any, tells: bool) -> None:
+    """Do what rank 0 says until it lets go of this rank; `tells`: whether rank 0 learns from it what stages sample."""
+    codec = Codec()
+    # torchrun and `scancel` send these to all ranks; rank 0 drains and ends us.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    while data := channel.receive():
+        message = codec.decode(data)
+        answered = answer(worker, message, codec)
+        if tells or isinstance(message, Call):
+            channel.send(answered)
