@@ -144,8 +144,8 @@ class Group:
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' `x`, in place of `x`, which is returned."""
         if self.size > 1 and not x.is_meta:
-            with self.exchange():
-                if not (self.peer_sum and self.peer_sum(x)):
+            if not (self.peer_sum and self.peer_sum(x)):
+                with self.exchange():
                     dist.all_reduce(x, group=self.link)
             self.exchanged.append((x.shape[1:], x.dtype))
         return x

@@ -19,6 +19,7 @@ from ring import BEAT
 
 HEAD = 4096  # bytes of a message that travel with its length, so that most messages take one exchange
 SENT = 8  # messages that may be on their way for each rank
+GOODBYE = 1 << 40  # beats
 ROLL_CALL = 4 * BEAT  # seconds in which ranks that live say so after an exchange has failed
 
 
@@ -26,23 +27,20 @@ class RollCall:
     """Finds out which ranks of a launcher are lost. Each beats where all have met, and leaves word there when it has
     lost others. Then it must end at once, because others may wait for it. Rank 0 names those that do neither.
 
-    Args:
-        timeout: seconds that all may take to come.
-
     Raises:
-        RankGone: they do not come.
+        RankGone: not all come within `timeout` seconds.
     """
 
     def __init__(self, rank: int, size: int, timeout: float):
-        self.rank, self.size, self.store = rank, size, dist.HashStore()
+        self.rank, self.others, self.store = rank, range(1, size), dist.HashStore()
         if size > 1:
             with connection_errors(f"rank {rank} has not met the other ranks"):
                 self.store, *_ = next(dist.rendezvous("env://", rank, size, timeout=timedelta(seconds=timeout)))
 
-    def beat(self) -> None:
-        """Count a heartbeat of this rank."""
+    def beat(self, beats: int = 1) -> None:
+        """Count heartbeats of this rank; GOODBYE: leave word."""
         with contextlib.suppress(RuntimeError):  # rank 0 has ended, and so does this one
-            self.store.add(f"beats/{self.rank}", 1)
+            self.store.add(f"{self.rank}", beats)
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
@@ -50,30 +48,30 @@ class RollCall:
         try:
             yield
         except RankGone as error:
-            if not self.rank:
-                names = ""
-                with contextlib.suppress(RuntimeError):  # the launcher has ended, and their place with it
-                    names = self._missing()
-                raise RankGone(f"{error}{names}") from None
-            word = threading.Thread(target=self._leave_word, daemon=True)  # rank 0 may be the lost one
-            word.start()
-            word.join(ROLL_CALL)
+            if self.rank:
+                word = threading.Thread(target=self.beat, args=(GOODBYE,), daemon=True)
+                word.start()
+                word.join(ROLL_CALL)  # where they meet may be lost, too
+                raise
+            with contextlib.suppress(RuntimeError):
+                if missing := self._missing():
+                    raise RankGone(f"{error}; no answer from rank {', '.join(map(str, missing))}") from None
             raise
 
-    def _leave_word(self) -> None:
-        with contextlib.suppress(RuntimeError):
-            self.store.set(f"lost/{self.rank}", "")
-
-    def _missing(self) -> str:
-        """The words that name the ranks which neither leave word nor beat, or if all beat, those without a word."""
-        others, until = range(1, self.size), time.monotonic() + ROLL_CALL
-        before = {rank: self.store.add(f"beats/{rank}", 0) for rank in others}
-        while len(silent := [rank for rank in others if not self.store.check([f"lost/{rank}"])]) > 1:
+    def _missing(self) -> list[int]:
+        """The ranks that neither leave word nor beat, or if all beat, those without a word."""
+        until, before = time.monotonic() + ROLL_CALL, self._beats()
+        while True:
+            now = self._beats()
+            silent = [rank for rank in self.others if now[rank] < GOODBYE]
+            if len(silent) < 2:
+                return silent
             if time.monotonic() > until:
-                silent = [rank for rank in silent if self.store.add(f"beats/{rank}", 0) == before[rank]] or silent
-                break
+                return [rank for rank in silent if now[rank] == before[rank]] or silent
             time.sleep(ROLL_CALL / 100)
-        return f"; no answer from rank {', '.join(map(str, silent))}" if silent else ""
+
+    def _beats(self) -> dict[int, int]:
+        return {rank: self.store.add(f"{rank}", 0) for rank in self.others}
 
 
 class Channel:
