@@ -9,13 +9,17 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from device.serve import NEVER
 from parallel import Group, RankGone, connection_errors
 from ring import BEAT
+
+if TYPE_CHECKING:
+    from worker import Worker
 
 HEAD = 4096  # bytes of a message that travel with its length, so that most messages take one exchange
 SENT = 8  # messages that may be on their way for each rank
@@ -41,6 +45,10 @@ class RollCall:
         """Count heartbeats of this rank; GOODBYE: leave word."""
         with contextlib.suppress(RuntimeError):  # rank 0 has ended, and so does this one
             self.store.add(f"{self.rank}", beats)
+
+    def channel(self, worker: Worker) -> Channel:
+        """The ranks' channel. Rank 0 waits for an answer as long as for a step, and the others for rank 0 for ever."""
+        return Channel(worker.group, NEVER if self.rank else worker.facts()["step_timeout"], self)
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:

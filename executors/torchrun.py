@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from config import EngineConfig
-from device.serve import NEVER, answer, keep_beating, new_worker, run_step, settle_torch
+from device.serve import answer, keep_beating, new_worker, run_step, settle_torch
 from executor import UniExecutor, end_with_parent, name_process
 from model_config import ModelConfig
 from observe.logs import logger
@@ -49,7 +49,7 @@ class ExternalExecutor(UniExecutor):
         self.roll_call = call_roll(0, config)
         with self.roll_call.watch():
             super().__init__(config, model_config, "env://")
-            self.codec, self.channel = Codec(), new_channel(self.worker, self.roll_call)
+            self.codec, self.channel = Codec(), self.roll_call.channel(self.worker)
         self.overlaps = False
         self.size, self.stages = config.world_size, config.pipeline_parallel_size
         self.last = self.size - config.tensor_parallel_size  # the rank that tells what was sampled
@@ -111,13 +111,6 @@ def call_roll(rank: int, config: EngineConfig) -> Any:
     roll_call = RollCall(rank, config.world_size, config.startup_timeout)
     threading.Thread(target=keep_beating, args=(roll_call,), daemon=True).start()
     return roll_call
-
-
-def new_channel(worker: Any, roll_call: Any) -> Any:
-    """The `Channel` of a worker's ranks. Rank 0 waits for an answer, and the others wait for rank 0 for ever."""
-    from device.channel import Channel
-
-    return Channel(worker.group, NEVER if roll_call.rank else worker.facts()["step_timeout"], roll_call)
 
 
 def let_go(channel: Any, take_sampled: Callable[[], None]) -> None:
@@ -234,7 +227,7 @@ def follow(config: EngineConfig, model_config: ModelConfig, rank: int) -> NoRetu
         roll_call = call_roll(rank, config)
         with roll_call.watch():
             worker = new_worker(config, model_config, rank, "env://")
-            serve_turns(worker, new_channel(worker, roll_call), rank == config.world_size - config.tensor_parallel_size)
+            serve_turns(worker, roll_call.channel(worker), rank == config.world_size - config.tensor_parallel_size)
     except ConnectionError as error:
         logger.error(str(error))
         sys.stdout.flush()

@@ -118,3 +118,7 @@ def lose_self(worker: Any, lost: int, number: int) -> None:
 
 def count_ranks(worker: Any) -> int:
     return worker.group.sum(1)
+
+
+def count_sent(worker: Any) -> int:
+    return len(worker.pipeline.sent)

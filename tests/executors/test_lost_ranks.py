@@ -13,16 +13,20 @@ import socket
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from multiprocessing.synchronize import Event
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from config import EngineConfig
 from core import EngineCore
+from device import channel
 from device.serve import start_alone
 from engine import SamplingParams
 from executor import MpExecutor
 from forked import forked_workers, start_forking
+from parallel import RankGone
 from plan import EngineCoreRequest
 from served import alive, eventually
 from worker_functions import count_ranks, lose_self
@@ -122,6 +126,43 @@ def test_a_lost_worker_is_named_and_all_are_replaced(
     texts = [text for text in troubles if text]
     assert f"rank {lost} {how}" in texts[-1] and troubles[-1] is None
     assert not any(map(alive, pids if phase != "start" else pids[:12]))
+
+
+# --- who is named -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("gone", "beating", "missing"),
+    [
+        ([1, 3], [], [2]),  # the only one without a word
+        ([3], [1], [2]),
+        ([3], [1, 2], [1, 2]),  # a rank hangs, and its heart beats on
+        ([], [], [1, 2, 3]),
+    ],
+)
+def test_who_leaves_word_or_beats_is_not_lost(
+    monkeypatch: pytest.MonkeyPatch, gone: list[int], beating: list[int], missing: list[int]
+) -> None:
+    store, now = dist.HashStore(), 0.0
+    roll_calls = [object.__new__(channel.RollCall) for _ in range(4)]
+    for rank, roll_call in enumerate(roll_calls):
+        roll_call.rank, roll_call.others, roll_call.store = rank, range(1, 4), store
+        roll_call.beat()
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        for rank in beating:
+            roll_calls[rank].beat()
+
+    monkeypatch.setattr(channel, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
+    for rank in gone:
+        with pytest.raises(RankGone, match=r"^it is gone$"), roll_calls[rank].watch():
+            raise RankGone("it is gone")
+    names = ", ".join(map(str, missing))
+    with pytest.raises(RankGone, match=f"^it is gone; no answer from rank {names}$"), roll_calls[0].watch():
+        raise RankGone("it is gone")
+    assert now <= channel.ROLL_CALL + 1
 
 
 # --- ranks of a launcher ----------------------------------------------------------------------------------------------

@@ -237,6 +237,37 @@ def test_a_rank_that_takes_no_plan_is_named(ranks, how):
     assert (type(error.value) is BlamelessError) == (how == "stopped")
 
 
+@pytest.mark.parametrize("far", [False, True])
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("dead", r"rank 1 has died \(exit code 0\) in step 1$"),
+        ("stopped", "rank 1 is stopped in step 1$"),
+        ("hung", "rank 1 has made no progress for 5 s in step 1$"),
+        ("two hung", "rank [02] has failed in step 1: I have lost others$"),
+    ],
+)
+def test_of_ranks_that_wait_for_a_lost_one_none_is_named(ranks, far, how, says):
+    """They say that they have lost others, some of them while a step's result is still to be read."""
+
+    def act(rank: Rank, message: Any) -> None:
+        if rank.rank == 1 and how == "dead":
+            raise SystemExit
+        if rank.rank == 1 or (rank.rank == 3 and how == "two hung"):
+            rank.stopped = how == "stopped"
+            return rank.rest(threading.Event())
+        if rank.rank == 2:
+            rank.say(result(message.step))
+        rank.say(Reply(0, error="I have lost others", raised="RankGone"))
+        raise SystemExit
+
+    executor = ranks(act, 4, far, step_timeout=5.0)
+    executor.submit(plan(1))
+    with pytest.raises(WorkerError, match=says) as error:
+        executor.result()
+    assert (type(error.value) is BlamelessError) == (how == "stopped")
+
+
 def test_after_a_message_that_was_broken_off_nothing_is_sent(ranks):
     """Some ranks would take what comes next for the rest of it."""
     executor = ranks(meeting(1, {0}))
