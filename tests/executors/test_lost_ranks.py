@@ -21,13 +21,13 @@ import torch.distributed as dist
 
 from config import EngineConfig
 from core import EngineCore
-from device import channel
+from device import channel, serve
 from device.serve import start_alone
 from engine import SamplingParams
 from executor import MpExecutor
 from forked import forked_workers, start_forking
-from parallel import RankGone
-from plan import EngineCoreRequest
+from parallel import Group, RankGone
+from plan import EngineCoreRequest, StepPlan
 from served import alive, eventually
 from worker_functions import count_ranks, lose_self
 from worker_steps import SHAPE
@@ -163,6 +163,23 @@ def test_who_leaves_word_or_beats_is_not_lost(
     with pytest.raises(RankGone, match=f"^it is gone; no answer from rank {names}$"), roll_calls[0].watch():
         raise RankGone("it is gone")
     assert now <= channel.ROLL_CALL + 1
+
+
+def test_a_step_that_a_device_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As NCCL's in a CUDA graph, when another rank is gone."""
+    now, looks = 0.0, 0
+
+    def ready() -> bool:
+        nonlocal now, looks
+        now, looks = now + 1, looks + 1
+        return False
+
+    monkeypatch.setattr(serve, "time", SimpleNamespace(monotonic=lambda: now, sleep=lambda seconds: None))
+    launched = SimpleNamespace(ready=ready)
+    worker = SimpleNamespace(launch=lambda plan: launched, facts=lambda: {"step_timeout": 3.0}, group=Group(1, 2))
+    with pytest.raises(RankGone, match=r"^rank 1 has lost the other ranks: a step takes more than 3 s$"):
+        serve.run_step(worker, StepPlan(1))
+    assert looks == 4
 
 
 # --- ranks of a launcher ----------------------------------------------------------------------------------------------
