@@ -26,24 +26,21 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing import spawn
 from multiprocessing.connection import wait
 from typing import Any
 
 import psutil
 
 from config import EngineConfig, FatalHookError
-from device.serve import SCRIPT, new_worker, script_of_caller, work
+from device.serve import MIN_STEP_TIMEOUT, new_worker, script_of_caller, start_alone, work
 from model_config import ModelConfig
 from observe.logs import logger, set_up
 from plan import Call, Kwargs, Method, Reply, StepPlan, StepResult, joined
 from ring import BEAT, STALL, Codec, RingBuffer, RingTimeout, Watchdog
 
 TURN = 0.05  # seconds to wait for one rank's reply before looking at the next rank's
-STARTING = threading.Lock()  # held while a worker's process starts
+GRACE = 2 * BEAT  # seconds in which ranks that wait for a lost one say so, before one of them is named
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
-SLOWEST = 20  # a step may take this many times as long as warm-up's largest: busy machine, cold cache, other lengths
-MIN_STEP_TIMEOUT = 30.0  # seconds; a step of milliseconds may take this long once, on a machine that swaps
 KILL_TIMEOUT = 10  # seconds to wait for the end of a process that was killed
 
 
@@ -59,11 +56,6 @@ class BrokenOffError(BlamelessError):
     """All engines that share the experts have to start their workers anew."""
 
 
-def step_timeout(config: EngineConfig, facts: dict[str, Any]) -> float:
-    """Seconds that a step may take: the option, or else a multiple of what warm-up's largest step took."""
-    return config.step_timeout or max(MIN_STEP_TIMEOUT, round(SLOWEST * facts["step_seconds"], 1))
-
-
 class UniExecutor:
     """One worker in this process. If there are other ranks, `Group.connect` connects it to them at `rendezvous`.
 
@@ -77,11 +69,10 @@ class UniExecutor:
         self.worker = new_worker(config, model_config, rendezvous=rendezvous)
         self.overlaps = self.worker.device == "cuda"  # whether a step runs while the next one is planned
         self.steps: deque[Any] = deque()  # plans; where steps overlap, what `Worker.launch` returned for them
-        self.step_timeout = step_timeout(config, self.worker.facts())
 
     def facts(self) -> dict[str, Any]:
-        """The measurements and choices of rank 0 (`Worker.facts`), and the seconds that a step may take."""
-        return self.worker.facts() | {"step_timeout": self.step_timeout}
+        """The measurements and choices of rank 0 (`Worker.facts`)."""
+        return self.worker.facts()
 
     def submit(self, plan: StepPlan) -> None:
         """Hand a plan over. A GPU starts it now. A CPU starts it in `result`, so that the caller is not held up."""
@@ -195,7 +186,7 @@ class MpExecutor:
         with contextlib.ExitStack() as until_ready:
             self._launch(config, size, until_ready)
             self.all_facts = self._replies(time.monotonic(), config.startup_timeout)
-        self.step_timeout = max(step_timeout(config, facts) for facts in self.all_facts)
+        self.step_timeout = self.all_facts[0]["step_timeout"]
         self.ready = self.whole = True
 
     def _launch(self, config: EngineConfig, size: int, until_ready: contextlib.ExitStack) -> None:
@@ -216,7 +207,7 @@ class MpExecutor:
         plans.be_writer()
 
     def facts(self) -> dict[str, Any]:
-        return self.all_facts[0] | {"step_timeout": self.step_timeout}
+        return self.all_facts[0]
 
     def submit(self, plan: StepPlan) -> None:
         """Hand a plan over.
@@ -288,7 +279,7 @@ class MpExecutor:
         self.whole = True
 
     def _result(self, rank: int, step: int) -> StepResult:
-        deadline = time.monotonic() + self.step_timeout
+        deadline = time.monotonic() + self.step_timeout + GRACE
         while True:
             if not (self.early[rank] or self._take(rank, BEAT)) or self.trouble:
                 self._attend()
@@ -297,7 +288,7 @@ class MpExecutor:
             if result and result.step == step:
                 return result
             if result:  # the clock starts after an earlier step, which was given up
-                deadline = time.monotonic() + self.step_timeout
+                deadline = time.monotonic() + self.step_timeout + GRACE
             elif time.monotonic() > deadline:
                 raise self._stuck(rank, self.step_timeout)
 
@@ -378,6 +369,8 @@ class MpExecutor:
         elif not message.call_id or message.raised == "CallError":  # the worker, or a call that nobody waits for
             if message.raised == "HookError":  # new workers would fail again
                 raise FatalHookError(message.error)
+            if message.raised == "RankGone":
+                raise self._lost(rank, message.error)
             kind = BlamelessError if message.raised in ("PeersGone", "CallError") else WorkerError
             raise self._error(rank, "has failed", message.error, kind)
         return True
@@ -391,13 +384,28 @@ class MpExecutor:
         how = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
         return self._error(rank, f"has died ({how})")
 
-    def _stuck(self, rank: int, timeout: float) -> WorkerError:
-        """The error for a late rank. It may be waiting for another one, so a rank that is stopped is named instead."""
+    def _lost(self, rank: int, why: str) -> Exception:
+        """The error for a rank that has lost others: it names the one that has not. All that wait say so soon."""
+        silent, until = {*range(len(self.results))} - {rank}, time.monotonic() + GRACE
+        while silent and time.monotonic() < until:
+            for other in [*silent]:
+                alive = self.processes[other].is_alive()
+                if data := self.results[other].read(TURN):
+                    silent -= {other} if isinstance(self.codec.decode(data), Reply) else set()
+                elif not alive:
+                    return self._died(other)
+        rank, why = (silent.pop(), "") if len(silent) == 1 else (rank, why)
+        return self._stuck(rank, self.step_timeout, why)
+
+    def _stuck(self, rank: int, timeout: float, why: str = "") -> WorkerError:
+        """The error for a late rank. It may be waiting for another one, so one that stands still is named instead."""
         if stopped := [r for r, process in enumerate(self.processes) if self._is_stopped(process)]:
             return self._error(stopped[0], "is stopped", kind=BlamelessError)
         if not self.ready:
             return WorkerError(f"rank {rank} is not ready after {timeout:g} s (startup_timeout)")
-        return self._error(rank, f"has made no progress for {timeout:g} s")
+        if still := [r for r, watchdog in enumerate(self.watchdogs) if watchdog.still >= STALL]:
+            rank, why = still[0], ""
+        return self._error(rank, "has failed" if why else f"has made no progress for {timeout:g} s", why)
 
     def _is_stopped(self, process: Any) -> bool:
         return is_stopped(process.pid)
@@ -424,26 +432,6 @@ def start_method() -> str:
     if method == "forkserver":  # the server itself must not import the caller's script
         multiprocessing.set_forkserver_preload([])
     return method
-
-
-def start_alone(process: Any) -> None:
-    """Start a worker's process without the caller's script.
-
-    multiprocessing makes a new Python import the script first, and a script without a `__main__` guard would then make
-    another `LLM`. It has no option for this, so we take the script out of the note that it writes for the new process.
-    """
-    with STARTING:
-        prepare = spawn.get_preparation_data
-
-        def without_script(name: str) -> dict[str, Any]:
-            note = prepare(name)
-            return {key: note[key] for key in note if key not in SCRIPT} if name == process.name else note
-
-        spawn.get_preparation_data = without_script
-        try:
-            process.start()
-        finally:
-            spawn.get_preparation_data = prepare
 
 
 def end(processes: list[Any], resources: list[Any]) -> None:

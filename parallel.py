@@ -3,7 +3,7 @@
 With tensor parallelism (`Group`) the model is cut lengthwise: each rank holds a share of every weight, and their
 partial results are added up or put side by side. With pipeline parallelism (`Pipeline`) it is cut across: each stage
 holds some of the layers on as many ranks, and hands its hidden states on to the next; `Sampled` keeps account of the
-tokens that come back. `Channel` carries messages for ranks that something else than the engine has started.
+tokens that come back. `device/channel.py` has messages for ranks that something else than the engine has started.
 
 All ranks run the same steps in the same order, so that each call below meets its counterparts.
 """
@@ -13,9 +13,8 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import struct
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -29,14 +28,19 @@ from batch_state import BatchState, Rows, to_device
 if TYPE_CHECKING:
     from models.expert_ranks import ExpertGroup
 
-HEAD = 4096  # bytes of a message that travel with its length, so that most messages take one broadcast
+START_TIMEOUT = 1800.0  # seconds
+SENT = 4  # tensors that a stage may have on their way, for each stage: two for each step that is planned
+
+
+class RankGone(ConnectionError):
+    """Another rank is gone, or late."""
 
 
 class Group:
     """The ranks of one model, or of one stage of it.
 
     A group of one exchanges nothing and needs no `connect`. Tensors of torch's `meta` device are not exchanged either,
-    because they have no memory. Every exchange raises ConnectionError if a rank is gone, or too slow (`set_timeout`).
+    because they have no memory. Every exchange raises RankGone if a rank is gone, or too slow (`set_timeout`).
 
     Args:
         rank: this process's, from 0, and size: how many there are.
@@ -55,6 +59,7 @@ class Group:
         self.experts, self.pipeline = experts, pipeline or Pipeline()
         self.local_size = local_size or self.world_size
         self.link: Any = None  # of the ranks of this stage; None: there is one stage
+        self.peer_sum: Callable[[torch.Tensor], bool] | None = None  # sums what it can, see `device/peer_sum.py`
         self.exchanged: list[tuple[torch.Size, torch.dtype]] = []  # in this step so far: a row's shape
 
     @property
@@ -68,7 +73,9 @@ class Group:
         return self.size * self.pipeline.stages
 
     @classmethod
-    def connect(cls, rank: int, size: int, rendezvous: str, device: str, stages: int = 1) -> Group:
+    def connect(
+        cls, rank: int, size: int, rendezvous: str, device: str, stages: int = 1, timeout: float = START_TIMEOUT
+    ) -> Group:  # fmt: skip
         """Meet the other ranks, over gloo on CPUs and NCCL on GPUs.
 
         Args:
@@ -77,10 +84,11 @@ class Group:
             rendezvous: where they meet: `file:///...` is a new file in a folder that all of them see, `env://` is what
                 the environment says (see `executors/torchrun.py`), and `tcp://HOST:PORT` is where rank 0 shall listen.
                 In the last two cases the environment also says which of the ranks on this machine this is.
+            timeout: seconds that they may take to come, and each exchange until `set_timeout`.
 
         Raises:
             ValueError: there is no GPU for this rank.
-            ConnectionError: the others do not come.
+            RankGone: the others do not come.
         """
         group = cls(rank % size, size, device, pipeline=Pipeline(rank // size, stages))
         if (world := group.world_size) > 1:
@@ -100,11 +108,13 @@ class Group:
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
             backend = "nccl" if device == "cuda" else "gloo"
             with group.exchange():
-                dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=world)
+                limit = timedelta(seconds=timeout)
+                dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=world, timeout=limit)
                 if stages > 1:
                     parts = [dist.new_group([*range(s * size, (s + 1) * size)]) for s in range(stages)]
                     group.link = parts[group.pipeline.stage]
                     group.pipeline.connect(group.rank, size)
+                group.set_timeout(timeout)
         return group
 
     def close(self) -> None:
@@ -117,25 +127,26 @@ class Group:
 
     @contextlib.contextmanager
     def exchange(self) -> Iterator[None]:
-        """Raise a ConnectionError of one line if a rank is gone or too slow."""
+        """Raise a RankGone of one line if a rank is gone or too slow."""
         with connection_errors(f"rank {self.pipeline.stage * self.size + self.rank} has lost the other ranks"):
             yield
 
     def set_timeout(self, seconds: float) -> None:
-        """From now on, give up an exchange that takes longer."""
+        """From now on, give up an exchange that takes longer.
+
+        On a GPU no exchange waits. There the step is given up (`run_step`), or the engine ends the process. NCCL's
+        watchdog would end it after twice that time, but sees nothing of what a CUDA graph replays.
+        """
         for link in (dist.group.WORLD, self.link, *self.pipeline.links):
             if link is not None:
-                link.set_timeout(timedelta(seconds=seconds))
-
-    def channel(self, timeout: float) -> Channel:
-        """A channel between these ranks. All of them must make it at the same time."""
-        return Channel(self, timeout)
+                link.set_timeout(timedelta(seconds=seconds * (1 + (self.device == "cuda"))))
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' `x`, in place of `x`, which is returned."""
         if self.size > 1 and not x.is_meta:
-            with self.exchange():
-                dist.all_reduce(x, group=self.link)
+            if not (self.peer_sum and self.peer_sum(x)):
+                with self.exchange():
+                    dist.all_reduce(x, group=self.link)
             self.exchanged.append((x.shape[1:], x.dtype))
         return x
 
@@ -168,7 +179,7 @@ class Group:
 
 
 @contextlib.contextmanager
-def connection_errors(what: str, kind: type[ConnectionError] = ConnectionError) -> Iterator[None]:
+def connection_errors(what: str, kind: type[ConnectionError] = RankGone) -> Iterator[None]:
     """Raise a ConnectionError of this kind and of one line, `what` and why, for an error of torch.distributed."""
     try:
         yield
@@ -224,8 +235,8 @@ class Pipeline:
         if not self.live:
             return
         with connection_errors(f"stage {self.stage} has lost the stage after it"):
-            while self.sent and self.sent[0][0].is_completed():
-                self.sent.popleft()[0].wait()
+            while self.sent and (len(self.sent) > SENT * self.stages or self.sent[0][0].is_completed()):
+                self.sent.popleft()[0].wait()  # gloo tells only who waits that one has gone
             self.sent.append((dist.isend(x, self.after, self.links[1]), x))
 
 
@@ -333,71 +344,3 @@ def incoming_of(w: Any, tokens: int) -> torch.Tensor | None:
     if w.pipeline.first:
         return None
     return w.pipeline.receive((tokens, w.model.passed_sizes[0]), w.model.dtype, w.device)
-
-
-class Channel:
-    """Messages between ranks of a group. They always go over gloo, so that none waits for a GPU.
-
-    Rank 0 leads: a turn is a message that it sends and what all ranks do about it. Between two turns it may `close`. If
-    a message does not come, or is not taken, within `timeout` seconds, a rank raises ConnectionError.
-    """
-
-    def __init__(self, group: Group, timeout: float):
-        self.group, self.in_step = group, True
-        self.sent: deque[tuple[Any, torch.Tensor]] = deque()  # what is on its way
-        if group.world_size > 1:
-            with group.exchange():
-                self.link = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
-
-    def broadcast(self, message: bytes = b"", source: int = 0) -> bytes:
-        """The message of rank `source`, on every rank; the messages that the others pass are ignored."""
-        if self.group.world_size == 1:
-            return message
-        head = torch.frombuffer(bytearray(struct.pack(f"<I{HEAD}s", len(message), message)), dtype=torch.uint8)
-        with self.group.exchange():
-            dist.broadcast(head, source, self.link)
-            length, begin = struct.unpack(f"<I{HEAD}s", head.numpy().tobytes())
-            if length <= HEAD:
-                return begin[:length]
-            rest = bytearray(message[HEAD:]) if source == dist.get_rank() else bytearray(length - HEAD)
-            dist.broadcast(torch.frombuffer(rest, dtype=torch.uint8), source, self.link)
-        return begin + bytes(rest)
-
-    def send(self, message: bytes) -> None:
-        """Send rank 0 a message, which may take it later."""
-        for data in (struct.pack("<I", len(message)), message):
-            x = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-            self.sent.append((dist.isend(x, 0, self.link), x))
-        while len(self.sent) > 2 and self.sent[0][0].is_completed():
-            self.sent.popleft()
-
-    def receive(self, source: int) -> bytes:
-        """On rank 0: the next message that rank `source` has sent."""
-        length = torch.empty(4, dtype=torch.uint8)
-        with self.group.exchange():
-            dist.recv(length, source, self.link)
-            message = torch.empty(struct.unpack("<I", length.numpy().tobytes())[0], dtype=torch.uint8)
-            dist.recv(message, source, self.link)
-        return message.numpy().tobytes()
-
-    def all_gather(self, message: bytes) -> list[bytes]:
-        """The messages of all ranks in their order, on every rank."""
-        return [self.broadcast(message, rank) for rank in range(self.group.world_size)]
-
-    @contextlib.contextmanager
-    def turn(self) -> Iterator[None]:
-        """Take a turn, on rank 0. After an exception in it the next raises ConnectionError: others still wait in it."""
-        if not self.in_step:
-            raise ConnectionError("the ranks are out of step, because one of them broke off, or have been let go")
-        self.in_step = False
-        yield
-        self.in_step = True
-
-    def close(self) -> None:
-        """End the other ranks by an empty message, on rank 0. If they are out of step, they end with this process."""
-        if self.in_step:
-            self.in_step = False
-            self.broadcast()
-            self.group.close()
-            self.link = None
-            self.sent.clear()

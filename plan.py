@@ -336,7 +336,9 @@ class Reply:
     call_id: int
     value: Any = None
     error: str | None = None
-    raised: Literal["", "TimeoutError", "PeersGone", "CallError", "HookError"] = ""  # its class, if it matters
+    raised: Literal["", "TimeoutError", "PeersGone", "RankGone", "CallError", "HookError"] = (
+        ""  # its class, if it matters
+    )
 
     def refusal(self) -> ValueError:
         """The error, to be raised."""

@@ -17,16 +17,24 @@ from typing import Any
 from config import EngineConfig, HookError
 from model_config import ModelConfig
 from observe.logs import logger
-from plan import Call, CallError, PeersGone, Reply, StepPlan
+from plan import Call, CallError, PeersGone, Reply, StepPlan, StepResult
 from ring import BEAT, Codec
 
 NEVER = 1e9  # seconds
 LOOK = 2e-5  # seconds to look for another plan before asking the device again whether a step is done
+SLOWEST = 20  # a step may take this many times as long as warm-up's largest: busy machine, cold cache, other lengths
+MIN_STEP_TIMEOUT = 30.0  # seconds; a step of milliseconds may take this long once, on a machine that swaps
+STARTING = threading.Lock()  # held while a worker's process starts
 SCRIPT = ("init_main_from_name", "init_main_from_path")  # multiprocessing's words for the script to import
 
 
-def new_worker(config: EngineConfig, model_config: ModelConfig, rank: int = 0, rendezvous: str = "") -> Any:
-    """A `Worker` that is ready. This imports torch."""
+def step_timeout(config: EngineConfig, step_seconds: float) -> float:
+    """Seconds that a step may take: the option, or else a multiple of what warm-up's largest step took."""
+    return config.step_timeout or max(MIN_STEP_TIMEOUT, round(SLOWEST * step_seconds, 1))
+
+
+def settle_torch() -> None:
+    """Set the variables that torch reads when it is loaded, unless the environment has them."""
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch takes huge pages for large tensors, which read faster
     # With libgomp's default a thread that waits for work keeps its core for longer than the engine takes to plan.
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")
@@ -34,12 +42,20 @@ def new_worker(config: EngineConfig, model_config: ModelConfig, rank: int = 0, r
     # take hours of mixed lengths to fill, and leave holes in malloc's memory.
     for name in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
         os.environ.setdefault(name, "128")
+
+
+def new_worker(config: EngineConfig, model_config: ModelConfig, rank: int = 0, rendezvous: str = "") -> Any:
+    """A `Worker` that is ready, and gives up an exchange with other ranks after `step_timeout` seconds, as all of them
+    do. This imports torch."""
+    settle_torch()
     begun = time.perf_counter()
     from device.startup import start_worker
 
     seconds = time.perf_counter() - begun
     worker = start_worker(config, model_config, rank, rendezvous)
     worker.info["startup"] = {"imports": round(seconds, 3)} | worker.info["startup"]
+    worker.info["step_timeout"] = step_timeout(config, worker.info["step_seconds"])
+    worker.group.set_timeout(worker.info["step_timeout"])
     return worker
 
 
@@ -64,6 +80,8 @@ def work(
         worker = new_worker(config, model_config, rank, rendezvous)
     except ValueError as error:
         return send(codec.encode(Reply(0, error=str(error))))
+    from parallel import RankGone
+
     send(codec.encode(Reply(0, worker.facts())))
     launched: deque[Any] = deque()
     while True:
@@ -76,10 +94,9 @@ def work(
                     launched.append(worker.launch(message))
                 else:
                     send(answer(worker, message, codec, script))
-        except PeersGone as error:
-            return send(codec.encode(Reply(0, error=str(error), raised="PeersGone")))
-        except HookError as error:
-            return send(codec.encode(Reply(0, error=str(error), raised="HookError")))
+        except (PeersGone, RankGone, HookError) as error:  # of what happened elsewhere there is no traceback here
+            kind: Any = type(error).__name__
+            return send(codec.encode(Reply(0, error=str(error), raised=kind)))
         except Exception as error:
             send(codec.encode(Reply(0, error=f"{type(error).__name__}: {error}")))
             raise
@@ -87,17 +104,57 @@ def work(
 
 def answer(worker: Any, message: StepPlan | Call, codec: Codec, script: dict[str, str] | None = None) -> bytes:
     """A worker's reply to a message. A function in `__main__` is imported from `script`; None: it is here already, or
-    no function comes."""
+    no function comes. Raises RankGone if other ranks are lost meanwhile."""
+    from parallel import RankGone
+
     if isinstance(message, StepPlan):
-        return codec.encode(worker.step(message))
+        return codec.encode(run_step(worker, message))
     try:
         if script is not None and b"__main__" in message.function:
             import_script(script)
         return codec.encode(Reply(message.call_id, message.run(worker)))
     except Exception as error:  # the caller hears of it
+        if isinstance(error.__cause__, RankGone):
+            raise error.__cause__ from None
         if failed := isinstance(error, CallError):
             logger.warning(str(error), exc_info=True)
         return codec.encode(Reply(message.call_id, error=str(error), raised="CallError" if failed else ""))
+
+
+def run_step(worker: Any, plan: StepPlan) -> StepResult:
+    """The result of a step on a rank that nobody ends from outside.
+
+    Raises:
+        RankGone: it takes more than `step_timeout` seconds. NCCL, and what a CUDA graph replays of it, wait for a
+            lost rank for ever.
+    """
+    begun, launched, most = time.monotonic(), worker.launch(plan), worker.facts()["step_timeout"]
+    while not launched.ready():
+        if time.monotonic() > begun + most:
+            with worker.group.exchange():
+                raise RuntimeError(f"a step takes more than {most:g} s")
+        time.sleep(LOOK)
+    return launched.result()
+
+
+def start_alone(process: Any) -> None:
+    """Start a worker's process without the caller's script.
+
+    multiprocessing makes a new Python import the script first, and a script without a `__main__` guard would then make
+    another `LLM`. It has no option for this, so we take the script out of the note that it writes for the new process.
+    """
+    with STARTING:
+        prepare = spawn.get_preparation_data
+
+        def without_script(name: str) -> dict[str, Any]:
+            note = prepare(name)
+            return {key: note[key] for key in note if key not in SCRIPT} if name == process.name else note
+
+        spawn.get_preparation_data = without_script
+        try:
+            process.start()
+        finally:
+            spawn.get_preparation_data = prepare
 
 
 def import_script(script: dict[str, str]) -> None:

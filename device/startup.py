@@ -33,6 +33,7 @@ from device.memory import (
     settle_tokens,
     stage_layers,
 )
+from device.peer_sum import add_peer_sum
 from device.pools import count_blocks, fit_states, new_host_pool, new_host_states
 from device.start import Start
 from device.upkeep import KeptWorker
@@ -102,7 +103,8 @@ def prepare(config: EngineConfig, model_config: ModelConfig, rank: int, rendezvo
             "capability 8.9 on do, so it must be 'auto'"
         )
     stages = config.pipeline_parallel_size
-    group = Group.connect(rank, config.tensor_parallel_size, rendezvous, device, stages)
+    group = Group.connect(rank, config.tensor_parallel_size, rendezvous, device, stages, config.startup_timeout)
+    add_peer_sum(group, config.disable_custom_all_reduce)
     group.experts = ExpertGroup.of(config, rank)
     if device == "cuda":
         config = settle_tokens(config, group.min(torch.cuda.mem_get_info()[1]))
@@ -127,9 +129,10 @@ def facts(
 
     `windows` are of each kind of layers. `blocks_per_request` is how many a request holds at its full length.
     `swap_cost` is how many tokens are computed while one block goes out to the host and comes back; 0 where nobody has
-    to choose between the two. `step_seconds` is what the largest step takes, by the speed of a prompt. `states` is what
-    `StateRoom` has, if the model has states.
+    to choose between the two. `step_seconds` is what the largest step takes, by the speed of a prompt, on the slowest
+    rank. `states` is what `StateRoom` has, if the model has states.
     """
+    step_seconds = token_seconds * max(start.config.token_budget, largest_step(start.config, start.max_model_len))
     auto, windows = start.config.preemption_mode == "auto", start.model.layout.windows
     states: dict[str, float] | None = None
     if start.model.state_size:
@@ -154,7 +157,7 @@ def facts(
         "states": states,
         "swap_cost": float(f"{swap_seconds / token_seconds:.4g}") if auto else 0.0,
         "compile_seconds": compile_seconds,
-        "step_seconds": token_seconds * max(start.config.token_budget, largest_step(start.config, start.max_model_len)),
+        "step_seconds": -start.group.min(-round(1e6 * step_seconds)) / 1e6,
     }
 
 

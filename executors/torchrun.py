@@ -7,13 +7,14 @@ import os
 import re
 import signal
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from config import EngineConfig
-from device.serve import NEVER, answer, new_worker
-from executor import UniExecutor, end_with_parent, name_process, step_timeout
+from device.serve import answer, keep_beating, new_worker, run_step, settle_torch
+from executor import UniExecutor, end_with_parent, name_process
 from model_config import ModelConfig
 from observe.logs import logger
 from plan import Call, Kwargs, Method, StepPlan, StepResult
@@ -45,12 +46,13 @@ class ExternalExecutor(UniExecutor):
     on_this_machine = False
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig):
-        super().__init__(config, model_config, "env://")
+        self.roll_call = call_roll(0, config)
+        with self.roll_call.watch():
+            super().__init__(config, model_config, "env://")
+            self.codec, self.channel = Codec(), self.roll_call.channel(self.worker)
         self.overlaps = False
         self.size, self.stages = config.world_size, config.pipeline_parallel_size
         self.last = self.size - config.tensor_parallel_size  # the rank that tells what was sampled
-        self.worker.group.set_timeout(self.step_timeout)
-        self.codec, self.channel = Codec(), self.worker.group.channel(self.step_timeout)
         # This also runs when the process ends.
         self.finalize = weakref.finalize(self, let_go, self.channel, self.worker.take_sampled)
 
@@ -67,7 +69,7 @@ class ExternalExecutor(UniExecutor):
         with self.channel.turn():
             if self.stages == 1:
                 self.channel.broadcast(self.codec.encode(self.steps[0]))
-                return super().result()
+                return run_step(self.worker, self.steps.popleft())
             step = self.steps.popleft().step
             while (result := self.codec.decode(self.channel.receive(self.last))).step != step:
                 pass  # an earlier step, which was given up
@@ -83,7 +85,8 @@ class ExternalExecutor(UniExecutor):
         call = Call.of(0, method, args, kwargs)
         with self.channel.turn():
             self.channel.broadcast(self.codec.encode(call))
-            replies = self.channel.all_gather(answer(self.worker, call, self.codec))
+            replies = [answer(self.worker, call, self.codec)]
+            replies += [self.channel.receive(rank) for rank in range(1, self.size)]
         decoded = [self.codec.decode(reply) for reply in replies]
         if errors := [reply.refusal() for reply in decoded if reply.error]:
             raise errors[0]
@@ -98,6 +101,16 @@ class ExternalExecutor(UniExecutor):
 
     def close(self) -> None:
         self.finalize()
+
+
+def call_roll(rank: int, config: EngineConfig) -> Any:
+    """The `RollCall` of the ranks, where this one beats from now on. This imports torch."""
+    settle_torch()
+    from device.channel import RollCall
+
+    roll_call = RollCall(rank, config.world_size, config.startup_timeout)
+    threading.Thread(target=keep_beating, args=(roll_call,), daemon=True).start()
+    return roll_call
 
 
 def let_go(channel: Any, take_sampled: Callable[[], None]) -> None:
@@ -211,22 +224,26 @@ def follow(config: EngineConfig, model_config: ModelConfig, rank: int) -> NoRetu
     """
     name_process(f"worker {rank}")
     try:
-        worker = new_worker(config, model_config, rank, "env://")
-        worker.group.set_timeout(step_timeout(config, worker.facts()))
-        codec, channel = Codec(), worker.group.channel(NEVER)
-        # torchrun and `scancel` send these to all ranks; rank 0 drains and ends us.
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)
-        while data := channel.broadcast():
-            message = codec.decode(data)
-            answered = answer(worker, message, codec)
-            if isinstance(message, Call):
-                channel.all_gather(answered)
-            elif config.pipeline_parallel_size > 1 and rank == config.world_size - config.tensor_parallel_size:
-                channel.send(answered)
+        roll_call = call_roll(rank, config)
+        with roll_call.watch():
+            worker = new_worker(config, model_config, rank, "env://")
+            serve_turns(worker, roll_call.channel(worker), rank == config.world_size - config.tensor_parallel_size)
     except ConnectionError as error:
         logger.error(str(error))
         sys.stdout.flush()
         os._exit(1)  # at once: torch would wait for its threads first, and torchrun is slow to end a waiting rank
     worker.group.close()
     sys.exit(0)
+
+
+def serve_turns(worker: Any, channel: Any, tells: bool) -> None:
+    """Do what rank 0 says until it lets go of this rank; `tells`: whether rank 0 learns from it what stages sample."""
+    codec = Codec()
+    # torchrun and `scancel` send these to all ranks; rank 0 drains and ends us.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    while data := channel.receive():
+        message = codec.decode(data)
+        answered = answer(worker, message, codec)
+        if tells or isinstance(message, Call):
+            channel.send(answered)

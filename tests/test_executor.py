@@ -21,16 +21,9 @@ import torch
 import executor as executor_module
 from config import EngineConfig
 from core import EngineCore
+from device.serve import MIN_STEP_TIMEOUT, SLOWEST, start_alone, step_timeout
 from engine import LLM, SamplingParams
-from executor import (
-    MIN_STEP_TIMEOUT,
-    SLOWEST,
-    MpExecutor,
-    WorkerError,
-    is_stopped,
-    start_alone,
-    step_timeout,
-)
+from executor import MpExecutor, WorkerError, is_stopped
 from forked import forked_workers
 from integrity import check_integrity
 from plan import EngineCoreRequest, Rendezvous, StepPlan
@@ -224,8 +217,8 @@ def test_how_long_a_step_may_take_is_learned_or_given(slow_llm, mp_llm):
     learned = slow_llm.core.facts["step_timeout"]
     assert learned >= MIN_STEP_TIMEOUT >= 30 and f"{learned:g} s at most for a step" in slow_llm.core.executor.note()
     assert mp_llm.core.facts["step_timeout"] == 1.5
-    assert step_timeout(EngineConfig(), {"step_seconds": 7.0}) == 7 * SLOWEST
-    assert step_timeout(EngineConfig(step_timeout=0.5), {"step_seconds": 7.0}) == 0.5
+    assert step_timeout(EngineConfig(), 7.0) == 7 * SLOWEST
+    assert step_timeout(EngineConfig(step_timeout=0.5), 7.0) == 0.5
 
 
 def test_a_worker_whose_heart_stands_still_while_idle_is_noticed(monkeypatch):

@@ -28,9 +28,10 @@ from integrity import check_integrity
 from model import Batch, Transformer
 from model_config import ModelConfig
 from models.kv_layout import layout_of, part_of
-from parallel import Group, Pipeline, Sampled
+from parallel import SENT, Group, Pipeline, Sampled
 from plan import StepPlan
 from random_checkpoints import GEMMA4, shape
+from worker_functions import count_sent
 
 STORY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
 PROMPTS = ["ROMEO:\n", "Enter the KING, with his lords and", "To be, or not to be, that is", "What is 23 + 58?"] * 2
@@ -316,6 +317,14 @@ def test_a_stage_that_is_killed_is_replaced(
     core.executor.submit = submit_and_kill
     assert tokens(llm, 4) == answers[:4] and core.metrics()["num_worker_restarts_total"] == len(kills)
     core.close()
+
+
+def test_a_stage_lets_go_of_what_the_next_one_has(forked: None, make_llm: Callable[..., LLM]) -> None:
+    """gloo says so only to a stage that waits for it."""
+    llm = make_llm(threads=1, pipeline_parallel_size=2, distributed_executor_backend="mp")
+    llm.generate([[5, 6, 7]], SamplingParams(max_tokens=60, ignore_eos=True), use_tqdm=False)
+    assert max(llm.collective_rpc(count_sent)) <= SENT * 2 + 1
+    llm.core.close()
 
 
 def spans(path: Path) -> Iterator[tuple[str, float, float]]:

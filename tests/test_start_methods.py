@@ -24,9 +24,9 @@ import pytest
 import torch
 
 from config import DEMO
-from device.serve import script_of_caller
+from device.serve import script_of_caller, start_alone
 from engine import LLM, LLMEngine, SamplingParams
-from executor import MpExecutor, UniExecutor, start_alone, start_method
+from executor import MpExecutor, UniExecutor, start_method
 from forked import start_forking
 from plan import EngineOutput
 from processes.client import EngineDeadError, InprocClient

@@ -93,3 +93,32 @@ def a_tensor(worker: Any) -> Any:
     import torch
 
     return torch.zeros(1)
+
+
+def lose_self(worker: Any, lost: int, number: int) -> None:
+    """A rank of those of all stages sends itself a signal in its fourth sum from now, while the others wait for it."""
+    group, calls = worker.group, 0
+    if group.rank + group.size * worker.pipeline.stage != lost:
+        return
+    all_reduce, reduce = group.all_reduce, group._reduce
+
+    def reduce_lost(x: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 4:
+            os.kill(os.getpid(), number)
+        return all_reduce(x)
+
+    def total_lost(*args: Any) -> Any:
+        os.kill(os.getpid(), number)
+        return reduce(*args)
+
+    group.all_reduce, group._reduce = reduce_lost, total_lost
+
+
+def count_ranks(worker: Any) -> int:
+    return worker.group.sum(1)
+
+
+def count_sent(worker: Any) -> int:
+    return len(worker.pipeline.sent)

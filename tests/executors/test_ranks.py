@@ -33,8 +33,9 @@ pytest.importorskip("msgspec", reason="plans and results travel in its messages"
 class Rank(threading.Thread):
     """A rank, with the methods of its process. It does with each message what `act` says."""
 
-    def __init__(self, rank: int, act: Act):
+    def __init__(self, rank: int, act: Act, step_timeout: float):
         super().__init__(daemon=True)
+        self.step_timeout = step_timeout
         self.rank, self.act, self.codec, self.pid, self.exitcode = rank, act, Codec(), os.getpid(), 0
         self.ended, self.stopped = threading.Event(), False
         self.plans: Any = None
@@ -42,7 +43,7 @@ class Rank(threading.Thread):
 
     def run(self) -> None:
         with contextlib.suppress(SystemExit, OSError, RuntimeError):  # the other end is closed, or another rank's is
-            self.say(Reply(0, {"step_seconds": 0.0}))
+            self.say(Reply(0, {"step_timeout": self.step_timeout}))
             while True:
                 self.live()
                 if (data := self.plans.read(0.02)) is not None:
@@ -86,7 +87,7 @@ class Ranks(MpExecutor):
     def _launch(self, config: EngineConfig, size: int, until_ready: contextlib.ExitStack) -> None:
         ring, self.results = TinyRing(size, CHUNK), []
         for rank in range(size):
-            thread = Rank(rank, self.act)
+            thread = Rank(rank, self.act, config.step_timeout or 0.0)
             if self.far:
                 engine, theirs = connected()
                 self.results.append(RankLink(engine, rank))
@@ -233,6 +234,37 @@ def test_a_rank_that_takes_no_plan_is_named(ranks, how):
     with pytest.raises(WorkerError, match=f"rank 1 {says[how]} in step 1") as error:
         for step in range(1, 100):
             executor.submit(plan(step, LARGE))
+    assert (type(error.value) is BlamelessError) == (how == "stopped")
+
+
+@pytest.mark.parametrize("far", [False, True])
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("dead", r"rank 1 has died \(exit code 0\) in step 1$"),
+        ("stopped", "rank 1 is stopped in step 1$"),
+        ("hung", "rank 1 has made no progress for 5 s in step 1$"),
+        ("two hung", "rank [02] has failed in step 1: I have lost others$"),
+    ],
+)
+def test_of_ranks_that_wait_for_a_lost_one_none_is_named(ranks, far, how, says):
+    """They say that they have lost others, some of them while a step's result is still to be read."""
+
+    def act(rank: Rank, message: Any) -> None:
+        if rank.rank == 1 and how == "dead":
+            raise SystemExit
+        if rank.rank == 1 or (rank.rank == 3 and how == "two hung"):
+            rank.stopped = how == "stopped"
+            return rank.rest(threading.Event())
+        if rank.rank == 2:
+            rank.say(result(message.step))
+        rank.say(Reply(0, error="I have lost others", raised="RankGone"))
+        raise SystemExit
+
+    executor = ranks(act, 4, far, step_timeout=5.0)
+    executor.submit(plan(1))
+    with pytest.raises(WorkerError, match=says) as error:
+        executor.result()
     assert (type(error.value) is BlamelessError) == (how == "stopped")
 
 

@@ -392,7 +392,7 @@ def test_an_actor_that_is_lost_is_replaced(ray_llm, answers, caplog, monkeypatch
     check_integrity(core.scheduler)
     assert core.metrics()["num_worker_restarts_total"] == before + 1
     eventually(lambda: not alive(lost), 20)
-    assert "rank " in troubles[0] and " in step " in troubles[0] and troubles[-1] is None
+    assert f"rank {rank} " in troubles[0] and " in step " in troubles[0] and troubles[-1] is None
     if rank == 0 and with_signal == signal.SIGSTOP:
         assert "rank 0 is stopped in step " in troubles[0]
     assert "new workers after " in caplog.text
