@@ -336,9 +336,7 @@ class Reply:
     call_id: int
     value: Any = None
     error: str | None = None
-    raised: Literal["", "TimeoutError", "PeersGone", "RankGone", "CallError", "HookError"] = (
-        ""  # its class, if it matters
-    )
+    raised: Literal["", "TimeoutError", "PeersGone", "RankGone", "CallError", "HookError"] = ""  # the error's class
 
     def refusal(self) -> ValueError:
         """The error, to be raised."""

@@ -17,9 +17,7 @@ import torch.distributed as dist
 from observe.logs import logger
 from parallel import Group
 
-MOST_READ = (
-    2 << 20
-)  # bytes that a rank reads from the others. Beyond, NCCL is as fast, which has each of them read less.
+MOST_READ = 2 << 20  # bytes that a rank reads from the others. Beyond, NCCL is as fast: there each reads less.
 DTYPES = (torch.bfloat16, torch.float32)  # of torch's kernel
 ALIGNED = 16  # bytes that it loads at once
 
