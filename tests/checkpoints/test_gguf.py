@@ -17,15 +17,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+import reference
+from checkpoints.dequantize import axes
 from checkpoints.gguf_blocks import BLOCK_TYPES, BLOCKS, unpack
 from checkpoints.gguf_config import config_of
 from checkpoints.gguf_file import FLOATS, OURS, TYPES, parts_of, read_header, read_headers
 from checkpoints.gguf_folder import made_folder
+from checkpoints.gguf_tokenizer import PRE
 from checkpoints.gguf_weights import packed
 from checkpoints.hub import find_model
 from checkpoints.storage import opened
 from config import DEMO, EngineConfig
 from counting import lines_run
+from device.coded import stored
 from device.loader import load_weights
 from engine import LLM
 from gguf_files import of_bytes, write_gguf
@@ -126,6 +130,8 @@ HIGH = {
     "IQ4_XS": (1,),
     "Q5_0": (1,),
     "Q3_K": (109,),
+    "MXFP4": (0,),
+    "NVFP4": (0,),
 }  # bytes with exponents
 
 
@@ -136,6 +142,55 @@ def test_formulas_give_the_bits_of_the_package(kind: str):
     raw[..., HIGH[kind]] &= 0xBB
     theirs = torch.from_numpy(gguf.dequantize(raw.reshape(7, -1), gguf.GGMLQuantizationType[kind]))
     assert same(unpack(torch.from_numpy(raw), kind), theirs)
+
+
+def nvfp4_file(path: Path, scales: dict[str, np.ndarray], kind: str = "NVFP4") -> dict[str, torch.Tensor]:
+    """Write two matrices and those of three experts, and scales beside them; returns the numbers without the scales."""
+    writer, form = gguf.GGUFWriter(path, "qwen3moe"), gguf.GGMLQuantizationType[kind]
+    writer.add_uint32("qwen3moe.expert_count", 3)
+    numbers, size = {}, 128 // BLOCKS[kind][0] * BLOCKS[kind][1]
+    shapes = {"blk.0.attn_q": (4, size), "blk.0.attn_k": (4, size), "blk.0.ffn_up_exps": (3, 4, size)}
+    for name, shape in shapes.items():
+        raw = np.random.default_rng(len(name)).integers(0, 60, shape, dtype=np.uint8)
+        numbers[name] = torch.from_numpy(gguf.dequantize(raw, form))
+        writer.add_tensor(f"{name}.weight", raw, raw_dtype=form)
+    for name, scale in scales.items():
+        writer.add_tensor(name, scale)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return numbers
+
+
+def test_a_scale_beside_nvfp4_weights_multiplies_them(tmp_path: Path):
+    """As numbers and in codes, of matrices and of experts. The scales of inputs change nothing."""
+    scales = {"blk.0.attn_q.scale": [0.375], "blk.0.attn_q.input_scale": [7.0], "blk.0.ffn_up_exps.scale": [2, 3, 5]}
+    arrays = {name: np.array(scale, dtype=np.float32) for name, scale in scales.items()}
+    numbers = nvfp4_file(tmp_path / "x.gguf", arrays)
+    experts = {f"layers.0.mlp.experts.{i}.up_proj.weight": numbers["blk.0.ffn_up_exps"][i] * s for i, s in
+               enumerate((2, 3, 5))}  # fmt: skip
+    wanted = {"layers.0.self_attn.q_proj.weight": numbers["blk.0.attn_q"] * 0.375,
+              "layers.0.self_attn.k_proj.weight": numbers["blk.0.attn_k"], **experts}  # fmt: skip
+    with opened(str(tmp_path / "x.gguf")) as file:
+        assert {*file.keys()} == {*wanted}
+        for name, expected in wanted.items():
+            part = file.get_tensor(name)[1:, 32:]
+            places = axes(part)
+            assert torch.equal(part.float(), expected[1:, 32:]) and places and part.read_codes and part.coded_as
+            wide = part.coded_as.wide and 96
+            codes, *beside = part.read_codes(*places, 16, wide)
+            coded = reference.Quantized("fp4", stored(codes, "fp4", 96), beside[0], None, 16, beside[2], wide)
+            torch.testing.assert_close(reference.dequantize(coded), expected[1:, 32:], rtol=1e-6, atol=0)
+    nvfp4_file(tmp_path / "x.gguf", arrays | {"blk.0.ffn_up_exps.scale": np.ones(2, dtype=np.float32)})
+    with (
+        opened(str(tmp_path / "x.gguf")) as file,
+        pytest.raises(ValueError, match=r"exps.scale has the shape \[2\]; here it must be \[3\]"),
+    ):
+        file.get_tensor("layers.0.mlp.experts.0.up_proj.weight")
+    nvfp4_file(tmp_path / "x.gguf", arrays, "Q8_0")  # of which nobody has said what a scale beside it means
+    with pytest.raises(ValueError, match=r"tensor 'blk\.0\..*scale' is not one of"), opened(str(tmp_path / "x.gguf")):
+        pass
 
 
 def test_rows_of_q_and_k_change_places_in_each_head():
@@ -280,7 +335,14 @@ ORIGINALS = {  # how the models' own tokenizer.json files split a text
         r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+" + WORDS + "?|"
         r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*" + WORDS + "?|"
         r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"),
-    "gpt-2": None, "smollm": None,
+    "gpt-2": None, "smollm": None, "falcon": None,
+    "bailingmoe": (
+        r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"),
+    "seed-coder": (
+        WORDS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"),
+    "jais-2": (
+        WORDS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s{512}(?!\S)|"
+        r"\s{256}(?!\S)|\s{128}(?!\S)|\s{64}(?!\S)|\s{32}(?!\S)|\s{16}(?!\S)|\s{8}(?!\S)|\s{4}(?!\S)|\s{1,2}(?!\S)|\s{1}"),
 }  # fmt: skip
 TEXTS = [*LINES[:40], *LINES[-12:], "I'LL say it's 12345 o'clock\n\n\tÉcole/ ☃ cafe\u0301  x", "<|im_start|>a<|x|> b"]
 
@@ -293,6 +355,9 @@ def original(pre: str) -> tokenizers.Tokenizer:
         steps.insert(0, splitters.Split(tokenizers.Regex(pattern), "isolated"))
     if pre == "smollm":
         steps.insert(0, splitters.Digits(individual_digits=True))
+    if pre == "falcon":
+        threes = splitters.Split(tokenizers.Regex("[0-9][0-9][0-9]"), "isolated")
+        steps = [splitters.Punctuation("contiguous"), *steps, splitters.Digits(individual_digits=False), threes]
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(ignore_merges=pre in ("llama-bpe", "tekken")))
     tokenizer.pre_tokenizer, tokenizer.decoder = splitters.Sequence(steps), tokenizers.decoders.ByteLevel()
     tokenizer.normalizer = tokenizers.normalizers.NFC() if pre == "qwen2" else None
@@ -346,6 +411,36 @@ def test_tokens_are_those_of_the_original(tmp_path: Path, pre: str):
         assert ours.decode(ids, skip_special_tokens=False) == theirs.decode(ids, skip_special_tokens=False)
     assert ours.vocab_size == theirs.get_vocab_size() and ours.special_ids == {end - 1, end}
     assert ModelConfig.from_folder(str(folder)).eos_token_ids == (end,)
+
+
+PARTS = {  # of texts, by hand
+    "default": ("a  12345!$<x> y", "a| | |123|45|!$<|x|>| y"),
+    "afmoe": ("1234567 ab中文カナ12 c", "1|234|567| ab|中文カナ|12| c"),
+    "cohere2moe": ("1234567 HelloWorld's", "1|234|567| Hello|World's"),
+    "deepseek-llm": ("Ünï  x,y\n12\u1f7d\ud55c\uae00 ", "Ü|n|ï| | x|,|y|\n|12|\u1f7d|\ud55c\uae00| "),
+    "deepseek-coder": ("ab 12, c漢字\nd", "ab| |1|2|,| c|漢字|\n|d"),
+    "exaone-moe": ("가 나 다 5\n/x", "가 나 다| |5|\n|/x"),
+    "laguna": ("a !\n\nb", "a| !|\n\n|b"), "minicpm5": ("x1234 5", "x|123|4| |5"),
+    "spark2_5": ("a 1234 !!\n b", "a| |1|2|3|4| !!|\n| b"), "viking": ("Hei, 12 maa", "Hei|,| |1|2| maa"),
+    "youtu": ("한국，。A1中文", "한국|，。|A|1|中文"), "ufakzeka": ("Ali'nin 12", "Ali|'nin| |1|2"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("pre", PARTS)
+def test_a_text_is_split_as_the_name_says(pre: str):
+    text, parts = PARTS[pre]
+    steps = [tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated") for pattern in PRE[pre]]
+    split = tokenizers.pre_tokenizers.Sequence(steps).pre_tokenize_str(text)
+    assert "|".join(part for part, _ in split) == parts
+
+
+def test_a_file_that_does_not_say_how_texts_are_split_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """And then it is llama.cpp's default way, as where the file says "default"."""
+    folder, text = tiny(tmp_path, tokenizer_of(original("gpt-2"), "")), "It is 12345 <= x, isn't it?"
+    assert "does not say how its model splits texts" in caplog.text and "llama.cpp's default way" in caplog.text
+    missing = Tokenizer(str(folder)).encode(text)
+    said = Tokenizer(str(tiny(tmp_path, tokenizer_of(original("gpt-2"), "default")))).encode(text)
+    assert missing == said != original("gpt-2").encode(text).ids
 
 
 def test_a_text_begins_and_ends_as_the_file_says(tmp_path: Path):
@@ -436,7 +531,8 @@ def test_a_file_that_is_damaged_is_one_line(small: Path):
         (lambda w: w.add_uint32("general.alignment", 9), "not aligned to 9 bytes"),
         (lambda w: w.add_uint32("split.count", 7), "is a part of 7; name them like"),
         (lambda w: w.add_string("tokenizer.ggml.model", "rwkv"), "has a tokenizer of type 'rwkv'; Manta has gpt2"),
-        (lambda w: w.add_string("tokenizer.ggml.model", "gpt2"), "splits texts in the way 'default'; Manta has gpt-2,"),
+        (lambda w: w.add_string("tokenizer.ggml.model", "gpt2") or w.add_tokenizer_pre("superbpe"),
+            "splits texts in the way 'superbpe'; Manta has default,"),
         (lambda w: w.add_array("qwen3.attention.head_count", [4, 8]), r"head_count is \[4, 8\]; Manta has the same"),
         (lambda w: w.add_uint32("qwen3.attention.value_length", 8), "heads of values have 8 numbers, of keys 64"),
         (lambda w: w.add_uint32("qwen3.rope.dimension_count", 8), "dimension_count is 8; here it must be 64"),
@@ -457,7 +553,7 @@ def test_what_manta_has_not_is_named(tmp_path: Path, more: Any, says: str):
         for name in ("attention.head_count", "rope.dimension_count"):
             if name.split(".")[1] in says:
                 writer.kv_data[0].pop(f"{kind}.{name}", None)
-        if "'default'" in says:
+        if "'superbpe'" in says:
             del writer.kv_data[0]["tokenizer.ggml.model"]
         more(writer)
 
