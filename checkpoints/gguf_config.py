@@ -109,9 +109,6 @@ def saved_names(first: Header, header: Header) -> dict[str, SavedTensor]:
     heads = {"q": query_heads, "k": alike(first, "attention.head_count_kv", query_heads)}
     tensors: dict[str, SavedTensor] = {}
     for name in header.tensors.keys() - set(ROPE_TENSORS):
-        scaled = header.tensors.get(re.sub(r"\.(input_)?scale$", ".weight", name))
-        if scaled and scaled.kind == "NVFP4" and not name.endswith(".weight"):
-            continue  # `gguf_weights` reads the scale beside the weight; inputs are not rounded
         match = NAME.fullmatch(name)
         layer, base, kind, end = match.groups() if match else ("", "", "", "")
         part = PARTS.get(f"{base}{kind}" if kind == "_shexp" and base == "ffn_gate_inp" else base, "")

@@ -15,6 +15,7 @@ from checkpoints.gguf_file import Header
 from observe.logs import logger
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # types of tokens, those of SentencePiece
+SPACE = "\u2581"  # how SentencePiece vocabularies spell a space
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 CAPITALS, SMALL = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -101,8 +102,8 @@ class Vocabulary:
         count = len(self.tokens)
         self.types = self.listed("token_type") or [NORMAL] * count
         self.scores = self.listed("scores") or [0.0] * count
-        if self.kind not in ("gpt2", "llama", "no_vocab"):
-            raise ValueError(f"{header.path} has a tokenizer of type {self.kind!r:.80}; Manta has gpt2 and llama")
+        if self.kind not in ("gpt2", "llama", "gemma4", "no_vocab"):
+            raise ValueError(f"{header.path} has a tokenizer of type {self.kind!r:.80}; Manta has gpt2, llama, gemma4")
         if self.kind == "gpt2" and self.pre not in PRE:
             raise ValueError(f"{header.path} splits texts in the way {self.pre!r:.80}; Manta has {', '.join(PRE)}")
         if self.kind == "gpt2" and self.pre == "default":
@@ -147,8 +148,8 @@ class Vocabulary:
         """Contents of the files that say all this, by their names."""
         if self.kind == "no_vocab":
             return {}
-        model = self.byte_level() if self.kind == "gpt2" else self.sentencepiece()
-        name = "tokenizer.json" if self.kind == "gpt2" else "tokenizer.model"
+        model = self.sentencepiece() if self.kind == "llama" else self.merged()
+        name = "tokenizer.model" if self.kind == "llama" else "tokenizer.json"
         return {name: model, "tokenizer_config.json": json.dumps(self.config()).encode()}
 
     def config(self) -> dict[str, Any]:
@@ -174,8 +175,8 @@ class Vocabulary:
             }  # fmt: skip
         return content
 
-    def byte_level(self) -> bytes:
-        """The content of tokenizer.json."""
+    def merged(self) -> bytes:
+        """The content of tokenizer.json: BPE over bytes, or for Gemma 4 over characters as SentencePiece has them."""
         added = [
             {"id": id, "content": text, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
              "special": self.types[id] != USER_DEFINED}
@@ -183,13 +184,13 @@ class Vocabulary:
         ]  # fmt: skip
         steps: list[dict[str, Any]] = [
             {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-            for pattern in PRE[self.pre]
+            for pattern in PRE.get(self.pre, ())
         ]  # fmt: skip
         bytes_ = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
         steps.append(bytes_ | {"use_regex": False})
         merges = [list(merge.partition(" ")[::2]) for merge in self.listed("merges")]
         around = {name: self.tokens[self.named(name) or 0] for name in ("bos", "eos") if self.adds(name)}
-        content = {
+        content: dict[str, Any] = {
             "version": "1.0", "truncation": None, "padding": None, "added_tokens": added,
             "normalizer": {"type": "NFC"} if self.pre in COMPOSED else None,
             "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
@@ -202,6 +203,13 @@ class Vocabulary:
                 "merges": merges,
             },
         }  # fmt: skip
+        if self.kind == "gemma4":
+            spaces = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
+            content["normalizer"] = spaces | {"pattern": {"String": " "}, "content": SPACE}
+            content["pre_tokenizer"] = None
+            content["decoder"] = {"type": "Sequence", "decoders": [spaces, {"type": "ByteFallback"}, {"type": "Fuse"}]}
+            content["model"] |= {"unk_token": self.tokens[self.named("unknown") or 0], "fuse_unk": True}
+            content["model"]["byte_fallback"] = True
         return json.dumps(content).encode()
 
     def sentencepiece(self) -> bytes:

@@ -59,9 +59,9 @@ class GGUFFile:
     def factor_of(self, saved: SavedTensor) -> float | None:
         """The factor beside the blocks of a tensor or of an expert, if there is one."""
         name = saved.name.removesuffix("weight") + "scale"
-        if name not in self.header.tensors:
+        if name not in self.header.scales:
             return None
-        shape, count = self.header.tensors[name].shape, self.header.tensors[saved.name].shape[:-2]
+        shape, count = self.header.scales[name].shape, self.header.tensors[saved.name].shape[:-2]
         if shape != (count or (1,)):
             raise ValueError(f"{name} has the shape {list(shape)}; here it must be {list(count or (1,))}")
         return numbers_of(self.header, name)[saved.expert or 0]

@@ -25,6 +25,7 @@ from typing import Any
 
 from checkpoints.gguf_file import parts_of
 from checkpoints.gguf_folder import choose, is_gguf, links_in, made_folder
+from checkpoints.ollama import PREFIX, find_blob
 from config import MODEL_TAKES, EngineConfig, lacking, read_json, run_file
 from model_config import ModelConfig
 from models.pooling import module_files
@@ -61,6 +62,9 @@ def find_model(config: EngineConfig, weights: bool = True) -> EngineConfig:
     if config.snapshot:  # found before
         return config
     name, weights = config.model, weights and config.load_format != "dummy"
+    if name.startswith(PREFIX):
+        path, sampling = find_blob(name)
+        return dataclasses.replace(config, snapshot=made_folder(path, sampling))
     place, _, tag = (name, "", "") if os.path.exists(name) else name.partition(":")
     if not os.path.isdir(place) and not is_gguf(place):
         check_id(name)
@@ -71,7 +75,9 @@ def find_model(config: EngineConfig, weights: bool = True) -> EngineConfig:
         raise ValueError(f"revision is {config.revision!r}; {name} is on this machine, so it must be left out")
     try:
         files = os.listdir(place) if os.path.isdir(place) else []
-        if tag or (not has_safetensors(files) and any(map(is_gguf, files))):
+        if tag:
+            files = [str(path.relative_to(place)) for path in Path(place).rglob("*.gguf")]
+        if tag or (not has_safetensors(files) and any(file.endswith(".gguf") for file in files)):
             name = os.path.join(place, choose(place, files, tag))
         if os.path.isdir(name):
             check_files(name, name, files, weights)

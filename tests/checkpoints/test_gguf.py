@@ -23,7 +23,6 @@ from checkpoints.gguf_blocks import BLOCK_TYPES, BLOCKS, unpack
 from checkpoints.gguf_config import config_of
 from checkpoints.gguf_file import FLOATS, OURS, TYPES, parts_of, read_header, read_headers
 from checkpoints.gguf_folder import made_folder
-from checkpoints.gguf_tokenizer import PRE
 from checkpoints.gguf_weights import packed
 from checkpoints.hub import find_model
 from checkpoints.storage import opened
@@ -413,36 +412,6 @@ def test_tokens_are_those_of_the_original(tmp_path: Path, pre: str):
     assert ModelConfig.from_folder(str(folder)).eos_token_ids == (end,)
 
 
-PARTS = {  # of texts, by hand
-    "default": ("a  12345!$<x> y", "a| | |123|45|!$<|x|>| y"),
-    "afmoe": ("1234567 ab中文カナ12 c", "1|234|567| ab|中文カナ|12| c"),
-    "cohere2moe": ("1234567 HelloWorld's", "1|234|567| Hello|World's"),
-    "deepseek-llm": ("Ünï  x,y\n12\u1f7d\ud55c\uae00 ", "Ü|n|ï| | x|,|y|\n|12|\u1f7d|\ud55c\uae00| "),
-    "deepseek-coder": ("ab 12, c漢字\nd", "ab| |1|2|,| c|漢字|\n|d"),
-    "exaone-moe": ("가 나 다 5\n/x", "가 나 다| |5|\n|/x"),
-    "laguna": ("a !\n\nb", "a| !|\n\n|b"), "minicpm5": ("x1234 5", "x|123|4| |5"),
-    "spark2_5": ("a 1234 !!\n b", "a| |1|2|3|4| !!|\n| b"), "viking": ("Hei, 12 maa", "Hei|,| |1|2| maa"),
-    "youtu": ("한국，。A1中文", "한국|，。|A|1|中文"), "ufakzeka": ("Ali'nin 12", "Ali|'nin| |1|2"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("pre", PARTS)
-def test_a_text_is_split_as_the_name_says(pre: str):
-    text, parts = PARTS[pre]
-    steps = [tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated") for pattern in PRE[pre]]
-    split = tokenizers.pre_tokenizers.Sequence(steps).pre_tokenize_str(text)
-    assert "|".join(part for part, _ in split) == parts
-
-
-def test_a_file_that_does_not_say_how_texts_are_split_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    """And then it is llama.cpp's default way, as where the file says "default"."""
-    folder, text = tiny(tmp_path, tokenizer_of(original("gpt-2"), "")), "It is 12345 <= x, isn't it?"
-    assert "does not say how its model splits texts" in caplog.text and "llama.cpp's default way" in caplog.text
-    missing = Tokenizer(str(folder)).encode(text)
-    said = Tokenizer(str(tiny(tmp_path, tokenizer_of(original("gpt-2"), "default")))).encode(text)
-    assert missing == said != original("gpt-2").encode(text).ids
-
-
 def test_a_text_begins_and_ends_as_the_file_says(tmp_path: Path):
     theirs = original("llama-bpe")
     begin, end = (theirs.token_to_id(f"<|im_{name}|>") for name in ("start", "end"))
@@ -529,7 +498,7 @@ def test_a_file_that_is_damaged_is_one_line(small: Path):
         (lambda w: w.add_float32("qwen3.rope.scaling.yarn_ext_factor", 0.0), "yarn_ext_factor is 0.0; Manta has 1.0"),
         (lambda w: w.add_string("qwen3.attention.scale", "x"), "metadata has a value of another kind"),
         (lambda w: w.add_uint32("general.alignment", 9), "not aligned to 9 bytes"),
-        (lambda w: w.add_uint32("split.count", 7), "is a part of 7; name them like"),
+        (lambda w: w.add_uint32("split.count", 7), "is one of 7 parts; name them NAME-00001-of-00007.gguf and so on$"),
         (lambda w: w.add_string("tokenizer.ggml.model", "rwkv"), "has a tokenizer of type 'rwkv'; Manta has gpt2"),
         (lambda w: w.add_string("tokenizer.ggml.model", "gpt2") or w.add_tokenizer_pre("superbpe"),
             "splits texts in the way 'superbpe'; Manta has default,"),
@@ -639,8 +608,14 @@ def test_of_several_files_one_must_be_named(demo: Path):
     (demo.parent / "mmproj-F16.gguf").touch()
     with pytest.raises(ValueError, match=r"has 2 GGUF files; .* demo-Q4_0\.gguf, demo-Q8_0\.gguf: name one"):
         find_model(EngineConfig(str(demo.parent)))
-    assert find_model(EngineConfig(f"{demo.parent}:Q8_0")) == find_model(EngineConfig(str(demo)))
-    with pytest.raises(ValueError, match="has 0 GGUF files of 'Q6_K'; its GGUF files are demo-Q4_0"):
+    assert find_model(EngineConfig(f"{demo.parent}:q8_0")) == find_model(EngineConfig(str(demo)))
+    (demo.parent / "F16").mkdir()
+    split = (demo.parent / "F16" / "demo-00001-of-00002.gguf", demo.parent / "F16" / "demo-00002-of-00002.gguf")
+    for part in split:
+        part.touch()
+    with pytest.raises(ValueError, match=r"F16/demo-00001-of-00002\.gguf is no GGUF file: it is empty"):
+        find_model(EngineConfig(f"{demo.parent}:f16"))
+    with pytest.raises(ValueError, match=r"has 0 GGUF files of 'Q6_K'; its GGUF files are F16/demo-00001.*, demo-Q4_0"):
         find_model(EngineConfig(f"{demo.parent}:Q6_K"))
     with pytest.raises(ValueError, match="revision is 'main'"):
         find_model(EngineConfig(str(demo), revision="main"))
