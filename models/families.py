@@ -23,7 +23,13 @@ HALF_PREFIXES = (
     "model.language_model.model.", "model.language_model.", "language_model.model.", "language_model.",
     "model.text_model.", "thinker.model.", "language.model.", "language.", "llm.model.", "llm.",
 )  # fmt: skip
-PREFIXES = (*HALF_PREFIXES, "model.decoder.", "thinker.", "transformer.", "gpt_neox.", "decoder.", "model.", "")
+PREFIXES = (
+    *HALF_PREFIXES, "model.decoder.", "thinker.", "transformer.", "gpt_neox.", "decoder.", "model.model.", "model.", "",
+)  # fmt: skip
+# What torch.compile, DDP, FSDP and TRL put into names, each around a module; a script may save them so.
+WRAPPERS = re.compile(
+    r"^((_orig_mod|module|pretrained_model|_\w+_wrapped_module)\.)+|(?<=\.)(_orig_mod|_\w+_wrapped_module)\."
+)
 SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "max_position_embeddings",
@@ -604,6 +610,7 @@ def family_of(architecture: Any, raw: dict[str, Any]) -> tuple[str, Literal["log
 
 def our_name(saved: str, wanted: Collection[str]) -> str | None:
     """The name by which a tensor of a checkpoint is wanted, if it is."""
+    saved = WRAPPERS.sub("", saved)
     for prefix in PREFIXES:
         if saved.startswith(prefix) and (name := saved.removeprefix(prefix)) in wanted:
             return name

@@ -49,8 +49,9 @@ def read_raw(folder: str, overrides: str | None) -> dict[str, Any]:
     """
     raw = read_json(folder, "config.json")
     older = read_json(folder, "hf_quant_config.json", {}).get("quantization")  # where older tools of NVIDIA write it
-    if not raw.get("quantization_config") and isinstance(older, dict) and older.get("quant_algo"):
-        raw["quantization_config"] = {"quant_method": "modelopt", **older}
+    said = raw.get("quantization_config") or {}
+    if isinstance(older, dict) and older.get("quant_algo") and isinstance(said, dict) and not said.get("quant_method"):
+        raw["quantization_config"] = {"quant_method": "modelopt", **said, **older}
     try:
         changes = json.loads(overrides or "{}")
     except ValueError:
