@@ -279,8 +279,9 @@ class EngineConfig:
     @property
     def model_name(self) -> str:
         """The model's id on the hub or in Ollama's store, or the name of its folder, or of its GGUF file."""
-        on_hub = self.snapshot and not os.path.isabs(self.model)
-        return self.model.removeprefix("ollama:") if on_hub else os.path.basename(os.path.abspath(self.model)).removesuffix(".gguf")
+        if self.snapshot and not os.path.isabs(self.model):
+            return self.model.removeprefix("ollama:")
+        return os.path.basename(os.path.abspath(self.model)).removesuffix(".gguf")
 
     @property
     def token_budget(self) -> int:
