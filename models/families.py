@@ -367,6 +367,13 @@ FAMILIES = {
     "GPTNeoXForCausalLM": NEOX,
     "GraniteForCausalLM": GRANITE,
     "GraniteMoeForCausalLM": GRANITE_MOE,
+    "GraniteMoeHybridForCausalLM": GRANITE.but(  # of Granite 4 the models with attention and a dense MLP alone
+        mlp_bias=False, fixed={"num_local_experts": 0, "position_embedding_type": "rope"},
+        keys={"shared_intermediate_size": "intermediate_size", **dict.fromkeys(
+            ("intermediate_size", "num_experts_per_tok", "time_step_limit", "time_step_max", "time_step_min",
+            *(f"mamba_{name}" for name in (
+                "chunk_size", "conv_bias", "d_conv", "d_head", "d_state", "expand", "n_groups", "n_heads"))), "")},
+        names={"gate_up": "shared_mlp.input_linear", "down": "shared_mlp.output_linear"}),
     "GraniteMoeSharedForCausalLM": GRANITE_MOE.but(
         keys={"shared_intermediate_size": "shared_expert_intermediate_size"},
         defaults={"shared_expert_intermediate_size": 0},

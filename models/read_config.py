@@ -361,6 +361,7 @@ class ConfigReader:
         if count % groups:
             raise ValueError(f"config.json: n_group is {groups}; it must divide {r.count}, {count}")
         scoring = f.value("scoring_func", str)
+        scoring = None if scoring == "noaux_tc" and r.correction else scoring  # dots.llm1 has the method there
         if scoring not in (None, r.scoring) or method not in (None, "greedy", "group_limited_greedy", "noaux_tc"):
             raise ValueError(
                 f"config.json asks for routing by {scoring!r:.40} scores and {method!r:.40}; Manta has {r.scoring!r}"
