@@ -141,6 +141,7 @@ class Vocabulary:
     def ends(self) -> list[int]:
         """The tokens that end an answer."""
         named = [id for name in ("eos", "eot", "eom") if (id := self.named(name)) is not None]
+        named += [id for id in self.listed("eos_token_ids") if isinstance(id, int) and 0 <= id < len(self.tokens)]
         others = [i for i, text in enumerate(self.tokens) if text in ENDS and self.types[i] in (CONTROL, USER_DEFINED)]
         return list(dict.fromkeys(named + others))
 

@@ -49,9 +49,10 @@ def read_raw(folder: str, overrides: str | None) -> dict[str, Any]:
     """
     raw = read_json(folder, "config.json")
     older = read_json(folder, "hf_quant_config.json", {}).get("quantization")  # where older tools of NVIDIA write it
-    said = raw.get("quantization_config") or {}
-    if isinstance(older, dict) and older.get("quant_algo") and isinstance(said, dict) and not said.get("quant_method"):
-        raw["quantization_config"] = {"quant_method": "modelopt", **said, **older}
+    packing = raw.get("quantization_config") or {}
+    silent = isinstance(packing, dict) and not packing.get("quant_method")
+    if silent and isinstance(older, dict) and older.get("quant_algo"):
+        raw["quantization_config"] = {"quant_method": "modelopt", **packing, **older}
     try:
         changes = json.loads(overrides or "{}")
     except ValueError:

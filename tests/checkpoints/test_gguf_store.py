@@ -82,6 +82,27 @@ def test_a_text_is_split_as_the_name_says(pre: str):
     assert "|".join(part for part, _ in split) == parts
 
 
+@pytest.mark.parametrize(
+    ("pre", "begins"), [("glm4", False), ("minicpm5", False), ("lfm2", True), ("seed-coder", None)]
+)
+def test_some_names_keep_parts_that_are_tokens_whole(tmp_path: Path, pre: str, begins: bool | None):
+    """However their bytes would merge; and of these some begin a text with a token. `None`: they are merged."""
+    theirs = original("gpt-2")
+    start, model = theirs.token_to_id("<|im_start|>"), json.loads(theirs.to_str())["model"]
+    vocab = model["vocab"] | {"<|im_start|>": start, "<|im_end|>": start + 1, "Ġzqzq": theirs.get_vocab_size()}
+    merges = [tuple(merge) for merge in model["merges"]]
+    theirs.model = tokenizers.models.BPE(vocab, merges, ignore_merges=begins is not None)
+
+    def more(writer: gguf.GGUFWriter, kind: str) -> None:
+        tokenizer_of(theirs, pre, bos_token_id=start, eos_token_id=start + 1)(writer, kind)
+        writer.add_array("tokenizer.ggml.eos_token_ids", [0, 2])  # as Ollama writes several
+
+    folder, ids = tiny(tmp_path, more), theirs.encode(" zqzq").ids
+    assert Tokenizer(str(folder)).encode(" zqzq") == [start] * bool(begins) + ids
+    assert (len(ids) == 1) == (begins is not None)
+    assert {0, 2, start + 1} == set(ModelConfig.from_folder(str(folder)).eos_token_ids)
+
+
 def test_a_file_that_does_not_say_how_texts_are_split_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     """And then it is llama.cpp's default way, as where the file says "default"."""
     folder, text = tiny(tmp_path, tokenizer_of(original("gpt-2"), "")), "It is 12345 <= x, isn't it?"
