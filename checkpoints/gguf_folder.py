@@ -92,5 +92,7 @@ def choose(model: str, files: Collection[str], quantization: str = "") -> str:
 
 
 def links_in(folder: str) -> list[str]:
-    """Links to a GGUF file's parts, in order, in a folder that was made so; none in any other folder."""
-    return [str(path) for path in sorted(Path(folder).glob("weights-*-of-*.gguf")) if path.is_symlink()]
+    """Paths of a GGUF file's parts, in order, as a folder that was made so links to them; none in any other folder. A
+    file whose name has another ending is called by its link."""
+    links = [path for path in sorted(Path(folder).glob("weights-*-of-*.gguf")) if path.is_symlink()]
+    return [target if (target := os.readlink(path)).endswith(".gguf") else str(path) for path in links]
