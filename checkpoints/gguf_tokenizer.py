@@ -45,46 +45,42 @@ ASIAN = (
     "\u1000-\u109f\uaa60-\uaa7f\ua9e0-\ua9ff\uac00-\ud7af\u1100-\u11ff]+"
 )
 FROM_THE_END = r"{0}{{1,3}}(?=(?:{0}{{3}})*{1})"  # three digits each, the first ones fewer
+IDEOGRAPHS, WIDE_SIGNS = "[一-龥ࠀ-一가-퟿]+", r"\s?[!-/:-~！-／：-～‘-‟　-。]+"
 CLAUSES = r" ?[^(\s|.,!?…。，、।۔،)]+"
 GPT2, DIGITS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+", r"\p{N}"
 # The ways to split a text, by the names of `tokenizer.ggml.pre`: one pattern after the other.
-PRE: dict[str, tuple[str, ...]] = {
+WAYS: dict[str, tuple[str, ...]] = {
     "default": (r"[\p{P}$+<=>^~|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]"),
     "falcon": (r"[\p{P}$+<=>^~|`]+", GPT2, "[0-9][0-9][0-9]"),
-    **dict.fromkeys(("gpt-2", "phi-2", "olmo", "mpt", "exaone4", "jais", "trillion", "granite-docling"), (GPT2,)),
-    **dict.fromkeys(("gigachat", "a.x-4.0", "mellum", "modern-bert"), (GPT2,)),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), (DIGITS, GPT2)),
-    **dict.fromkeys(("minerva-7b", "mellum2"), (DIGITS, GPT2)),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "dbrx", "smaug-bpe"), (LLAMA3,)),
-    **dict.fromkeys(("falcon-h1", "midm-2.0", "lfm2", "glm4", "glm5", "chatglm-bpe"), (LLAMA3,)),
+    "gpt-2 phi-2 olmo mpt exaone4 jais trillion granite-docling gigachat a.x-4.0 mellum modern-bert": (GPT2,),
+    "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2": (DIGITS, GPT2),
+    "llama-bpe llama3 llama-v3 falcon3 falcon-h1 midm-2.0 lfm2 pixtral dbrx smaug-bpe glm4 glm5 chatglm-bpe": (LLAMA3,),
     "jais-2": (LLAMA3.replace(r"\s+(?!\S)|\s+", rf"{SPACES}|\s"),),
     "minicpm5": (r"\p{N}{1,3}", QWEN2.replace(r"|\p{N}|", r"|\p{N}+|")),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "hunyuan", "megrez", "kormo", "f2llmv2"), (QWEN2,)),
-    **dict.fromkeys(("solar-open", "grok-2"), (QWEN2,)),
+    "qwen2 deepseek-r1-qwen stablelm2 hunyuan megrez kormo f2llmv2 solar-open grok-2": (QWEN2,),
     "qwen35": (QWEN2.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]"),),
     "laguna": (r"[^\n]+|[\n]+", QWEN2),
     "ufakzeka": (TURKISH,),
     "seed-coder": (QWEN2.replace(r"\p{N}]+[\r\n]*", r"\p{N}\r\n]+"),),
     "exaone-moe": (EXAONE_MOE.replace(r"|\s*[\r\n]+|", r"|\s*[\r\n]|"),),
-    **dict.fromkeys(("bailingmoe", "bailingmoe2", "llada-moe"), (BAILING,)),
+    "bailingmoe bailingmoe2 llada-moe": (BAILING,),
     "tekken": (TEKKEN,),
-    **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2", "kanana2", "talkie"), (GPT4O,)),
-    **dict.fromkeys(("tiny_aya", "cohere2moe"), (FROM_THE_END.format(r"\d", r"\b"), GPT4O)),
+    "gpt-4o llama4 minimax-m2 kanana2 talkie": (GPT4O,),
+    "tiny_aya cohere2moe": (FROM_THE_END.format(r"\d", r"\b"), GPT4O),
     "youtu": (f"[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|{DEEPSEEK3[1]}", GPT4O.replace("{1,3}", "")),
-    **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "hy_v4", "joyai-llm"), DEEPSEEK3),
+    "deepseek-v3 hunyuan-dense hy_v4 joyai-llm": DEEPSEEK3,
     "spark2_5": (*DEEPSEEK3[:2], SPARK, DIGITS),
     "afmoe": (FROM_THE_END.format(r"\p{N}", r"(?!\p{N})"), ASIAN, SIGNS),
-    "deepseek-coder": (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", DIGITS),
-    "deepseek-llm": (
-        r"[\r\n]", rf"\s?[{LETTERS}]+", r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$", "[一-龥ࠀ-一가-퟿]+", r"\p{N}+",
-    ),
-    **dict.fromkeys(("bloom", "poro-chat", "gpt3-finnish"), (CLAUSES,)), "viking": (CLAUSES, DIGITS),
+    "deepseek-coder": (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", IDEOGRAPHS, DIGITS),
+    "deepseek-llm": (r"[\r\n]", rf"\s?[{LETTERS}]+", WIDE_SIGNS, r"\s+$", IDEOGRAPHS, r"\p{N}+"),
+    "bloom poro-chat gpt3-finnish": (CLAUSES,),
+    "viking": (CLAUSES, DIGITS),
 }  # fmt: skip
+PRE = {name: patterns for names, patterns in WAYS.items() for name in names.split()}
 LLAMA3_LIKE = ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken")
 WHOLE = (*LLAMA3_LIKE, "glm4", "glm5", "minicpm5", "youtu")  # a part that is a token is not merged
-COMPOSED = (  # texts are first brought to the form NFC
-    "qwen2", "qwen35", "deepseek-r1-qwen", "command-r", "stablelm2", "f2llmv2",
-)  # fmt: skip
+# Texts are first brought to the form NFC.
+COMPOSED = ("qwen2", "qwen35", "deepseek-r1-qwen", "command-r", "stablelm2", "f2llmv2")
 # Tokens that end an answer, whatever else the file says, as llama.cpp has them.
 ENDS = {
     "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>",
