@@ -17,7 +17,7 @@ import torch
 from checkpoints.dequantize import CodedRows, Packed, apart, coordinates, distinct
 from checkpoints.gguf_blocks import BLOCK_TYPES, BLOCKS, DTYPES, split, unpack
 from checkpoints.gguf_config import SavedTensor, architecture_of, saved_names
-from checkpoints.gguf_file import FLOATS, numbers_of, parts_of, read_header
+from checkpoints.gguf_file import FLOATS, Header, numbers_of, parts_of, read_header
 from models.families import FAMILIES
 
 
@@ -54,17 +54,8 @@ class GGUFFile:
             table = table[saved.expert]
         if tensor.kind in FLOATS and (len(shape) == 1 or not saved.heads):
             return self.plain(table.view(DTYPES[tensor.kind]).flatten(-2), saved)
-        return packed(table, tensor.kind, saved.heads, self.factor_of(saved))
-
-    def factor_of(self, saved: SavedTensor) -> float | None:
-        """The factor beside the blocks of a tensor or of an expert, if there is one."""
-        name = saved.name.removesuffix("weight") + "scale"
-        if name not in self.header.scales:
-            return None
-        shape, count = self.header.scales[name].shape, self.header.tensors[saved.name].shape[:-2]
-        if shape != (count or (1,)):
-            raise ValueError(f"{name} has the shape {list(shape)}; here it must be {list(count or (1,))}")
-        return numbers_of(self.header, name)[saved.expert or 0]
+        blocks, scale = packed(table, tensor.kind, saved.heads), saved.name.removesuffix("weight") + "scale"
+        return times(self.header, scale, blocks, shape[:-2], saved.expert) if scale in self.header.scales else blocks
 
     def plain(self, tensor: torch.Tensor, saved: SavedTensor) -> torch.Tensor:
         """A tensor that needs no unpacking, as Hugging Face's checkpoints have it."""
@@ -78,8 +69,8 @@ class GGUFFile:
         return tensor - 1 if self.row.unit_offset and saved.name.endswith("norm.weight") else tensor
 
 
-def packed(table: torch.Tensor, kind: str, heads: int, factor: float | None = None) -> Packed:
-    """The numbers that blocks [..., N, blocks of a row, bytes] of a kind stand for, [..., N, K], times a factor.
+def packed(table: torch.Tensor, kind: str, heads: int) -> Packed:
+    """The numbers that blocks [..., N, blocks of a row, bytes] of a kind stand for, [..., N, K].
 
     With `heads`, rows i and i + D / 2 of each head of D rows are stored as rows 2i and 2i + 1.
     """
@@ -103,13 +94,11 @@ def packed(table: torch.Tensor, kind: str, heads: int, factor: float | None = No
             outer[-1] = in_file(outer[-1])
         blocks = table[..., first:end, :][tuple(place.select(axis, 0) for place in outer)]
         part = slice(begin - first * numbers, last - first * numbers + 1, max(1, columns.stride(axis)))
-        unpacked = unpack(blocks, kind)[..., part].movedim(-1, axis)
-        return unpacked if factor is None else unpacked * factor
+        return unpack(blocks, kind)[..., part].movedim(-1, axis)
 
     if kind not in BLOCK_TYPES:
         return Packed(coordinates(shape), values)
     coded_as = BLOCK_TYPES[kind][1]
-    coded_as = coded_as if factor is None else coded_as._replace(wide=shape[-1])
 
     def read_codes(rows: tuple[torch.Tensor, ...], columns: torch.Tensor, group: int, wide: int) -> CodedRows:
         first, end = int(columns[0]) // numbers, int(columns[-1]) // numbers + 1
@@ -128,10 +117,24 @@ def packed(table: torch.Tensor, kind: str, heads: int, factor: float | None = No
         at = columns[::group] // coded_as.group
         mins = None if mins is None else mins[:, at]
         factors = None if factors is None else factors[:, columns[::wide] // numbers]
-        factors = factors if factor is None else torch.full((len(codes), len(columns[::wide]), 1), factor)
         return CodedRows(codes, scales[:, at], mins, factors)
 
     return Packed(coordinates(shape), values, coded_as, read_codes)
+
+
+def times(header: Header, scale: str, blocks: Packed, experts: tuple[int, ...], expert: int | None) -> Packed:
+    """A tensor times the number beside it of this name, of which each expert has one. Codes keep it as a factor."""
+    if (shape := header.scales[scale].shape) != (experts or (1,)):
+        raise ValueError(f"{scale} has the shape {list(shape)}; here it must be {list(experts or (1,))}")
+    factor, read = numbers_of(header, scale)[expert or 0], blocks.read_codes
+    assert blocks.coded_as and read
+
+    def read_codes(rows: tuple[torch.Tensor, ...], columns: torch.Tensor, group: int, wide: int) -> CodedRows:
+        coded = read(rows, columns, group, wide)
+        return coded._replace(factors=torch.full((len(coded.codes), len(columns[::wide]), 1), factor))
+
+    coded_as = blocks.coded_as._replace(wide=blocks.shape[-1])
+    return Packed(blocks.views, lambda *places: blocks.values(*places) * factor, coded_as, read_codes)
 
 
 def at_rows(table: torch.Tensor, places: list[torch.Tensor]) -> torch.Tensor:
