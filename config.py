@@ -279,9 +279,10 @@ class EngineConfig:
 
     @property
     def model_name(self) -> str:
-        """The model's id on the hub, or the name of its folder, or that of its GGUF file without the ending."""
-        on_hub = self.snapshot and not self.model.endswith(".gguf")
-        return self.model if on_hub else os.path.basename(os.path.abspath(self.model)).removesuffix(".gguf")
+        """The model's id on the hub or in Ollama's store, or the name of its folder, or of its GGUF file."""
+        if self.snapshot and not os.path.isabs(self.model):
+            return self.model.removeprefix("ollama:")
+        return os.path.basename(os.path.abspath(self.model)).removesuffix(".gguf")
 
     @property
     def token_budget(self) -> int:

@@ -68,6 +68,11 @@ class RequestOutput:
     # Of each token of the prompt, where asked for; None for the first. If the engine gave up, some may be missing.
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of the prompt that the prefix cache had."""
+        return self.metrics.num_cached_tokens
+
 
 Abort = Callable[[str, int | None, str], None]  # of (request_id, index or None for all, reason)
 

@@ -46,7 +46,7 @@ class Tokenizer:
     """The tokenizer and the chat template of one model folder."""
 
     def __init__(self, folder: str, max_template_chars: int = 16 * 2**20):
-        """Read `tokenizer.json`, `tokenizer_config.json` and `chat_template.jinja`; only the first must be there.
+        """Read `tokenizer.json`, `tokenizer_config.json` and the chat template; only the first must be there.
 
         A file that `text/vocabularies.py` reads can stand in for the first. A chat template may write
         `max_template_chars`, and run for `templates.MAX_SECONDS`.
@@ -432,7 +432,8 @@ def _compile_templates(
     folder: Path, config: dict[str, Any], environment: TemplateEnvironment
 ) -> dict[str, ChatTemplate]:
     """Compiled chat templates by name; with any there is one called "default"."""
-    path, source = folder / "chat_template.jinja", config.get("chat_template")
+    beside = read_json(str(folder), "chat_template.json", {})  # where transformers' processors had it
+    path, source = folder / "chat_template.jinja", config.get("chat_template") or beside.get("chat_template")
     if path.is_file():
         source = path.read_text(encoding="utf-8")
     others = {path.stem: path.read_text(encoding="utf-8") for path in folder.glob("additional_chat_templates/*.jinja")}

@@ -164,6 +164,7 @@ LEFT_ALONE = {  # what Manta has one value of, or what another field says
     "PhiConfig": {"qk_layernorm"}, "MiniMaxM2Config": {"use_qk_norm"}, "SmolLM3Config": {"layer_types"},
     "Llama4TextConfig": {"layer_types", "sliding_window"}, "DeepseekV2Config": {"mlp_bias", "norm_topk_prob"},
     "MptConfig": {"logit_scale"}, "OlmoeConfig": {"clip_qkv"},
+    "GraniteMoeHybridConfig": {"layer_types", "num_local_experts", "shared_intermediate_size"},
     "Gemma3TextConfig": {"attn_logit_softcapping"}, **{name: {"layer_types"} for name in QWEN_NEXT},
 }  # fmt: skip
 PARTLY_ROTATED = {
@@ -215,6 +216,9 @@ def draw(rng: random.Random, config: str, has: dict[str, Any]) -> dict[str, Any]
             shape["num_ln_in_parallel_attn"] = shape["num_kv_heads"] = None
     if config == "DeciLMConfig":
         shape["intermediate_size"] = 512
+    if config == "GraniteMoeHybridConfig":  # its classes look for Mamba's heads, although no layer has them
+        shape |= {"layer_types": ["attention"] * layers, "num_local_experts": 0, "position_embedding_type": "rope",
+            "shared_intermediate_size": rng.choice((24, 40)), "mamba_n_heads": 2}  # fmt: skip
     counts = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
     experts = next((shape[n] for n in counts if n in shape), 0)
     if experts:
@@ -491,7 +495,8 @@ KNOWN = {  # what people know a family by, where its name does not say it
     "Ernie4_5_MoeForCausalLM": "ERNIE 4.5", "ExaoneMoeForCausalLM": "K-EXAONE", "FlexOlmoForCausalLM": "FlexOlmo",
     "Glm4MoeLiteForCausalLM": "GLM-4.7-Flash", "HunYuanMoEV1ForCausalLM": "Hunyuan A13B",
     "PhimoeForCausalLM": "Phi-3.5-MoE", "SolarOpenForCausalLM": "Solar Open",
-    "Cohere2MoeForCausalLM": "North Mini Code", "GraniteMoeSharedForCausalLM": "Granite MoE Shared",
+    "Cohere2MoeForCausalLM": "North Mini Code", "GraniteMoeHybridForCausalLM": "Granite 4 (dense)",
+    "GraniteMoeSharedForCausalLM": "Granite MoE Shared",
     "ChatGLMForCausalLM": "ChatGLM 2, 3, GLM-4-9B (2024)", "CwmForCausalLM": "CWM",
     "ExaoneForCausalLM": "EXAONE 3, 3.5", "GPTBigCodeForCausalLM": "StarCoder, SantaCoder",
     "GPTJForCausalLM": "GPT-J", "GPTNeoForCausalLM": "GPT-Neo",

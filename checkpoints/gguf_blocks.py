@@ -10,13 +10,17 @@ from collections.abc import Callable
 
 import torch
 
-from checkpoints.dequantize import CodedAs, CodedRows, apart
+from checkpoints.dequantize import CodedAs, CodedRows, apart, e2m1, e4m3, power_of_two
 from checkpoints.gguf_file import TYPES
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 LOW = 0x0F0F0F0F0F0F0F0F  # the lower halves of eight bytes
 IQ4 = -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113  # as ggml has its table
 BLOCKS = {name: (numbers, size) for name, numbers, size in TYPES.values()}
+# The float32 numbers that codes stand for, by the kind of `CodedAs`, where that is not their own value.
+NUMBERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "iq4": lambda codes: torch.tensor(IQ4).float()[codes.int()], "fp4": lambda codes: e2m1(codes).add_(0.0),
+}  # fmt: skip  # ggml has no -0 there
 
 
 def unpack(blocks: torch.Tensor, kind: str) -> torch.Tensor:
@@ -27,7 +31,7 @@ def unpack(blocks: torch.Tensor, kind: str) -> torch.Tensor:
         codes, scales, mins, factors = BLOCK_TYPES[kind][0](blocks.flatten(0, -2))
         if codes.ndim == 2:
             codes = apart(codes).view(len(codes), scales.shape[1], -1)
-        codes = torch.tensor(IQ4).float()[codes.int()] if kind.startswith("IQ4") else codes.float()
+        codes = NUMBERS.get(BLOCK_TYPES[kind][1].kind, torch.Tensor.float)(codes)
         if kind == "Q4_0":
             codes -= 8
         numbers = codes.mul_((scales if factors is None else scales.float() * factors[:, :1])[:, :, None])
@@ -83,12 +87,29 @@ def scales_and_mins(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, t
     return scales, mins, factors
 
 
+def in_pairs(data: torch.Tensor, size: int) -> torch.Tensor:
+    """Codes `paired` [n, bytes] of bytes [n, bytes]: in each `size` of these, 16 or 32 bytes, the lower halves are the
+    first codes, and the upper halves the next."""
+    words = size // 16  # of eight bytes, in half of them
+    data = data.clone(memory_format=torch.contiguous_format)  # int64 also needs an offset of whole words
+    first, second = data.view(torch.int64).view(-1, data.shape[1] // size, 2, words).unbind(2)
+    low, high = first & LOW | (second & LOW) << 4, first >> 4 & LOW | second & ~LOW
+    return torch.stack((low, high), 2).view(len(data), -1).view(torch.uint8)
+
+
 def q4_k(blocks: torch.Tensor) -> CodedRows:
     """d q - m, with 4 bits each. The lower halves of 32 bytes are a group, and the upper ones the next."""
-    first, second = blocks[:, 16:].contiguous().view(torch.int64).view(-1, 4, 2, 2).unbind(2)  # 16 bytes each
-    low = first & LOW | (second & LOW) << 4
-    high = first >> 4 & LOW | second & ~LOW
-    return CodedRows(torch.stack((low, high), 2).view(len(blocks), -1).view(torch.uint8), *scales_and_mins(blocks))
+    return CodedRows(in_pairs(blocks[:, 16:], 32), *scales_and_mins(blocks))
+
+
+def mxfp4(blocks: torch.Tensor) -> CodedRows:
+    """2^(e - 127) q, with floats q of 4 bits (e2m1), and a byte e before them."""
+    return CodedRows(blocks[:, 1:], power_of_two(blocks[:, :1]))
+
+
+def nvfp4(blocks: torch.Tensor) -> CodedRows:
+    """d q, with floats q of 4 bits (e2m1), and a d for 16 of them: 8 bits without a sign (e4m3), of which NaN is 0."""
+    return CodedRows(in_pairs(blocks[:, 4:], 16), e4m3(blocks[:, :4] & 127).nan_to_num(0.0))
 
 
 def q5_k(blocks: torch.Tensor) -> CodedRows:
@@ -127,6 +148,8 @@ BLOCK_TYPES: dict[str, tuple[Callable[[torch.Tensor], CodedRows], CodedAs]] = {
     "Q6_K": (q6_k, CodedAs("int6", 16, dtype=torch.int8, wide=256)),
     "IQ4_NL": (q4_0, CodedAs("iq4", 32, dtype=torch.float16)),
     "IQ4_XS": (iq4_xs, CodedAs("iq4", 32, dtype=torch.int8, wide=256)),
+    "MXFP4": (mxfp4, CodedAs("fp4", 32, dtype=torch.bfloat16)),
+    "NVFP4": (nvfp4, CodedAs("fp4", 16, dtype=torch.float8_e4m3fn)),
 }
 
 

@@ -25,13 +25,14 @@ TYPES = {
     13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210), 16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74),
     18: ("IQ3_XXS", 256, 98), 19: ("IQ1_S", 256, 50), 20: ("IQ4_NL", 32, 18), 21: ("IQ3_S", 256, 110),
     22: ("IQ2_S", 256, 82), 23: ("IQ4_XS", 256, 136), 29: ("IQ1_M", 256, 56), 30: ("BF16", 1, 2),
-    34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17),
+    34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17), 40: ("NVFP4", 64, 36),
 }  # fmt: skip
 FLOATS = ("F32", "F16", "BF16")  # types that need no unpacking
 MOST_NAMES = 2**16  # of values in the metadata, or of tensors
 MOST_VALUES = 2**24  # of an array in the metadata; vocabularies have several hundred thousand
 # Types that need no package; see `checkpoints.gguf_blocks`.
-OURS = (*FLOATS, "Q8_0", "Q4_0", "Q5_0", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS")
+OURS = (*FLOATS, "Q8_0", "Q4_0", "Q5_0", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4", "NVFP4")
+SCALE, TOWER = re.compile(r"(?<=\.)(input_)?scale$"), re.compile(r"(v|mm|a)\.")
 SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 
@@ -51,6 +52,8 @@ class Header:
     path: str
     metadata: dict[str, Any]
     tensors: dict[str, TensorPlace]  # by llama.cpp's names
+    scales: dict[str, TensorPlace]  # of NVFP4 weights, and of the inputs to which others round: NAME.(input_)scale
+    num_tower: int = 0  # tensors for pictures and sounds, which Ollama's files have beside those of the text
 
     @property
     def architecture(self) -> str:
@@ -75,7 +78,8 @@ def read_headers(path: str) -> list[Header]:
     which file is missing, or what is wrong with it."""
     headers = [read_header(part) for part in parts_of(path)]
     if (count := headers[0].metadata.get("split.count") or 1) != len(headers):
-        raise ValueError(f"{path} is a part of {count!r:.80}; name them like NAME-00001-of-{len(headers):05}.gguf")
+        total = str(count).zfill(5)
+        raise ValueError(f"{path} is one of {count!r:.80} parts; name them NAME-00001-of-{total:.9}.gguf and so on")
     return headers
 
 
@@ -125,7 +129,10 @@ class HeaderReader:
                     f"before it would begin at {start}"
                 )
             start += -(-tensor.size // align) * align
-        return Header(self.path, metadata, places)
+        nvfp4 = {name.removesuffix("weight") for name, tensor in places.items() if tensor.kind == "NVFP4"}
+        scales = {name: places.pop(name) for name in [*places] if SCALE.sub("", name) in nvfp4}
+        tower = {name: places.pop(name) for name in [*places] if TOWER.match(name)}
+        return Header(self.path, corrected(metadata), places, scales, len(tower))
 
     def placed(self, start: int, name: str, dims: tuple[int, ...], kind: int, offset: int) -> TensorPlace:
         """A tensor's place, where all of them begin at byte `start`."""
@@ -187,6 +194,20 @@ class HeaderReader:
         return name, (tuple(self.scalar("Q") for _ in range(count)), self.scalar("I"), self.scalar("Q"))
 
 
+def corrected(metadata: dict[str, Any]) -> dict[str, Any]:
+    """The metadata without what is about pictures and sounds, and of Ollama's first files of Gemma 3 as llama.cpp would
+    have written it: these have other names for RoPE's bases, the larger ones lack RoPE's factor, and the smallest one
+    has a cap on logits by mistake. See model/models/gemma3 in Ollama's sources."""
+    about = {name: value for name, value in metadata.items() if not re.match(r"[\w-]+\.(vision|audio|mm)\.", name)}
+    if about.get("general.architecture") != "gemma3" or "gemma3.rope.freq_base" in about:
+        return about
+    about.pop("gemma3.final_logit_softcapping", None)
+    about["gemma3.rope.freq_base"] = about.pop("gemma3.rope.global.freq_base", 1e6)
+    about["gemma3.rope.freq_base_swa"] = about.pop("gemma3.rope.local.freq_base", 1e4)
+    larger = about.get("gemma3.block_count") in (34, 48, 62)
+    return about | ({"gemma3.rope.scaling.type": "linear", "gemma3.rope.scaling.factor": 8.0} if larger else {})
+
+
 def code_of(kind: int) -> str:
     """The letter of struct for a type of values."""
     if kind not in SCALARS:
@@ -196,7 +217,7 @@ def code_of(kind: int) -> str:
 
 def numbers_of(header: Header, name: str) -> list[float]:
     """The numbers of a small float32 tensor, such as RoPE's factors."""
-    tensor = header.tensors[name]
+    tensor = header.scales.get(name) or header.tensors[name]
     if tensor.kind != "F32":
         raise ValueError(f"{header.path}: tensor {name} is {tensor.kind}; Manta reads F32 there")
     with open(header.path, "rb") as file:

@@ -12,37 +12,75 @@ import struct
 from typing import Any
 
 from checkpoints.gguf_file import Header
+from observe.logs import logger
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # types of tokens, those of SentencePiece
+SPACE = "\u2581"  # how SentencePiece vocabularies spell a space
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 CAPITALS, SMALL = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-QWEN2 = rf"{WORDS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{REST}"
-LLAMA3 = rf"{WORDS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{REST}"
+TURKISH = rf"[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{REST}"  # whose words have apostrophes of their own
+QWEN2 = f"{WORDS}|{TURKISH}"
+LLAMA3 = QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+SPACES = "|".join(rf"\s{{{count}}}(?!\S)" for count in (512, 256, 128, 64, 32, 16, 8, 4, "1,2"))
 CASES = rf"[^\r\n\p{{L}}\p{{N}}]?{CAPITALS}*{SMALL}+@|[^\r\n\p{{L}}\p{{N}}]?{CAPITALS}+{SMALL}*@|"
 SLASHED = REST.replace(r"[\r\n]*", r"[\r\n/]*")
 TEKKEN = CASES.replace("@", "") + rf"\p{{N}}|{SLASHED}"
 GPT4O = CASES.replace("@", f"{WORDS}?") + rf"\p{{N}}{{1,3}}|{SLASHED}"
-DEEPSEEK3 = (
-    r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+",
+BAILING = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+EXAONE_MOE = QWEN2.replace(r"?\p{L}+", r"?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+").replace(r"]+[\r\n]*", r"]+[\r\n/]?")
+SIGNS = (
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|"""
-    r"\s*[\r\n]+|\s+(?!\S)|\s+",
-)  # fmt: skip
-GPT2, DIGITS = "GPT-2's own", r"\p{N}"  # the library has the first by itself
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+DEEPSEEK3 = r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", SIGNS
+SPARK = SIGNS.replace(r"]+[\r\n]*|\s*[\r\n]+", r"]+|[\r\n]")
+LETTERS = (  # with a case, of the scripts that DeepSeek LLM's own file lists
+    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-\u1f7dᾀ-ᾴᾶ-ᾼ"
+    "\u1fbeῂ-ῄῆ-ῌῐ-\u1fd3ῖ-\u1fdbῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤ\u2126ℨ\u212a-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-"
+    "Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
+)
+ASIAN = (
+    "[\u4e00-\u9fff\u3400-\u4dbf\uf900-\ufaff\u3040-\u30ff\uff65-\uff9f\u2f00-\u2fdf\u0e40-\u0eff\u1780-\u17ff"
+    "\u1000-\u109f\uaa60-\uaa7f\ua9e0-\ua9ff\uac00-\ud7af\u1100-\u11ff]+"
+)
+FROM_THE_END = r"{0}{{1,3}}(?=(?:{0}{{3}})*{1})"  # three digits each, the first ones fewer
+IDEOGRAPHS, WIDE_SIGNS = "[一-龥ࠀ-一가-퟿]+", r"\s?[!-/:-~！-／：-～‘-‟　-。]+"
+CLAUSES = r" ?[^(\s|.,!?…。，、।۔،)]+"
+GPT2, DIGITS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+", r"\p{N}"
 # The ways to split a text, by the names of `tokenizer.ggml.pre`: one pattern after the other.
-PRE: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("gpt-2", "phi-2", "olmo", "mpt", "exaone4"), (GPT2,)),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), (DIGITS, GPT2)),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "dbrx", "smaug-bpe"), (LLAMA3,)),
-    **dict.fromkeys(("glm4", "chatglm-bpe"), (LLAMA3,)),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "hunyuan", "megrez"), (QWEN2,)),
+WAYS: dict[str, tuple[str, ...]] = {
+    "default": (r"[\p{P}$+<=>^~|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]"),
+    "falcon": (r"[\p{P}$+<=>^~|`]+", GPT2, "[0-9][0-9][0-9]"),
+    "gpt-2 phi-2 olmo mpt exaone4 jais trillion granite-docling gigachat a.x-4.0 mellum modern-bert": (GPT2,),
+    "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2": (DIGITS, GPT2),
+    "llama-bpe llama3 llama-v3 falcon3 falcon-h1 midm-2.0 lfm2 pixtral dbrx smaug-bpe glm4 glm5 chatglm-bpe": (LLAMA3,),
+    "jais-2": (LLAMA3.replace(r"\s+(?!\S)|\s+", rf"{SPACES}|\s"),),
+    "minicpm5": (r"\p{N}{1,3}", QWEN2.replace(r"|\p{N}|", r"|\p{N}+|")),
+    "qwen2 deepseek-r1-qwen stablelm2 hunyuan megrez kormo f2llmv2 solar-open grok-2": (QWEN2,),
     "qwen35": (QWEN2.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]"),),
+    "laguna": (r"[^\n]+|[\n]+", QWEN2),
+    "ufakzeka": (TURKISH,),
+    "seed-coder": (QWEN2.replace(r"\p{N}]+[\r\n]*", r"\p{N}\r\n]+"),),
+    "exaone-moe": (EXAONE_MOE.replace(r"|\s*[\r\n]+|", r"|\s*[\r\n]|"),),
+    "bailingmoe bailingmoe2 llada-moe": (BAILING,),
     "tekken": (TEKKEN,),
-    **dict.fromkeys(("gpt-4o", "llama4"), (GPT4O,)),
-    **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), DEEPSEEK3),
+    "gpt-4o llama4 minimax-m2 kanana2 talkie": (GPT4O,),
+    "tiny_aya cohere2moe": (FROM_THE_END.format(r"\d", r"\b"), GPT4O),
+    "youtu": (f"[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|{DEEPSEEK3[1]}", GPT4O.replace("{1,3}", "")),
+    "deepseek-v3 hunyuan-dense hy_v4 joyai-llm": DEEPSEEK3,
+    "spark2_5": (*DEEPSEEK3[:2], SPARK, DIGITS),
+    "afmoe": (FROM_THE_END.format(r"\p{N}", r"(?!\p{N})"), ASIAN, SIGNS),
+    "deepseek-coder": (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", IDEOGRAPHS, DIGITS),
+    "deepseek-llm": (r"[\r\n]", rf"\s?[{LETTERS}]+", WIDE_SIGNS, r"\s+$", IDEOGRAPHS, r"\p{N}+"),
+    "bloom poro-chat gpt3-finnish": (CLAUSES,),
+    "viking": (CLAUSES, DIGITS),
 }  # fmt: skip
-WHOLE = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken")  # a part that is a token is not merged,
-COMPOSED = ("qwen2", "qwen35", "deepseek-r1-qwen", "command-r", "stablelm2")  # texts are first brought to the form NFC
+PRE = {name: patterns for names, patterns in WAYS.items() for name in names.split()}
+LLAMA3_LIKE = ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken")
+WHOLE = (*LLAMA3_LIKE, "glm4", "glm5", "minicpm5", "youtu")  # a part that is a token is not merged
+# Texts are first brought to the form NFC.
+COMPOSED = ("qwen2", "qwen35", "deepseek-r1-qwen", "command-r", "stablelm2", "f2llmv2")
 # Tokens that end an answer, whatever else the file says, as llama.cpp has them.
 ENDS = {
     "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>",
@@ -55,15 +93,20 @@ class Vocabulary:
 
     def __init__(self, header: Header):
         self.header = header
-        self.kind, self.pre = str(self.get("model")), str(self.get("pre", "default"))
+        self.kind, self.pre = str(self.get("model")), str(self.get("pre") or "default")
         self.tokens = self.listed("tokens")
         count = len(self.tokens)
         self.types = self.listed("token_type") or [NORMAL] * count
         self.scores = self.listed("scores") or [0.0] * count
-        if self.kind not in ("gpt2", "llama", "no_vocab"):
-            raise ValueError(f"{header.path} has a tokenizer of type {self.kind!r:.80}; Manta has gpt2 and llama")
+        if self.kind not in ("gpt2", "llama", "gemma4", "no_vocab"):
+            raise ValueError(f"{header.path} has a tokenizer of type {self.kind!r:.80}; Manta has gpt2, llama, gemma4")
         if self.kind == "gpt2" and self.pre not in PRE:
             raise ValueError(f"{header.path} splits texts in the way {self.pre!r:.80}; Manta has {', '.join(PRE)}")
+        if self.kind == "gpt2" and self.pre == "default":
+            logger.warning(
+                "%s does not say how its model splits texts (tokenizer.ggml.pre): they are split in llama.cpp's "
+                "default way, and answers may be worse than with a newer file", header.path,
+            )  # fmt: skip
         if not count == len(self.types) == len(self.scores):
             raise ValueError(f"{header.path} has {count} tokens, {len(self.types)} types, {len(self.scores)} scores")
         while self.types and self.types[-1] == UNUSED:  # the table of embeddings is longer than the vocabulary
@@ -87,13 +130,14 @@ class Vocabulary:
 
     def adds(self, name: str) -> bool:
         """Whether the token named "bos" or "eos" goes around each text."""
-        usual = name == "bos" and (self.kind == "llama" or self.pre in WHOLE)
+        usual = name == "bos" and (self.kind == "llama" or self.pre in LLAMA3_LIKE)
         return bool(self.get(f"add_{name}_token", usual)) and self.named(name) is not None
 
     @property
     def ends(self) -> list[int]:
         """The tokens that end an answer."""
         named = [id for name in ("eos", "eot", "eom") if (id := self.named(name)) is not None]
+        named += [id for id in self.listed("eos_token_ids") if isinstance(id, int) and 0 <= id < len(self.tokens)]
         others = [i for i, text in enumerate(self.tokens) if text in ENDS and self.types[i] in (CONTROL, USER_DEFINED)]
         return list(dict.fromkeys(named + others))
 
@@ -101,8 +145,8 @@ class Vocabulary:
         """Contents of the files that say all this, by their names."""
         if self.kind == "no_vocab":
             return {}
-        model = self.byte_level() if self.kind == "gpt2" else self.sentencepiece()
-        name = "tokenizer.json" if self.kind == "gpt2" else "tokenizer.model"
+        model = self.sentencepiece() if self.kind == "llama" else self.merged()
+        name = "tokenizer.model" if self.kind == "llama" else "tokenizer.json"
         return {name: model, "tokenizer_config.json": json.dumps(self.config()).encode()}
 
     def config(self) -> dict[str, Any]:
@@ -128,8 +172,8 @@ class Vocabulary:
             }  # fmt: skip
         return content
 
-    def byte_level(self) -> bytes:
-        """The content of tokenizer.json."""
+    def merged(self) -> bytes:
+        """The content of tokenizer.json: BPE over bytes, or for Gemma 4 over characters as SentencePiece has them."""
         added = [
             {"id": id, "content": text, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
              "special": self.types[id] != USER_DEFINED}
@@ -137,13 +181,13 @@ class Vocabulary:
         ]  # fmt: skip
         steps: list[dict[str, Any]] = [
             {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-            for pattern in PRE[self.pre] if pattern != GPT2
+            for pattern in PRE.get(self.pre, ())
         ]  # fmt: skip
         bytes_ = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-        steps.append(bytes_ | {"use_regex": GPT2 in PRE[self.pre]})
+        steps.append(bytes_ | {"use_regex": False})
         merges = [list(merge.partition(" ")[::2]) for merge in self.listed("merges")]
         around = {name: self.tokens[self.named(name) or 0] for name in ("bos", "eos") if self.adds(name)}
-        content = {
+        content: dict[str, Any] = {
             "version": "1.0", "truncation": None, "padding": None, "added_tokens": added,
             "normalizer": {"type": "NFC"} if self.pre in COMPOSED else None,
             "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
@@ -156,6 +200,13 @@ class Vocabulary:
                 "merges": merges,
             },
         }  # fmt: skip
+        if self.kind == "gemma4":
+            spaces = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
+            content["normalizer"] = spaces | {"pattern": {"String": " "}, "content": SPACE}
+            content["pre_tokenizer"] = None
+            content["decoder"] = {"type": "Sequence", "decoders": [spaces, {"type": "ByteFallback"}, {"type": "Fuse"}]}
+            content["model"] |= {"unk_token": self.tokens[self.named("unknown") or 0], "fuse_unk": True}
+            content["model"]["byte_fallback"] = True
         return json.dumps(content).encode()
 
     def sentencepiece(self) -> bytes:

@@ -17,7 +17,7 @@ import torch
 from checkpoints.dequantize import CodedRows, Packed, apart, coordinates, distinct
 from checkpoints.gguf_blocks import BLOCK_TYPES, BLOCKS, DTYPES, split, unpack
 from checkpoints.gguf_config import SavedTensor, architecture_of, saved_names
-from checkpoints.gguf_file import FLOATS, parts_of, read_header
+from checkpoints.gguf_file import FLOATS, Header, numbers_of, parts_of, read_header
 from models.families import FAMILIES
 
 
@@ -54,7 +54,8 @@ class GGUFFile:
             table = table[saved.expert]
         if tensor.kind in FLOATS and (len(shape) == 1 or not saved.heads):
             return self.plain(table.view(DTYPES[tensor.kind]).flatten(-2), saved)
-        return packed(table, tensor.kind, saved.heads)
+        blocks, scale = packed(table, tensor.kind, saved.heads), saved.name.removesuffix("weight") + "scale"
+        return times(self.header, scale, blocks, shape[:-2], saved.expert) if scale in self.header.scales else blocks
 
     def plain(self, tensor: torch.Tensor, saved: SavedTensor) -> torch.Tensor:
         """A tensor that needs no unpacking, as Hugging Face's checkpoints have it."""
@@ -119,6 +120,21 @@ def packed(table: torch.Tensor, kind: str, heads: int) -> Packed:
         return CodedRows(codes, scales[:, at], mins, factors)
 
     return Packed(coordinates(shape), values, coded_as, read_codes)
+
+
+def times(header: Header, scale: str, blocks: Packed, experts: tuple[int, ...], expert: int | None) -> Packed:
+    """A tensor times the number beside it of this name, of which each expert has one. Codes keep it as a factor."""
+    if (shape := header.scales[scale].shape) != (experts or (1,)):
+        raise ValueError(f"{scale} has the shape {list(shape)}; here it must be {list(experts or (1,))}")
+    factor, read = numbers_of(header, scale)[expert or 0], blocks.read_codes
+    assert blocks.coded_as and read
+
+    def read_codes(rows: tuple[torch.Tensor, ...], columns: torch.Tensor, group: int, wide: int) -> CodedRows:
+        coded = read(rows, columns, group, wide)
+        return coded._replace(factors=torch.full((len(coded.codes), len(columns[::wide]), 1), factor))
+
+    coded_as = blocks.coded_as._replace(wide=blocks.shape[-1])
+    return Packed(blocks.views, lambda *places: blocks.values(*places) * factor, coded_as, read_codes)
 
 
 def at_rows(table: torch.Tensor, places: list[torch.Tensor]) -> torch.Tensor:

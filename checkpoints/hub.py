@@ -25,6 +25,7 @@ from typing import Any
 
 from checkpoints.gguf_file import parts_of
 from checkpoints.gguf_folder import choose, is_gguf, links_in, made_folder
+from checkpoints.ollama import PREFIX, find_blob
 from config import MODEL_TAKES, EngineConfig, SpeculativeConfig, lacking, read_json, run_file
 from model_config import ModelConfig
 from models.pooling import module_files
@@ -34,8 +35,9 @@ INDEX = "model.safetensors.index.json"
 FILES = (  # that the model's shape, its tokenizer and its pooling are read from
     "config.json", "generation_config.json", INDEX, "adapter_config.json", "tokenizer.json", "tokenizer_config.json",
     "special_tokens_map.json", "added_tokens.json", "tokenizer.model", "tekken.json", "tiktoken.model", "qwen.tiktoken",
-    "vocab.json", "merges.txt", "chat_template.jinja", "additional_chat_templates/*.jinja", "modules.json",
-    "1_Pooling/config.json", "sentence_bert_config.json", "config_sentence_transformers.json", "hf_quant_config.json",
+    "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja",
+    "modules.json", "1_Pooling/config.json", "sentence_bert_config.json", "config_sentence_transformers.json",
+    "hf_quant_config.json",
 )  # fmt: skip
 CONVERT = "Manta reads safetensors alone: convert it, by transformers' save_pretrained or the hub's safetensors/convert"
 FOREIGN = {  # weights that Manta does not read
@@ -75,6 +77,9 @@ def find_folder(config: EngineConfig, weights: bool) -> EngineConfig:
     if config.snapshot:  # found before
         return config
     name, weights = config.model, weights and config.load_format != "dummy"
+    if name.startswith(PREFIX):
+        path, sampling = find_blob(name)
+        return dataclasses.replace(config, snapshot=made_folder(path, sampling))
     place, _, tag = (name, "", "") if os.path.exists(name) else name.partition(":")
     if not os.path.isdir(place) and not is_gguf(place):
         check_id(name)
@@ -85,7 +90,9 @@ def find_folder(config: EngineConfig, weights: bool) -> EngineConfig:
         raise ValueError(f"revision is {config.revision!r}; {name} is on this machine, so it must be left out")
     try:
         files = os.listdir(place) if os.path.isdir(place) else []
-        if tag or (not has_safetensors(files) and any(map(is_gguf, files))):
+        if tag:
+            files = [str(path.relative_to(place)) for path in Path(place).rglob("*.gguf")]
+        if tag or (not has_safetensors(files) and any(file.endswith(".gguf") for file in files)):
             name = os.path.join(place, choose(place, files, tag))
         if os.path.isdir(name):
             check_files(name, name, files, weights)

@@ -65,8 +65,16 @@ class Method(NamedTuple):
 
 
 ALGORITHMS = {  # of modelopt
-    "NVFP4": Format("nvfp4", 4, (1, 16)), "FP8": Format("fp8-scale", input_kind="fp8", static=True),
+    "NVFP4": [Format("nvfp4", 4, (1, 16))], "FP8": [Format("fp8-scale", input_kind="fp8", static=True)],
+    "W4A16_NVFP4": [Format("nvfp4", 4, (1, 16))],
+    "FP8_PER_CHANNEL_PER_TOKEN": [Format("fp8-scale", input_kind="fp8")],
+    "FP8_PB_WO": [Format(scheme, 8, (128, 128)) for scheme in ("fp8-scale", "fp8")],
 }  # fmt: skip
+TRAINED = (  # fields in which auto-round says how it has found the codes
+    " autoround_version iters nsamples seqlen lr minmax_lr batch_size train_bs gradient_accumulate_steps dataset seed "
+    "low_gpu_mem_usage low_cpu_mem_usage enable_minmax_tuning enable_norm_bias_tuning enable_quanted_input amp "
+    "enable_alg_ext scale_dtype data_type to_quant_block_names quant_block_list block_name_to_quantize model_free"
+)
 
 
 def read_quantization(raw: Any) -> tuple[Format, ...]:
@@ -79,9 +87,10 @@ def read_quantization(raw: Any) -> tuple[Format, ...]:
         return ()
     if not isinstance(raw, dict):
         raise ValueError(f"{WHERE} is {raw!r:.80}; it must be an object")
-    name = raw.get("quant_method")
+    name = raw.get("quant_method") or ("modelopt" if "quant_algo" in raw else None)
     if name not in tuple(METHODS):
-        kind = f"the quant_method {name!r:.80}" if name else "no quant_method, as files of MLX"
+        kind = f"the quant_method {name!r:.80}" if name else "no quant_method"
+        kind += ", as files of MLX" if not name and "bits" in raw else ""
         kind += f" ({raw['quant_algo']:.40})" if isinstance(raw.get("quant_algo"), str) else ""
         raise ValueError(f"{WHERE} has {kind}; Manta reads {', '.join(METHODS)}")
     method = METHODS[name]
@@ -147,6 +156,7 @@ def read_gptq(raw: dict[str, Any]) -> list[Format]:
     version = one_of(raw, name, ("gptq", "gptq_v2"), "gptq")
     one_of(raw, "pack_dtype", ("int32",), "int32")
     one_of(raw, "is_marlin_format", (False,), False)
+    one_of(raw, "data_type", ("int",), "int")
     others = raw.get("dynamic") or {}
     if not isinstance(others, dict) or not all(isinstance(changes, dict) for changes in others.values()):
         raise ValueError(f"{WHERE} has the dynamic {others!r:.80}; it must be an object of objects")
@@ -167,6 +177,19 @@ def read_awq(raw: dict[str, Any]) -> list[Format]:
         one_of(raw, name, ("gemm",), "gemm")
     one_of(raw, "zero_point", (True,), True)
     return [Format("awq", one_of(raw, "bits", (4,)), group_of(raw), False)]
+
+
+def read_auto_round(raw: dict[str, Any]) -> list[Format]:
+    """auto-round, where it packs as AutoGPTQ or AutoAWQ do. Modules that `extra_config` names may have other bits."""
+    layouts: dict[str, Callable[[dict[str, Any]], list[Format]]]
+    layouts = {"auto_round:auto_gptq": read_gptq, "auto_round:auto_awq": read_awq}
+    read = layouts[one_of(raw, "packing_format", tuple(layouts))]
+    one_of(raw, "act_bits", (16, 32), 16)
+    others = raw.get("extra_config") or {}
+    if not isinstance(others, dict) or not all(isinstance(changes, dict) for changes in others.values()):
+        raise ValueError(f"{WHERE} has the extra_config {others!r:.80}; it must be an object of objects")
+    coded = [changes for changes in others.values() if changes.get("bits") not in (16, 32)]  # the others are plain
+    return [form for changes in ({}, *coded) for form in read(raw | changes)]
 
 
 def read_compressed(raw: dict[str, Any]) -> list[Format]:
@@ -220,7 +243,7 @@ def activations_of(scheme: str, group: dict[str, Any], columns: int) -> tuple[st
 
 
 def read_modelopt(raw: dict[str, Any]) -> list[Format]:
-    """NVFP4 and FP8 of NVIDIA's modelopt, also one for some modules and the other for others."""
+    """NVFP4 and FP8 of NVIDIA's modelopt, also one for some modules and another for others."""
     algorithm, layers = raw.get("quant_algo"), raw.get("quantized_layers")
     mixed = algorithm == "MIXED_PRECISION" and isinstance(layers, dict) and bool(layers)
     formats = []
@@ -230,8 +253,8 @@ def read_modelopt(raw: dict[str, Any]) -> list[Format]:
             raise ValueError(
                 f"{WHERE} has the quant_algo {name!r:.80} of modelopt; Manta reads {', '.join(ALGORITHMS)}"
             )
-        form, has_size = ALGORITHMS[name], name == "NVFP4" and isinstance(layer, dict)
-        formats.append(form._replace(block=group_of(layer, 16)) if has_size else form)
+        has_size = name.endswith("NVFP4") and isinstance(layer, dict)
+        formats += [form._replace(block=group_of(layer, 16)) if has_size else form for form in ALGORITHMS[name]]
     return formats
 
 
@@ -309,12 +332,18 @@ METHODS = {
         "damp_percent damp_auto_increment static_groups true_sequential act_group_aware hyb_act mse meta dataset "
         "tokenizer batch_size block_name_to_quantize module_name_preceding_first_block cache_block_outputs "
         "modules_in_block_to_quantize modules_to_not_convert use_cuda_fp16 use_exllama disable_exllama exllama_config "
-        "max_input_length model_seqlen pad_token_id backend model_name_or_path model_file_base_name parallel_packing",
+        "max_input_length model_seqlen pad_token_id backend model_name_or_path model_file_base_name parallel_packing"
+        + TRAINED,
     ),
     "awq": Method(
         read_awq,
         "bits group_size zero_point version format checkpoint_format modules_to_not_convert backend do_fuse "
-        "fuse_max_seq_len modules_to_fuse exllama_config sym desc_act lm_head method meta pack_dtype",
+        "fuse_max_seq_len modules_to_fuse exllama_config sym desc_act lm_head method meta pack_dtype" + TRAINED,
+    ),
+    "auto-round": Method(
+        read_auto_round,
+        "bits group_size sym packing_format extra_config act_bits act_data_type act_group_size act_sym act_dynamic "
+        "backend quant_lm_head" + TRAINED,
     ),
     "modelopt": Method(
         read_modelopt,

@@ -78,9 +78,14 @@ def groups_of(
 def unpack_fp8(codes: torch.Tensor, form: Format, scales: torch.Tensor) -> Packed:
     """The product of 8-bit floats [..., N, K] and scales [..., ceil(N / rows), ceil(K / columns)] of blocks.
 
-    The scales may also be one for all, or [..., N, 1], and they are where config.json says nothing of columns.
+    The scales may also be one for all, or [..., N, 1], and they are where config.json says nothing of columns. modelopt
+    writes those of a matrix [N], or [ceil(N / rows), 1, ceil(K / columns), 1].
     """
     shape = codes.shape
+    if len(shape) == 2 and scales.ndim == 4 and scales.shape[1::2] == (1, 1):
+        scales = scales[:, 0, :, 0]
+    if len(shape) == 2 and scales.shape == shape[:1]:
+        scales = scales[:, None]
     if scales.numel() == 1:
         shared, scales = tuple(max(1, size) for size in shape), scales.view([1] * codes.ndim)
     elif not form.block[1] or (scales.ndim == codes.ndim and scales.shape == (*shape[:-1], 1)):

@@ -26,9 +26,10 @@ from config import read_json
 from cpu import machine
 from device.coded import fill, kinds_to_round, settle
 from model import Transformer
-from models.families import HALF_PREFIXES, PREFIXES, our_name
+from models.families import HALF_PREFIXES, PREFIXES, WRAPPERS, our_name
 from models.quantized import QuantizedWeight
 from models.shares import Parts, TensorPart
+from observe.logs import warn_once
 
 # Constants that old checkpoints have: RoPE's frequencies, masks, and two of xIELU's numbers. And scales of keys and
 # values, which only a cache in FP8 wants.
@@ -214,7 +215,10 @@ def slices_of(whole: Stored, part: TensorPart, kind: str = "") -> list[Stored]:
 
 def skipped(saved: str, model: Transformer) -> bool:
     """Whether a tensor that nobody wants may stand in a checkpoint."""
-    row, sources = model.row, model.config.kv_sources
+    row, sources, saved = model.row, model.config.kv_sources, WRAPPERS.sub("", saved)
+    if saved.removeprefix("model.").startswith(("v_head.", "value_head.")):
+        warn_once("the checkpoint has a value head, which only training uses: it is left out")
+        return True
     of_layer = any(saved.startswith(f"{prefix}{row.name('layer')}.") for prefix in PREFIXES)
     of_other = row.half and not of_layer and not saved.startswith(HALF_PREFIXES)  # than the text
     if of_other or saved.endswith(IGNORED + HEADS + model.unread):

@@ -445,7 +445,7 @@ def find_model_here(config: EngineConfig, host: str) -> EngineConfig:
     if not config.snapshot:
         raise ValueError(f"{config.model} {must}")
     # This node has downloads of its own, and makes a GGUF file's folder anew.
-    gguf = config.model.endswith(".gguf") or ":" in config.model
+    gguf = os.path.isabs(config.model) or ":" in config.model
     commit = config.revision if gguf else os.path.basename(config.snapshot)
     return find_model(dataclasses.replace(config, snapshot="", revision=commit))
 

@@ -23,7 +23,13 @@ HALF_PREFIXES = (
     "model.language_model.model.", "model.language_model.", "language_model.model.", "language_model.",
     "model.text_model.", "thinker.model.", "language.model.", "language.", "llm.model.", "llm.",
 )  # fmt: skip
-PREFIXES = (*HALF_PREFIXES, "model.decoder.", "thinker.", "transformer.", "gpt_neox.", "decoder.", "model.", "")
+PREFIXES = (
+    *HALF_PREFIXES, "model.decoder.", "thinker.", "transformer.", "gpt_neox.", "decoder.", "model.model.", "model.", "",
+)  # fmt: skip
+# What torch.compile, DDP, FSDP and TRL put into names, each around a module; a script may save them so.
+WRAPPERS = re.compile(
+    r"^((_orig_mod|module|pretrained_model|_\w+_wrapped_module)\.)+|(?<=\.)(_orig_mod|_\w+_wrapped_module)\."
+)
 SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "max_position_embeddings",
@@ -361,6 +367,13 @@ FAMILIES = {
     "GPTNeoXForCausalLM": NEOX,
     "GraniteForCausalLM": GRANITE,
     "GraniteMoeForCausalLM": GRANITE_MOE,
+    "GraniteMoeHybridForCausalLM": GRANITE.but(  # of Granite 4 the models with attention and a dense MLP alone
+        mlp_bias=False, fixed={"num_local_experts": 0, "position_embedding_type": "rope"},
+        keys={"shared_intermediate_size": "intermediate_size", **dict.fromkeys(
+            ("intermediate_size", "num_experts_per_tok", "time_step_limit", "time_step_max", "time_step_min",
+            *(f"mamba_{name}" for name in (
+                "chunk_size", "conv_bias", "d_conv", "d_head", "d_state", "expand", "n_groups", "n_heads"))), "")},
+        names={"gate_up": "shared_mlp.input_linear", "down": "shared_mlp.output_linear"}),
     "GraniteMoeSharedForCausalLM": GRANITE_MOE.but(
         keys={"shared_intermediate_size": "shared_expert_intermediate_size"},
         defaults={"shared_expert_intermediate_size": 0},
@@ -604,6 +617,7 @@ def family_of(architecture: Any, raw: dict[str, Any]) -> tuple[str, Literal["log
 
 def our_name(saved: str, wanted: Collection[str]) -> str | None:
     """The name by which a tensor of a checkpoint is wanted, if it is."""
+    saved = WRAPPERS.sub("", saved)
     for prefix in PREFIXES:
         if saved.startswith(prefix) and (name := saved.removeprefix(prefix)) in wanted:
             return name

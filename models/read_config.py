@@ -49,8 +49,10 @@ def read_raw(folder: str, overrides: str | None) -> dict[str, Any]:
     """
     raw = read_json(folder, "config.json")
     older = read_json(folder, "hf_quant_config.json", {}).get("quantization")  # where older tools of NVIDIA write it
-    if not raw.get("quantization_config") and isinstance(older, dict) and older.get("quant_algo"):
-        raw["quantization_config"] = {"quant_method": "modelopt", **older}
+    packing = raw.get("quantization_config") or {}
+    silent = isinstance(packing, dict) and not packing.get("quant_method")
+    if silent and isinstance(older, dict) and older.get("quant_algo"):
+        raw["quantization_config"] = {"quant_method": "modelopt", **packing, **older}
     try:
         changes = json.loads(overrides or "{}")
     except ValueError:
@@ -360,6 +362,7 @@ class ConfigReader:
         if count % groups:
             raise ValueError(f"config.json: n_group is {groups}; it must divide {r.count}, {count}")
         scoring = f.value("scoring_func", str)
+        scoring = None if scoring == "noaux_tc" and r.correction else scoring  # dots.llm1 has the method there
         if scoring not in (None, r.scoring) or method not in (None, "greedy", "group_limited_greedy", "noaux_tc"):
             raise ValueError(
                 f"config.json asks for routing by {scoring!r:.40} scores and {method!r:.40}; Manta has {r.scoring!r}"

@@ -10,7 +10,7 @@ from models.families import BIASED, FAMILIES, LOCAL, QWEN2, QWEN_EXPERTS, archit
 from models.family_row import Family, Routing
 
 FIELDS = ("text_config", "llm_config", "language_config")  # one of them has all that config.json says of the text
-FLAT = ("hunyuanvl", "paddleocrvl", "qwen2vl", "qwen25vl")  # in whose older files it stands beside all else
+FLAT = ("glm4v", "hunyuanvl", "paddleocrvl", "qwen2vl", "qwen25vl")  # in whose older files it stands beside all else
 GLM4V = FAMILIES["Glm4ForCausalLM"].but(
     qkv_bias=True, keys={"head_dim": "", "attention_bias": ""},
     defaults=sized(151552, 4096, 13696, 40, 32, 2, 32768, partial_rotary_factor=None, head_dim=None, rms_norm_eps=1e-5),

@@ -240,6 +240,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         num_hidden_layers=4, routed_scaling_factor=1.7),
     "flex-olmo": case("FlexOlmoConfig", num_experts=8, num_experts_per_tok=3, intermediate_size=24),
     "glm4-moe-lite": case("Glm4MoeLiteConfig", **without(ROUTED, "first_k_dense_replace") | LATENT),
+    "granite-hybrid-dense": case(
+        "GraniteMoeHybridConfig", num_local_experts=0, num_experts_per_tok=0, shared_intermediate_size=40,
+        intermediate_size=24, layer_types=["attention"] * 2, position_embedding_type="rope", mamba_n_heads=4,
+        embedding_multiplier=3.0, attention_multiplier=0.2, residual_multiplier=0.4, logits_scaling=2.0),
     "granite-moe-shared": case(
         "GraniteMoeSharedConfig", **LOCAL_EXPERTS, shared_intermediate_size=40, residual_multiplier=0.4),
     "hunyuan-moe": case(

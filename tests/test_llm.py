@@ -47,7 +47,9 @@ def test_prompts_of_another_salt_do_not_share_cached_prefixes(make_llm):
     cached = []
     for salt in ("a", "a", "b", None):
         prompt = {"prompt_token_ids": ids} | ({"cache_salt": salt} if salt else {})
-        cached.append(llm.generate(prompt, GREEDY, use_tqdm=False)[0].metrics.num_cached_tokens)
+        output = llm.generate(prompt, GREEDY, use_tqdm=False)[0]
+        cached.append(output.num_cached_tokens)
+        assert output.num_cached_tokens == output.metrics.num_cached_tokens
     assert cached[1] > 0 and [cached[i] for i in (0, 2, 3)] == [0, 0, 0]
 
 

@@ -450,6 +450,8 @@ def test_where_the_template_comes_from(tmp_path: Path) -> None:
     assert not byte_level(tmp_path).has_chat_template
     with pytest.raises(ValueError, match="no chat template"):
         Tokenizer(str(tmp_path)).render(MESSAGES)
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "beside"}))
+    assert Tokenizer(str(tmp_path)).render(MESSAGES) == "beside"
     named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "default"}]
     tokenizer = templated(tmp_path, named)
     assert tokenizer.render(MESSAGES) == "default" and tokenizer.render(MESSAGES, tools=[{}]) == "tools"

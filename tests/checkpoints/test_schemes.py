@@ -18,8 +18,22 @@ from safetensors.torch import load_file
 from checkpoints.dequantize import fields
 from checkpoints.quantization import Format, read_quantization
 from checkpoints.schemes import SCHEMES, groups_of, unpack_awq, unpack_gptq, unpack_nvfp4
+from checkpoints.storage import Storage, opened
 from device.loader import load_weights
-from test_dequantize import COMPRESSED, E2M1, FP8, MXFP4, QWEN3, WEIGHTS, build, check_equal, check_parts, write
+from model_config import ModelConfig
+from test_dequantize import (
+    COMPRESSED,
+    E2M1,
+    FP8,
+    MXFP4,
+    QWEN3,
+    WEIGHTS,
+    build,
+    check_equal,
+    check_parts,
+    random_fp8,
+    write,
+)
 
 Tensors = dict[str, torch.Tensor]
 DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8, "U8": torch.uint8, "I32": torch.int32,
@@ -36,6 +50,11 @@ LINEAR = ("proj.weight", "c_attn.weight", "c_fc.weight")
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False, "lm_head": True}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"], "producer": {"name": "modelopt"}}
+AUTO_ROUND = {  # as auto-round 0.12 writes it; other versions write more of how it has trained
+    "quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": True, "data_type": "int", "iters": 200,
+    "low_gpu_mem_usage": True, "autoround_version": "0.12.3", "block_name_to_quantize": "model.layers",
+    "packing_format": "auto_round:auto_gptq", "extra_config": {"model.layers.0.mlp.gate": {"bits": 16}},
+}  # fmt: skip
 BNB4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False, "bnb_4bit_quant_type": "nf4"}
 BNB8 = {"quant_method": "bitsandbytes", "load_in_8bit": True, "llm_int8_threshold": 6.0}
 
@@ -274,6 +293,15 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[int, int], Encoded]]] = {
     "torchao int8 tensor": (torchao(W8A8, granularity=[ROW, grain("PerTensor")]), ao8(None, older=True)),
     "torchao fp8": (torchao("Float8WeightOnly", granularity=ROW), ao_fp8),
 }
+CASES["auto-round awq"] = AUTO_ROUND | {"packing_format": "auto_round:auto_awq", "sym": False}, awq
+CASES["auto-round"] = AUTO_ROUND, gptq(GPTQ | {"sym": True})
+CASES["modelopt fp8"] = (
+    MODELOPT | {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"},
+    lambda n, k: (
+        {"weight": (codes := random_fp8(n, k)), "weight_scale": (scale := torch.rand(n))},
+        codes.float() * scale[:, None],
+    ),
+)
 for bits in (2, 3, 4, 8):
     raw = GPTQ | {"bits": bits}
     CASES[f"gptq {bits}"] = raw, gptq(raw)
@@ -558,6 +586,15 @@ def test_what_config_json_says(raw: dict[str, Any] | None, formats: list[Format]
         ({"quant_method": "quark", "quant_algo": "X"}, r"quant_method 'quark' \(X\); Manta reads fp8"),
         (FP8 | {"weight_block_size": [128]}, "weight_block_size is"),
         (FP8 | {"weight_block_size": [128, True]}, "weight_block_size is"),
+        (
+            AUTO_ROUND | {"packing_format": "auto_round:llm_compressor"},
+            "packing_format 'auto_round:llm_compressor'; Manta",
+        ),
+        (AUTO_ROUND | {"act_bits": 4}, "has the act_bits 4; Manta reads 16, 32"),
+        (AUTO_ROUND | {"data_type": "mx_fp"}, "has the data_type 'mx_fp'; Manta reads int"),
+        (AUTO_ROUND | {"extra_config": {"a": {"bits": 5}}}, "has the bits 5; Manta reads 2, 3, 4, 8"),
+        (AUTO_ROUND | {"extra_config": [1]}, r"has the extra_config \[1\]; it must be an object of objects"),
+        ({"quant_method": "hqq", "nbits": 4}, "has the quant_method 'hqq'; Manta reads fp8"),
         (FP8 | {"fmt": "e5m2"}, "the fmt 'e5m2'; Manta reads e4m3"),
         (FP8 | {"expert_dtype": "fp4"}, "expert_dtype 'fp4'; Manta reads fp8"),
         (FP8 | {"twist": 3, "spin": "up"}, "has 'twist', 3, 'spin', 'up', and Manta does not know that"),
@@ -574,10 +611,41 @@ def test_what_manta_does_not_read_is_refused(raw: Any, message: str) -> None:
         read_quantization(raw)
 
 
+@pytest.mark.parametrize("name", ["weight_scale", "weight_scale_inv"])
+@pytest.mark.parametrize("four", [True, False])
+def test_modelopt_has_scales_of_blocks(tmp_path: Path, name: str, four: bool) -> None:
+    """FP8_PB_WO: [outputs, inputs] of 128 and 128, or with a 1 after each as modelopt's own shape is."""
+    codes, scales = random_fp8(200, 300), torch.rand(2, 3)
+    tensors = {"a.weight": codes, f"a.{name}": scales[:, None, :, None] if four else scales}
+    write(tmp_path, {}, tensors)
+    [path] = map(str, tmp_path.glob("*.safetensors"))
+    storage = Storage([path], read_quantization({"quant_algo": "FP8_PB_WO"}))
+    with opened(path) as file:
+        weight = storage.open(file, "a.weight")
+    spread = scales.repeat_interleave(128, 0)[:200].repeat_interleave(128, 1)[:, :300]
+    assert torch.equal(weight.float(), codes.float() * spread) and weight.coded_as.input_kind == ""
+
+
+def test_modelopt_is_known_without_a_quant_method(tmp_path: Path) -> None:
+    """By its quant_algo in config.json, or in the file beside it; and without 4-bit activations it stores the same."""
+    shape = SMALL | {"quantization_config": {"producer": {"name": "modelopt"}, "ignore": ["lm_head"]}}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "W4A16_NVFP4"}}))
+    nvfp4_formats = read_quantization(MODELOPT)
+    assert ModelConfig.from_folder(str(tmp_path)).quantization == nvfp4_formats
+    assert read_quantization({"quant_algo": "NVFP4", "group_size": 16}) == nvfp4_formats
+    with pytest.raises(ValueError, match="has no quant_method; Manta reads fp8"):
+        read_quantization({"producer": {"name": "modelopt"}})
+
+
 def test_configs_of_odd_values_are_read_or_refused():
     layers = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": "NVFP4"}}
     formats = read_quantization(layers)
     assert formats[0].block == (1, 16)
+    trained = {"autoround_version": "0.4", "lr": 0.001, "amp": True, "nsamples": 512, "data_type": "int", "iters": 1000}
+    assert read_quantization(GPTQ | trained) == read_quantization(GPTQ)
+    others = read_quantization(AUTO_ROUND | {"extra_config": {"a": {"bits": 8}, "b": {"bits": 16}}})
+    assert [(form.scheme, form.bits, form.symmetric) for form in others] == [("gptq", 4, True), ("gptq", 8, True)]
     assert repr(read_quantization(compressed("pack-quantized", num_bits=4.0))[0].bits) == "4"
     weights = {"type": "int", "num_bits": 8, "strategy": "channel", "symmetric": True}
     packed = {

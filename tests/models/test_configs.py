@@ -164,6 +164,11 @@ LEFT = {  # what families' published files have beside the fields of transformer
         "num_media_embeds": 257, "num_shared_expert": 1, "routed_scaling_factor": 1.0, "text_start_id": 7,
         "use_qk_norm": True, "use_rotary_pos_emb": True, "vit_patch": 1, "vit_input_resolution": 224,
         "enable_lm_head_fp32": True, "use_cla": False, "kv_channels": 16},
+    "granite-hybrid-dense": {
+        "mamba_chunk_size": 256, "mamba_conv_bias": True, "mamba_d_conv": 4, "mamba_d_head": 64, "mamba_d_state": 128,
+        "mamba_expand": 2, "mamba_n_groups": 1, "mamba_n_heads": 64, "mamba_proj_bias": False, "init_method": "mup",
+        "normalization_function": "rmsnorm", "layer_types": ["attention"] * 2},
+    "nemotron": {"rope_percent": 0.5},
     "glm4-moe-lite": {"first_k_dense_replace": 1, "partial_rotary_factor": 1.0, "topk_method": "noaux_tc"},
     "hunyuan-moe": {
         "attention_head_dim": 16, "moe_intermediate_size": [24, 24], "moe_topk": [3, 3], "moe_layer_num_skipped": 0,
@@ -173,7 +178,8 @@ LEFT = {  # what families' published files have beside the fields of transformer
     "llama-biases": {"rope_interleaved": False, "max_sequence_length": 2048, "is_llama_config": True},
     "minimax-m2": {
         "use_routing_bias": True, "shared_moe_mode": "sigmoid", "mtp_transformer_layers": 1, "attn_type_list": [1, 1],
-        "use_qk_norm": True, "qk_norm_type": "per_layer"},
+        "use_qk_norm": True, "qk_norm_type": "per_layer", "layernorm_full_attention_beta": 1.0,
+        "layernorm_linear_attention_beta": 1.0, "layernorm_mlp_beta": 1.0},
     "mpt": {
         "emb_pdrop": 0, "embedding_fraction": 1.0, "expansion_ratio": 4, "init_config": {"name": "kaiming_normal_"},
         "init_device": "cpu", "learned_pos_emb": True, "no_bias": True, "norm_type": "low_precision_layernorm",
@@ -188,6 +194,11 @@ LEFT = {  # what families' published files have beside the fields of transformer
         "rms_norm_eps": 1e-05, "attention_softmax_in_fp32": True, "layer_norm_epsilon": 1e-05, "mlp_type": "default",
         "scale_attention_softmax_in_fp32": True, "scale_attn_weights": True},
 }  # fmt: skip
+
+
+def test_dots_llm1_names_its_method_where_others_name_scores() -> None:
+    published = file_of("dots1", scoring_func="noaux_tc")
+    assert reading(published) == reading(file_of("dots1", scoring_func="sigmoid", topk_method="noaux_tc"))
 
 
 @pytest.mark.parametrize("name", [*LEFT, "qwen2"])
@@ -206,6 +217,11 @@ def test_what_published_files_have_besides_changes_nothing(name: str) -> None:
         ("hunyuan-moe", {"moe_topk": [3, 2]}, "moe_topk is [3, 2]; it must be a whole number"),
         ("phimoe", {"num_experts_per_tok": 3}, "num_experts_per_tok is 3; Manta has 2 alone"),
         ("minimax-m2", {"use_routing_bias": False}, "use_routing_bias is False; Manta has True alone"),
+        ("minimax-m2", {"layernorm_mlp_beta": 3.5}, "'layernorm_mlp_beta' is 3.5, and Manta does not know"),
+        ("nemotron", {"rope_percent": 0.25}, "'rope_percent' is 0.25, and Manta does not know that field"),
+        ("dots1", {"scoring_func": "softmax"}, "asks for routing by 'softmax' scores and None; Manta has 'sigmoid'"),
+        ("granite-hybrid-dense", {"position_embedding_type": "nope"}, "is 'nope'; Manta has 'rope' alone"),
+        ("granite-hybrid-dense", {"num_local_experts": 8}, "num_local_experts is 8; Manta has 0 alone"),
         ("bloom", {"apply_residual_connection_post_layernorm": True}, "layernorm is True; Manta has False alone"),
         ("mpt", {"attn_config": {"alibi": False}}, "attn_config.alibi is False; Manta has True alone"),
         ("mpt", {"attn_config": {"qk_ln": True}}, "'attn_config.qk_ln' is True, and Manta does not know that field"),

@@ -252,6 +252,11 @@ def test_what_a_file_leaves_out_is_as_its_class_has_it() -> None:
     assert (voxtral.head_dim, voxtral.num_layers, voxtral.ropes[0].theta) == (128, 2, 1e8)
     glm = read("Glm4vForConditionalGeneration", model_type="glm4v", text_config={})
     assert (glm.hidden_size, glm.ropes[0].dim, glm.row.interleaved) == (4096, 128, True)
+    text = shape(partial_rotary_factor=0.5, rope_scaling={"type": "default", "mrope_section": [8, 12, 12]})
+    flat, nested = text | {"vision_config": {"depth": 24}, "image_token_id": 5}, text | {"model_type": "glm4v_text"}
+    assert read("Glm4vForConditionalGeneration", model_type="glm4v", **flat) == read(
+        "Glm4vForConditionalGeneration", model_type="glm4v", text_config=nested
+    )
     kimi = read("KimiVLForConditionalGeneration", model_type="kimi_vl", text_config=shape(
         kv_lora_rank=32, q_lora_rank=None, qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=16, n_routed_experts=8,
         num_experts_per_tok=2, moe_intermediate_size=24, n_group=1))  # fmt: skip
