@@ -45,6 +45,7 @@ from observe.logs import memory_note
 from parallel import Group, Pipeline
 from plan import NewRow, StepPlan
 from worker import StepRun
+from worker_steps import borrowed
 
 ROOT = Path(__file__).parent.parent.parent
 SHAPE = {
@@ -319,6 +320,7 @@ def test_captured_graphs_share_what_their_steps_take(make, monkeypatch, layers, 
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", SimpleNamespace)
     monkeypatch.setattr(torch.cuda, "graph", lambda graph, pool: contextlib.nullcontext())
+    monkeypatch.setattr(warmup, "borrowed", borrowed)
     warmup.capture(made, worker)  # so that what kernels keep is there
     worker.graphs.clear()
     with LiveBytes() as live:
@@ -355,6 +357,7 @@ def test_graphs_between_attentions_have_their_room(make, monkeypatch, shape):
     for name in ("graph", "stream"):
         monkeypatch.setattr(torch.cuda, name, lambda *_, **__: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "CUDAGraph", EmptyGraph)
+    monkeypatch.setattr(warmup, "borrowed", borrowed)
     worker = made.worker
     with LiveBytes() as live:
         warmup.capture(made, made.worker)
