@@ -113,6 +113,7 @@ def plan_memory(config: EngineConfig, model: Transformer, cuda: bool) -> MemoryP
             graphs = (
                 GRAPHS * (1 + config.enable_lora)
                 + item * largest * passed
+                + (min(rows, MOST_DRAFTING) * (2 * item * model.draft.config.hidden_size + 4) if model.draft else 0)
                 + step * largest // rows
                 + piece_bytes(config, dry)
             )

@@ -22,6 +22,7 @@ from model import Transformer
 from parallel import incoming_of
 from plan import NewRow, StepPlan
 from sampling_params import PoolingParams, SamplingParams
+from speculation.drafter import Drafter
 from worker import StepRun, Worker
 
 # Products with weights in codes have specializations for up to 16, 64 and 511 rows, and for more.
@@ -245,6 +246,9 @@ def capture(start: Start, worker: Worker) -> None:
     worker.rows = None  # the batch state holds the rows of the last graph
     if experts:
         experts.exchange(None)
+    if isinstance(worker.proposer, Drafter):
+        sizes = [size for size in worker.graph_sizes if size <= MOST_DRAFTING]
+        worker.proposer.capture(worker.state, worker.pool, sizes, start.config.num_drafts, pool)
 
 
 def borrowed(tensor: torch.Tensor) -> torch.Tensor:

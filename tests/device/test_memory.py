@@ -126,7 +126,7 @@ GEMMA3N = {
     "hidden_size_per_layer_input": 24,
 }  # fmt: skip
 MOE = {"enable_moe_block": True, "top_k_experts": 4, "num_experts_per_tok": None}
-DRAFTS = {"method": "ngram", "num_speculative_tokens": 3}
+DRAFTS, HEAD = ({"method": of, "num_speculative_tokens": n} for of, n in (("ngram", 3), ("mtp", 2)))
 DELTA = {
     "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 16, "linear_value_head_dim": 8,
     "layer_types": ["full_attention", "linear_attention"], "head_dim": 8,
@@ -303,13 +303,14 @@ def test_a_graph_of_decodes_has_room_for_latents(make, invariant):
         pytest.param(None, 0, id="one stage", marks=pytest.mark.full),
         pytest.param(range(1), 0, id="first"),
         pytest.param(range(1), 3, id="first, with drafts", marks=pytest.mark.full),
+        pytest.param(None, 2, id="with a head", marks=pytest.mark.full),
         pytest.param(range(1, 2), 0, id="last", marks=pytest.mark.full),
     ],
 )
 def test_captured_graphs_share_what_their_steps_take(make, monkeypatch, layers, drafts):
     """No graph but the largest needs memory of its own, and their pool is no larger than planned."""
     monkeypatch.setattr("device.startup.time_rows", lambda *args: [])  # without a warm-up it is late, too
-    options = json.dumps(DRAFTS) if drafts else None
+    options = json.dumps(HEAD if drafts == 2 else DRAFTS) if drafts else None
     made = make(VOCAB, max_num_seqs=2, max_num_batched_tokens=15, speculative_config=options)
     worker, model, pipeline = made.worker, made.model, made.group.pipeline
     if layers:
@@ -322,13 +323,15 @@ def test_captured_graphs_share_what_their_steps_take(make, monkeypatch, layers, 
     monkeypatch.setattr(torch.cuda, "graph", lambda graph, pool: contextlib.nullcontext())
     monkeypatch.setattr(warmup, "borrowed", borrowed)
     warmup.capture(made, worker)  # so that what kernels keep is there
-    worker.graphs.clear()
+    worker.graphs.clear(), getattr(worker.proposer, "graphs", {}).clear()
     with LiveBytes() as live:
         warmup.capture(made, worker)
         gc.collect()
-    assert len(worker.graphs) == (8 if drafts else 4)
-    passed, news = 2 * (1 + drafts) * 4 * sum(model.passed_sizes), 4 * 2 * 2 * 4
-    assert live.now <= passed + news * pipeline.last
+    assert len(worker.graphs) == (16 if drafts and not layers else 8 if drafts else 4)
+    assert not model.draft or [*worker.proposer.graphs] == [1, 2]
+    passed, news = 2 * (1 + drafts) * 4 * sum(model.passed_sizes), 4 * 2 * 3 * (4 * (2 + drafts) if model.draft else 2)
+    rows = 2 * (4 + 2 * 4 * model.config.hidden_size) if model.draft else 0  # where the head's passes read theirs
+    assert live.now <= passed + news * pipeline.last + rows
     assert live.peak <= plan_memory(made.config, model, cuda=True).graphs - memory.GRAPHS + news
 
 
