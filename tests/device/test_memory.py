@@ -674,7 +674,7 @@ def test_the_driver_is_asked_for_the_gpu(monkeypatch):
         (8.0, {"block_size": 24}, r"block_size is 24; on cuda it must be one of \(16, 32, 64, 128\)"),
         (8.0, {"max_model_len": 2000}, "max_model_len is 2000; the model was made for at most 1024"),
         (8.0, {"tensor_parallel_size": 5}, "tensor_parallel_size is 5; it must divide"),
-        (0.5, {"max_model_len": 100}, "the weights take 0.00 GiB, 0.51 more than there is room for: not even a model"),
+        (0.5, {"max_model_len": 100}, "the weights take 0.00 GiB, 0.56 more than there is room for: not even a model"),
     ],
 )
 def test_what_cannot_be_is_told_by_value_and_range(monkeypatch, gib, fields, message):
