@@ -44,10 +44,8 @@ NCCL = 512 * MIB  # the buffers through which several ranks exchange tensors
 GRAPHS = 256 * MIB  # their tensors' pool is counted
 # Reading the weights takes as long for 128 tokens as for 16. From there on at most a third of a step is padding, and
 # from 1,024 on a fifth. Each size is a graph for each layer at start.
-PIECE_SIZES = [
-    16, 32, *range(64, 512, 64), *range(512, 1024, 128), *range(1024, 2048, 256), *range(2048, 4096, 512),
-    *range(4096, 8193, 1024),
-]  # fmt: skip
+PIECE_SIZES = [16, 32, *range(64, 512, 64), *range(512, 1024, 128)]
+PIECE_SIZES += [*range(1024, 2048, 256), *range(2048, 4096, 512), *range(4096, 8193, 1024)]
 LAUNCHING = 11 * 34e-6  # seconds in which a slow host launches what a layer has beside attention, at 34 us a launch
 PEAK, BANDWIDTH = 990e12, 4.8e12  # of an H200: operations a second of bfloat16 products, and bytes a second
 PIECE = 256 * 2**10  # bytes, an allowance for what CUDA has of each graph between two attentions
@@ -229,8 +227,7 @@ def piece_sizes(config: EngineConfig, model: Transformer) -> list[int]:
 
     Graphs pay as long as the GPU waits for Python, so the last size is the first one with which a layer takes it longer
     than LAUNCHING. A layer of Qwen3-0.6B has 15.7 million elements: 8,192 tokens take 0.26 ms, and launching 0.37. One
-    of Qwen3-8B has 193 million, so it is 959 tokens. On a GPU slower than an H200, or beside a fast host, they end too
-    late, which costs the start some time and memory.
+    of Qwen3-8B has 193 million: 959 tokens. On a slower GPU they end too late, which costs the start time and memory.
 
     Only attention may need to know of rows, which is not so for layers with recurrent states. A step must not meet
     other stages or engines, whose messages are no part of a graph. And what a draft reads between layers would have
@@ -257,10 +254,10 @@ def layer_seconds(model: Transformer, tokens: int) -> float:
         for name in (*owner.matrices, *owner.stacks):
             weight, e = unwrapped(getattr(owner, name)), model.config.experts
             if isinstance(weight, torch.Tensor | QuantizedWeight):
-                met = e.top_k / e.count if e and name in owner.stacks else 1.0
+                share = e.top_k / e.count if e and name in owner.stacks else 1.0
                 tensors = weight.tensors() if isinstance(weight, QuantizedWeight) else [weight]
-                flops += 2 * tokens * met * math.prod(weight.shape)
-                read += (1 - (1 - met) ** tokens) * sum(tensor.nbytes for tensor in tensors)
+                flops += 2 * tokens * share * math.prod(weight.shape)
+                read += (1 - (1 - share) ** tokens) * sum(tensor.nbytes for tensor in tensors)
     return max(flops / PEAK, read / BANDWIDTH) / len(model.layers)
 
 

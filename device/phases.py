@@ -16,6 +16,7 @@ from device.exchanges import add_lockstep
 from device.launched import run_one_by_one
 from layers import DraftRows
 from parallel import add_stages
+from speculation.heads import DraftHead
 
 if TYPE_CHECKING:
     from cpu.weights import GreedyHead
@@ -68,8 +69,6 @@ def add_adapters(w: Worker, adapters: AdapterPool) -> None:
 
 def add_drafts(w: Worker) -> None:
     """Rows have drafts, which the step verifies, and afterwards it makes some for the next one."""
-    from speculation.heads import DraftHead  # here, because most workers do without
-
     by_head = isinstance(w.model.draft, DraftHead)  # which lacks no token's keys and values
 
     def count(run: StepRun) -> None:  # on a CPU, where nobody waits for a look at tensors: only the drafts that exist

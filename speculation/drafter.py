@@ -80,8 +80,7 @@ class Drafter:
         its results for their last tokens: x and hidden [R, hidden]."""
         size, device, tables, pool = len(rows), rows.device, state.block_tables[:1], self.pages(state, pool)
         owners = rows.clamp(min=0)
-        in_prompt = state.num_known[owners] != state.num_computed[owners] + 1
-        slots = rows.masked_fill(in_prompt, -1)
+        slots = rows.masked_fill(state.num_known[owners] != state.num_computed[owners] + 1, -1)  # prompts that go on
         drafts = torch.full((size, count), -1, dtype=torch.int32, device=device)
         starts = torch.arange(size + 1, dtype=torch.int32, device=device)
         for i in range(count):
