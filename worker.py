@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from models.pooled import Pooler
     from speculation.proposer import Proposer
 
-Graph = tuple["torch.cuda.CUDAGraph", torch.Tensor]  # and the tensor that it fills: the step's `result`
+Graph = tuple["torch.cuda.CUDAGraph", torch.Tensor, torch.Tensor]  # and what it fills: a step's `result` and `logits`
 
 NO_ROWS = StepShape(0, 0, 0, 0, 0, False)
 
@@ -287,8 +287,7 @@ class Worker(Profiled):
         self.state.apply(self.ops)
         run.rows, run.shape, run.scoring = rows, rows.shape, rows.scoring
         run.launched = Launched(StepResult(plan.step, []), rows)
-        # What is replayed keeps no logits.
-        run.graph = None if len(rows.with_logprobs) else self.graphs.get(rows.shape)
+        run.graph = self.graphs.get(rows.shape)
 
     def new_rows(self, plan: StepPlan) -> Rows:
         """Note the plan's rows in the batch state, and count their tokens as computed."""
@@ -342,7 +341,7 @@ class Worker(Profiled):
         """Replay a graph, or run the forward phases."""
         if run.graph:
             self.mark("decode")
-            graph, run.result = run.graph
+            graph, run.result, run.logits = run.graph
             graph.replay()
         else:
             self.running = run.rows

@@ -110,7 +110,7 @@ def profile() -> Iterator[Row]:
     from engine import LLM
 
     rows, steps = (256, 20) if has_gpu() else (1, 1)
-    with LLM(model_folder(shape_here(QWEN3_06B)), **options(max_num_seqs=rows + 64, max_model_len=2048)) as llm:
+    with LLM(model_folder(shape_here(QWEN3_06B)), **options(max_num_seqs=rows + 64, max_model_len=6144)) as llm:
         core = llm.core
         for running in (1, rows)[: 2 if has_gpu() else 1]:
             add = start_decodes(core, running)
@@ -124,19 +124,20 @@ def profile() -> Iterator[Row]:
         add = start_decodes(core, rows)
         worker = core.executor.worker  # type: ignore[union-attr]
         pieces = worker.pieces
-        for graphs in (True, False) * (2 if has_gpu() else 1):
-            worker.pieces = pieces if graphs else None
-            taken = []
-            for _ in range(6 if has_gpu() else 1):
-                add()
-                taken.append(step_time(core, 1, 0))
-            yield {"steps": "with a prompt", "graphs between attentions": graphs, "us each": taken}
+        for tokens in (512, 4096) if has_gpu() else (3,):
+            for graphs in (True, False) * (2 if has_gpu() else 1):
+                worker.pieces = pieces if graphs else None
+                taken = []
+                for _ in range(6 if has_gpu() else 1):
+                    add(tokens)
+                    taken.append(step_time(core, 1, 0))
+                yield {"steps": f"with a prompt of {tokens}", "graphs between attentions": graphs, "us each": taken}
         worker.pieces = pieces
         yield from profiled(core, "with a prompt", max(1, steps // 4), add)
 
 
 def start_decodes(core: Any, rows: int, adapters: list[Any] | None = None) -> Callable[..., None]:
-    """Let `rows` requests decode; returns what adds one more, whose prompt has 512 tokens.
+    """Let `rows` requests decode; returns what adds one more, whose prompt has 512 tokens or as many as it is given.
 
     They take the `adapters` in turn, if there are any.
     """
@@ -147,9 +148,9 @@ def start_decodes(core: Any, rows: int, adapters: list[Any] | None = None) -> Ca
     usual: Row = {"temperature": 0.6, "ignore_eos": True, "max_tokens": 1000 if has_gpu() else 30}
     numbers = itertools.count()
 
-    def add(**more: Any) -> None:
+    def add(tokens: int = length, **more: Any) -> None:
         number = next(numbers)
-        prompt, params = [rng.randrange(199) for _ in range(length)], SamplingParams(**usual | more)
+        prompt, params = [rng.randrange(199) for _ in range(tokens)], SamplingParams(**usual | more)
         lora = adapters[number % len(adapters)] if adapters else None
         core.add(EngineCoreRequest(f"{rows} {number}", prompt, params, lora=lora), at_once=True)
 

@@ -9,6 +9,7 @@ most of them are alive.
 from __future__ import annotations
 
 import functools
+import math
 import os
 import subprocess
 from bisect import bisect_right
@@ -22,7 +23,7 @@ import torch
 
 from config import MOST_DRAFTING, EngineConfig
 from cpu import machine
-from device.coded import coded_as, files_of, kinds_of, settle
+from device.coded import coded_as, files_of, kinds_of, settle, unwrapped
 from device.dry_run import MIB, count_step, distinct_layers, dry_model, dry_worker, new_state
 from device.loader import all_sources, find_weights, settle_dummy
 from lora.stacks import adapter_bytes
@@ -41,9 +42,12 @@ CONTEXT = 640 * MIB  # CUDA's own, the code of all kernels, cuBLAS's workspace
 NCCL = 512 * MIB  # the buffers through which several ranks exchange tensors
 # Some hundred KiB a graph, and a workspace for each capturing stream; twice so much with adapters.
 GRAPHS = 256 * MIB  # their tensors' pool is counted
-# Reading the weights takes as long for 128 tokens as for 16. From there on at most a third of a step is padding. A step
-# of more tokens than the last keeps a GPU busy for longer than Python. Each size is a graph for each layer at start.
-PIECE_SIZES = [16, 32, 64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024]
+# Reading the weights takes as long for 128 tokens as for 16. From there on at most a third of a step is padding, and
+# from 1,024 on a fifth. Each size is a graph for each layer at start.
+PIECE_SIZES = [16, 32, *range(64, 512, 64), *range(512, 1024, 128)]
+PIECE_SIZES += [*range(1024, 2048, 256), *range(2048, 4096, 512), *range(4096, 8193, 1024)]
+LAUNCHING = 11 * 34e-6  # seconds in which a slow host launches what a layer has beside attention, at 34 us a launch
+PEAK, BANDWIDTH = 990e12, 4.8e12  # of an H200: operations a second of bfloat16 products, and bytes a second
 PIECE = 256 * 2**10  # bytes, an allowance for what CUDA has of each graph between two attentions
 # A large step reads the weights once for many tokens. A larger GPU has room for its activations.
 GPU_STEP_TOKENS = 8192  # tokens of a step on a GPU, by default; on a large one twice as many
@@ -113,6 +117,7 @@ def plan_memory(config: EngineConfig, model: Transformer, cuda: bool) -> MemoryP
             graphs = (
                 GRAPHS * (1 + config.enable_lora)
                 + item * largest * passed
+                + (min(rows, MOST_DRAFTING) * (2 * item * model.draft.config.hidden_size + 4) if model.draft else 0)
                 + step * largest // rows
                 + piece_bytes(config, dry)
             )
@@ -220,6 +225,10 @@ def captures_graphs(config: EngineConfig) -> bool:
 def piece_sizes(config: EngineConfig, model: Transformer) -> list[int]:
     """The numbers of tokens that small steps with prompts are padded to; see `PiecewiseGraphs`. Without these: empty.
 
+    Graphs pay as long as the GPU waits for Python, so the last size is the first one with which a layer takes it longer
+    than LAUNCHING. A layer of Qwen3-0.6B has 15.7 million elements: 8,192 tokens take 0.26 ms, and launching 0.37. One
+    of Qwen3-8B has 193 million: 959 tokens. On a slower GPU they end too late, which costs the start time and memory.
+
     Only attention may need to know of rows, which is not so for layers with recurrent states. A step must not meet
     other stages or engines, whose messages are no part of a graph. And what a draft reads between layers would have
     another place in each graph.
@@ -228,7 +237,28 @@ def piece_sizes(config: EngineConfig, model: Transformer) -> list[int]:
     draft_reads = model.draft is not None and model.draft.reads
     if not (alone and captures_graphs(config)) or model.config.delta or draft_reads:
         return []
-    return [size for size in PIECE_SIZES if size <= config.token_budget]
+    if config.batch_invariant:  # whose products hide their weights
+        model = dry_model(config, model.config, model.ops, model.dtype, 2, model.group.pipeline)
+    sizes = [size for size in PIECE_SIZES if size <= config.token_budget]
+    return [size for before, size in pairwise([1, *sizes]) if layer_seconds(model, before) < LAUNCHING]
+
+
+def layer_seconds(model: Transformer, tokens: int) -> float:
+    """Seconds that an H200 takes at least for the products of a layer, on average, with so many tokens.
+
+    A token takes two operations for each element of a matrix, and what it meets of the weights is read once for all. It
+    meets k of E experts, and T tokens meet E (1 - (1 - k / E)^T) of them; see `docs/kernels.md`.
+    """
+    flops = read = 0.0
+    for owner in (owner for layer in model.layers for owner in layer.owners()):
+        for name in (*owner.matrices, *owner.stacks):
+            weight, e = unwrapped(getattr(owner, name)), model.config.experts
+            if isinstance(weight, torch.Tensor | QuantizedWeight):
+                share = e.top_k / e.count if e and name in owner.stacks else 1.0
+                tensors = weight.tensors() if isinstance(weight, QuantizedWeight) else [weight]
+                flops += 2 * tokens * share * math.prod(weight.shape)
+                read += (1 - (1 - share) ** tokens) * sum(tensor.nbytes for tensor in tensors)
+    return max(flops / PEAK, read / BANDWIDTH) / len(model.layers)
 
 
 def piece_bytes(config: EngineConfig, dry: Worker) -> int:

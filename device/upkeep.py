@@ -33,6 +33,7 @@ from models.pooled import Pooler
 from models.quantized import QuantizedWeight
 from parallel import Sampled
 from plan import KV_CACHE, WEIGHTS
+from speculation.drafter import Drafter
 from speculation.proposer import add_draft, new_proposer, wanted_of
 from worker import Worker
 
@@ -63,6 +64,8 @@ class KeptWorker(Worker):
         """Give memory back: that of the KV cache, and at level 2 that of the weights; on a GPU at level 1, too."""
         self.graphs.clear()
         self.pieces = None
+        if isinstance(self.proposer, Drafter):
+            self.proposer.graphs.clear()
         if KV_CACHE not in self.asleep:
             self.asleep.add(KV_CACHE)  # first, so that `wake_up` makes all of it anew if this fails
             self.take_sampled()  # what the last stage has sampled is on its way

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from model import Transformer
 from parallel import incoming_of
 from plan import NewRow, StepPlan
 from sampling_params import PoolingParams, SamplingParams
+from speculation.drafter import Drafter
 from worker import StepRun, Worker
 
 # Products with weights in codes have specializations for up to 16, 64 and 511 rows, and for more.
@@ -204,8 +206,8 @@ def capture(start: Start, worker: Worker) -> None:
     """Capture a CUDA graph of a decode step for each size that steps are padded to, the largest first.
 
     The graphs share their memory, because they never run at the same time. What is read afterwards are the sampled
-    tokens, which each graph keeps, or before the last stage the hidden states, for which all have one buffer. A step
-    that must tell log-probabilities needs its logits afterwards, so it runs without a graph.
+    tokens, which each graph keeps, or before the last stage the hidden states, for which all have one buffer. Logits,
+    which only log-probabilities are made of, stay where they were made until the next replay of any of the graphs.
     """
     from tqdm import tqdm  # here, because a plan does without
 
@@ -233,17 +235,29 @@ def capture(start: Start, worker: Worker) -> None:
         incoming = None if pipeline.first else worker.incoming[: shape.tokens]
         # This compiles kernels, and lets libraries allocate what they cannot during a capture.
         worker.forward(StepRun(shape=shape, incoming=incoming))
-        graph = torch.cuda.CUDAGraph()
+        graph, run = torch.cuda.CUDAGraph(), StepRun(shape=shape, incoming=incoming)
         with torch.cuda.graph(graph, pool=pool):  # the next graph reuses the memory of all that nobody refers to
-            result = worker.forward(StepRun(shape=shape, incoming=incoming))
+            result = worker.forward(run)  # until the capture ends, `run` holds the logits, so nothing overwrites them
             if not pipeline.last:
                 result = outgoing[: shape.tokens].copy_(result)
-        worker.graphs[shape] = graph, result
+        worker.graphs[shape] = graph, result, borrowed(run.logits) if pipeline.last else result
+        del run
     if sizes := piece_sizes(start.config, start.model):
         worker.pieces = PiecewiseGraphs(start.model, worker.pool, sizes, pool, worker.adapters)
     worker.rows = None  # the batch state holds the rows of the last graph
     if experts:
         experts.exchange(None)
+    if isinstance(worker.proposer, Drafter):
+        sizes = [size for size in worker.graph_sizes if size <= MOST_DRAFTING]
+        worker.proposer.capture(worker.state, worker.pool, sizes, start.config.num_drafts, pool)
+
+
+def borrowed(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of a tensor on a GPU that does not keep its memory, like one made by another library."""
+    memory = {"data": (tensor.data_ptr(), False), "shape": (tensor.nbytes,), "typestr": "|u1", "version": 3}
+    view = torch.as_tensor(SimpleNamespace(__cuda_array_interface__=memory), device=tensor.device)
+    assert view.data_ptr() == tensor.data_ptr() and tensor.is_contiguous()  # it is no copy
+    return view.view(tensor.dtype).view(tensor.shape)
 
 
 def time_swap(worker: Worker) -> float:

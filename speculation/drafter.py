@@ -1,7 +1,8 @@
 """Drafts by a model: a smaller one (Leviathan et al., 2023), or a head on the model's hidden states.
 
 It has keys and values of its own, at the end of each page of the KV pool, so what moves a block moves them, too. After
-a step of the model it runs over the step's tokens, and then token by token.
+a step of the model it runs over the step's tokens, and then token by token. The latter is a part of the graphs of
+decode steps. For steps with prompts, which have no graph, it is a CUDA graph of its own.
 
 A draft is drawn as the model will draw in its place: with the sequence's options, and with the random number of that
 place. So the two differ only as far as the two distributions do, also at a temperature, and nothing but the draft has
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,25 +32,55 @@ class Drafter:
         self.head = model if isinstance(model, DraftHead) else None
         # A head reads the token behind each hidden state, and so is one token ahead of a model.
         self.ahead = int(self.head is not None)
+        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}  # of `draft`, by the numbers of rows, ascending
 
     def propose(self, state: BatchState, batch: Batch, hidden: torch.Tensor, pool: torch.Tensor, count: int) -> None:
-        slots, size, device = batch.slots, len(batch.slots), batch.slots.device
-        pool = pool[:, pool.shape[1] - self.model.layout.size * state.block_size :]
-        tables = batch.block_tables[:1]
+        rows = len(batch.slots)
         if isinstance(self.head, Eagle3Head):
             hidden = self.head.tapped()
         ids = self.following(state, batch) if self.head else batch.input_ids
-        whole = dataclasses.replace(batch, input_ids=ids, slot_mapping=batch.slot_mapping[:1], block_tables=tables)
-        x, hidden = self.run(whole, pool, hidden)
+        tables, mapping = batch.block_tables[:1], batch.slot_mapping[:1]
+        whole = dataclasses.replace(batch, input_ids=ids, slot_mapping=mapping, block_tables=tables)
+        x, hidden = self.run(whole, self.pages(state, pool), hidden)
         if not count:
             return
-        owners = slots.clamp(min=0)
-        computed = state.num_computed[owners]
-        slots = slots.masked_fill(state.num_known[owners] != computed + 1, -1)  # else its prompt goes on
         if self.head:  # the last tokens that were taken
-            refused = (batch.seq_lens - computed).clamp(min=0)  # padding has none
+            refused = (batch.seq_lens - state.num_computed[batch.slots.clamp(min=0)]).clamp(min=0)  # padding has none
             last = batch.starts[1:] - 1 - refused
             x, hidden = x[last], hidden[last]
+        if not (size := next((size for size in self.graphs if size >= rows), 0)):
+            self.draft(state, batch.slots, x, hidden, pool, count)
+            return
+        self.slots[:rows], self.slots[rows:size] = batch.slots, -1
+        if self.head:
+            self.x[:rows], self.hidden[:rows] = x, hidden
+        self.graphs[size].replay()
+
+    def capture(self, state: BatchState, pool: torch.Tensor, sizes: list[int], count: int, memory: Any) -> None:
+        """Capture a CUDA graph of `draft` for each of the `sizes`, ascending numbers of rows, the largest first. They
+        make `count` drafts, read their rows where these stay, and have the pool `memory` of other graphs."""
+        model, most = self.model, sizes[-1]
+        self.slots = torch.full((most,), -1, dtype=torch.int32, device=model.device)
+        shape = 2, most, model.config.hidden_size
+        self.x, self.hidden = torch.zeros(shape, dtype=model.dtype, device=model.device)
+        graphs = {}
+        for size in reversed(sizes):
+            rows = self.slots[:size], self.x[:size], self.hidden[:size]
+            self.draft(state, *rows, pool, count)  # as before each graph of a decode step
+            graphs[size] = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graphs[size], pool=memory):
+                self.draft(state, *rows, pool, count)
+        self.graphs = dict(sorted(graphs.items()))
+
+    def draft(
+        self, state: BatchState, rows: torch.Tensor, x: torch.Tensor, hidden: torch.Tensor, pool: torch.Tensor,
+        count: int,
+    ) -> None:  # fmt: skip
+        """Make `count` drafts for each of `rows` [R], slots or -1 for padding, one after the other. A head begins with
+        its results for their last tokens: x and hidden [R, hidden]."""
+        size, device, tables, pool = len(rows), rows.device, state.block_tables[:1], self.pages(state, pool)
+        owners = rows.clamp(min=0)
+        slots = rows.masked_fill(state.num_known[owners] != state.num_computed[owners] + 1, -1)  # prompts that go on
         drafts = torch.full((size, count), -1, dtype=torch.int32, device=device)
         starts = torch.arange(size + 1, dtype=torch.int32, device=device)
         for i in range(count):
@@ -66,7 +98,11 @@ class Drafter:
                 x, hidden = self.run(decode, pool, hidden)
             sampled = state.sample(self.ops, self.logits(x), slots, None, drafts)
             drafts[:, i] = sampled.int().masked_fill(slots < 0, -1)
-        self.ops.put_drafts(state.token_ids, state.num_known, state.num_drafts, batch.slots, drafts)
+        self.ops.put_drafts(state.token_ids, state.num_known, state.num_drafts, rows, drafts)
+
+    def pages(self, state: BatchState, pool: torch.Tensor) -> torch.Tensor:
+        """Its part of each page of the KV pool."""
+        return pool[:, pool.shape[1] - self.model.layout.size * state.block_size :]
 
     def run(self, batch: Batch, pool: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The input of `logits` for each token of the batch, and what stands in for the hidden states."""

@@ -80,17 +80,19 @@ def test_demo_keeps_its_skill_in_bfloat16(conversations, expected):
 
 def test_graphs_give_the_tokens_of_eager_steps(make_llm, conversations, tmp_path):
     """The steps have 1 to 9 rows, and most of them are padded. The trace says which were replayed."""
-    told, path = [], tmp_path / "trace"
+    told, found, path = [], [], tmp_path / "trace"
     params = [replace(GREEDY, max_tokens=3 + 5 * i, ignore_eos=True) for i in range(9)]
     params[4] = replace(params[4], temperature=0.8, seed=1, repetition_penalty=1.2)
+    params[5] = replace(params[5], logprobs=2)  # found after the replay
     for eager in (False, True):
         llm = make_llm(device="cuda", max_num_seqs=9, enforce_eager=eager, **{} if eager else {"trace": str(path)})
         graphs = llm.core.executor.worker.graphs
         assert not graphs if eager else {shape.rows for shape in graphs} == {1, 2, 4, 8, 9}
         outputs = llm.chat(conversations[:9], params, use_tqdm=False)
         told.append([output.outputs[0].token_ids for output in outputs])
+        found.append([score.logprob for by_token in outputs[5].outputs[0].logprobs for score in by_token.values()])
         llm.core.close()
-    assert told[0] == told[1]
+    assert told[0] == told[1] and found[0] == pytest.approx(found[1], abs=1e-3)
     events = [event for event in json.loads(path.read_text()) if event["ph"] == "X"]
     replayed = {event["args"]["step"] for event in events if event["name"] == "decode" and event["tid"] == 2}
     steps = {event["args"]["step"] for event in events if event["name"] == "update"}

@@ -466,8 +466,7 @@ def test_padded_and_replayed_decode_steps_change_nothing(make, few_programs, bac
                 shape = worker.shape_of(np.ones(size, dtype=np.int32), np.ones(size, dtype=bool))
                 worker.state.enter_rows(np.zeros((0, 3), dtype=np.int32), np.zeros(0, dtype=np.int32), shape)
                 worker.state.apply(worker.ops)
-                graph = FakeGraph(worker, shape)
-                worker.graphs[shape] = graph, graph.ids
+                FakeGraph(worker, shape)
         new = [row(i, [3 + i, 4, 5 * i], num_logprobs=2 if i == 4 else -1, temperature=i / 4) for i in range(6)]
         result.append(worker.step(StepPlan(0, rows=[(i, 3) for i in range(6)], new=new)))
         for step, slots in enumerate(((0, 1, 2, 3, 4, 5), (4, 2, 0), (5,), (1, 0, 3, 2, 5))):
@@ -482,9 +481,50 @@ def test_padded_and_replayed_decode_steps_change_nothing(make, few_programs, bac
     assert [sorted(r.logprobs) for r in results[1]] == [[4], [4], [0], *[[]] * 6]
     for plain, padded in zip(*results, strict=True):
         assert [(i, p.ids) for i, p in plain.logprobs.items()] == [(i, p.ids) for i, p in padded.logprobs.items()]
-    assert [graph.replays for graph, *_ in worker.graphs.values()] == [0, 0, 1]  # adjusted steps are other shapes
+    assert [graph.replays for graph, *_ in worker.graphs.values()] == [0, 1, 2]  # adjusted steps are other shapes
     for part in ("token_ids", "num_known", "num_computed", "token_counts", "block_tables"):
         assert torch.equal(getattr(states[0], part), getattr(states[1], part)), part
+
+
+@pytest.mark.parametrize(
+    "backend", ["cpu", "reference", pytest.param("triton", marks=[pytest.mark.interpreted, pytest.mark.full])]
+)
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_log_probabilities_after_a_replay_are_those_of_an_eager_step(make, few_programs, backend, drafts):
+    """Rows ask for none, few or all of them, some with penalties or under a mask, and after drafts, too."""
+    told, options = [], {"method": "ngram", "num_speculative_tokens": 2} if drafts else None
+    for graphs in (False, True):
+        worker = make(ONE_LAYER, backend=backend, swap_space=0.0, speculative_config=options)
+        worker.graph_sizes, worker.watch = [4, 8], contextlib.nullcontext  # a CPU's warm-up has fewer drafts
+        new = [row(i, [3 + i, 4, 5 * i], num_logprobs=k, temperature=i / 4) for i, k in enumerate((0, -1, 1000, 2, 3))]
+        new[2].penalties, new[2].num_prompt = (1.3, 0.4, 0.2), 3
+        new[3].allowed, new[3].masked_logprobs = bit_words(range(40)), True
+        for size in (4, 8) if graphs else ():
+            with torch.inference_mode():
+                ones = np.ones(size, dtype=np.int32)
+                shape = worker.shape_of(ones * (1 + drafts), ones * (1 + drafts), ones * drafts)
+                worker.state.enter_rows(np.zeros((0, 3), dtype=np.int32), ones[:0], shape)
+                worker.state.apply(worker.ops)
+                FakeGraph(worker, shape._replace(adjusted=True))
+        results = [worker.step(StepPlan(0, rows=[(i, 3) for i in range(5)], new=new))]
+        for step, slots in enumerate(((0, 1, 2, 3, 4), (3, 2, 1), (2, 4, 0, 3), (0, 1, 2, 3, 4))):
+            for slot in slots if drafts else ():
+                known = int(worker.state.num_known[slot])
+                worker.state.token_ids[slot, known : known + 2] = torch.tensor([results[0].token_ids[slot], 7])
+                worker.state.num_drafts[slot] = 2
+            plan = StepPlan(step + 1, rows=[(slot, 1 + drafts) for slot in slots], drafts=dict.fromkeys(slots, drafts))
+            results.append(worker.step(plan if drafts else dataclasses.replace(plan, drafts={})))
+        told.append(results)
+    assert not [result.error for result in told[0] if result.error]
+    assert told[0] == told[1]
+    if drafts:
+        asked = [{row: len(of.logprobs) for row, of in result.verified.items()} for result in told[0][1:]]
+        assert asked[0].keys() == set(range(5)) and asked[0][1] == 0 < min(asked[0][row] for row in (0, 2, 3, 4))
+    else:
+        assert [sorted(result.logprobs) for result in told[1][1:]] == [[0, 2, 3, 4], [0, 1], [0, 1, 2, 3], [0, 2, 3, 4]]
+        assert max(told[1][1].logprobs[3].ids) < 40
+    assert [graph.replays for graph, *_ in worker.graphs.values()] == [2, 2]
+    assert len({logits.data_ptr() for *_, logits in worker.graphs.values()}) == 1
 
 
 def test_a_graph_makes_drafts_only_where_the_plan_wants_some(make, monkeypatch):
@@ -497,12 +537,12 @@ def test_a_graph_makes_drafts_only_where_the_plan_wants_some(make, monkeypatch):
         for proposes in (False, True):
             shape = worker.shape_of(ones, ones)._replace(proposes=proposes)
             worker.state.enter_rows(np.zeros((0, 3), dtype=np.int32), ones[:0], shape)
-            worker.graphs[shape] = FakeGraph(worker, shape), torch.zeros(2, 1)
+            FakeGraph(worker, shape)
     worker.rows = None
     assert seen == [0, 2]  # of the prompt, and of the graph that proposes
     for step, count in enumerate((0, 2, 0, 0, 1)):
         worker.step(StepPlan(step + 1, rows=[(0, 1)], propose=count))
-    assert [graph.replays for graph, _ in worker.graphs.values()] == [3, 2] and seen[2:] == [2, 2]
+    assert [graph.replays for graph, *_ in worker.graphs.values()] == [3, 2] and seen[2:] == [2, 2]
 
 
 def test_graphs_are_for_1_2_4_the_eights_and_the_most():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 from pathlib import Path
 
@@ -47,13 +48,30 @@ def row(slot: int, tokens: list[int], num_computed: int = 0, num_logprobs: int =
 
 
 class FakeGraph:
-    """Stands in for a CUDA graph: `replay` runs the step of one shape again, into the tensors of the first run."""
+    """Stands in for a CUDA graph: `replay` runs the step of one shape again, into the tensors of the first run.
+
+    Graphs share their memory. So a worker's graphs have one buffer of logits, which each replay overwrites.
+    """
 
     def __init__(self, worker: Worker, shape: StepShape):
         self.worker, self.shape, self.replays = worker, shape, 0
         self.ids = worker.forward(StepRun(shape=shape)).zero_()
+        model, before = worker.model, [logits for *_, logits in worker.graphs.values()]
+        size = worker.config.max_samples, model.config.vocab_size
+        self.shared = before[0] if before else torch.zeros(size, dtype=model.dtype, device=model.device)
+        worker.graphs[shape] = self, self.ids, self.shared
 
     def replay(self) -> None:
         self.replays += 1
+        run = StepRun(shape=self.shape)
         with torch.inference_mode():
-            self.ids.copy_(self.worker.forward(StepRun(shape=self.shape)))
+            self.ids.copy_(self.worker.forward(run))
+            self.shared.fill_(torch.nan)
+            if hasattr(run, "logits"):  # a CPU's greedy head makes none
+                self.shared[: len(run.logits)] = run.logits
+
+
+def borrowed(tensor: torch.Tensor) -> torch.Tensor:
+    """What `warmup.borrowed` does on a GPU: a view that keeps nothing."""
+    memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    return torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)

@@ -45,6 +45,7 @@ from observe.logs import memory_note
 from parallel import Group, Pipeline
 from plan import NewRow, StepPlan
 from worker import StepRun
+from worker_steps import borrowed
 
 ROOT = Path(__file__).parent.parent.parent
 SHAPE = {
@@ -125,7 +126,7 @@ GEMMA3N = {
     "hidden_size_per_layer_input": 24,
 }  # fmt: skip
 MOE = {"enable_moe_block": True, "top_k_experts": 4, "num_experts_per_tok": None}
-DRAFTS = {"method": "ngram", "num_speculative_tokens": 3}
+DRAFTS, HEAD = ({"method": of, "num_speculative_tokens": n} for of, n in (("ngram", 3), ("mtp", 2)))
 DELTA = {
     "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 16, "linear_value_head_dim": 8,
     "layer_types": ["full_attention", "linear_attention"], "head_dim": 8,
@@ -302,13 +303,14 @@ def test_a_graph_of_decodes_has_room_for_latents(make, invariant):
         pytest.param(None, 0, id="one stage", marks=pytest.mark.full),
         pytest.param(range(1), 0, id="first"),
         pytest.param(range(1), 3, id="first, with drafts", marks=pytest.mark.full),
+        pytest.param(None, 2, id="with a head", marks=pytest.mark.full),
         pytest.param(range(1, 2), 0, id="last", marks=pytest.mark.full),
     ],
 )
 def test_captured_graphs_share_what_their_steps_take(make, monkeypatch, layers, drafts):
     """No graph but the largest needs memory of its own, and their pool is no larger than planned."""
     monkeypatch.setattr("device.startup.time_rows", lambda *args: [])  # without a warm-up it is late, too
-    options = json.dumps(DRAFTS) if drafts else None
+    options = json.dumps(HEAD if drafts == 2 else DRAFTS) if drafts else None
     made = make(VOCAB, max_num_seqs=2, max_num_batched_tokens=15, speculative_config=options)
     worker, model, pipeline = made.worker, made.model, made.group.pipeline
     if layers:
@@ -319,14 +321,17 @@ def test_captured_graphs_share_what_their_steps_take(make, monkeypatch, layers, 
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", SimpleNamespace)
     monkeypatch.setattr(torch.cuda, "graph", lambda graph, pool: contextlib.nullcontext())
+    monkeypatch.setattr(warmup, "borrowed", borrowed)
     warmup.capture(made, worker)  # so that what kernels keep is there
-    worker.graphs.clear()
+    worker.graphs.clear(), getattr(worker.proposer, "graphs", {}).clear()
     with LiveBytes() as live:
         warmup.capture(made, worker)
         gc.collect()
-    assert len(worker.graphs) == (8 if drafts else 4)
-    passed, news = 2 * (1 + drafts) * 4 * sum(model.passed_sizes), 4 * 2 * 2 * 4
-    assert live.now <= passed + news * pipeline.last
+    assert len(worker.graphs) == (16 if drafts and not layers else 8 if drafts else 4)
+    assert not model.draft or [*worker.proposer.graphs] == [1, 2]
+    passed, news = 2 * (1 + drafts) * 4 * sum(model.passed_sizes), 4 * 2 * 3 * (4 * (2 + drafts) if model.draft else 2)
+    rows = 2 * (4 + 2 * 4 * model.config.hidden_size) if model.draft else 0  # where the head's passes read theirs
+    assert live.now <= passed + news * pipeline.last + rows
     assert live.peak <= plan_memory(made.config, model, cuda=True).graphs - memory.GRAPHS + news
 
 
@@ -355,6 +360,7 @@ def test_graphs_between_attentions_have_their_room(make, monkeypatch, shape):
     for name in ("graph", "stream"):
         monkeypatch.setattr(torch.cuda, name, lambda *_, **__: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "CUDAGraph", EmptyGraph)
+    monkeypatch.setattr(warmup, "borrowed", borrowed)
     worker = made.worker
     with LiveBytes() as live:
         warmup.capture(made, made.worker)
@@ -668,7 +674,7 @@ def test_the_driver_is_asked_for_the_gpu(monkeypatch):
         (8.0, {"block_size": 24}, r"block_size is 24; on cuda it must be one of \(16, 32, 64, 128\)"),
         (8.0, {"max_model_len": 2000}, "max_model_len is 2000; the model was made for at most 1024"),
         (8.0, {"tensor_parallel_size": 5}, "tensor_parallel_size is 5; it must divide"),
-        (0.5, {"max_model_len": 100}, "the weights take 0.00 GiB, 0.51 more than there is room for: not even a model"),
+        (0.5, {"max_model_len": 100}, "the weights take 0.00 GiB, 0.56 more than there is room for: not even a model"),
     ],
 )
 def test_what_cannot_be_is_told_by_value_and_range(monkeypatch, gib, fields, message):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
@@ -12,11 +13,18 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import reference
+from config import EngineConfig
+from device import memory
 from device.compile_guard import CompileGuard
 from device.exchanges import make_up
 from device.piecewise import PiecewiseGraphs
+from model import Transformer
+from model_config import ModelConfig
+from models.packing import be_batch_invariant
+from parallel import Group
 from plan import StepPlan
-from worker_steps import ONE_LAYER, WINDOWS, row, worker_in
+from worker_steps import ONE_LAYER, SHAPE, WINDOWS, row, worker_in
 
 LATENT = {
     "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "num_attention_heads": 4,
@@ -33,6 +41,52 @@ EXPERTS = {
 @pytest.fixture
 def make(tmp_path: Path):
     return partial(worker_in, tmp_path)
+
+
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 128, "num_key_value_heads": 8,
+    "max_position_embeddings": 40960,
+}  # fmt: skip
+SMALL = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16}
+LARGE = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32}
+FEW = EXPERTS | LARGE | {"num_experts": 8, "moe_intermediate_size": 14336}
+
+
+@pytest.mark.parametrize(
+    ("shape", "fields", "last", "before"),
+    [
+        (SMALL, {}, 8192, 7168),
+        (SMALL, {"max_num_batched_tokens": 2000}, 1792, 1536),
+        (SMALL, {"batch_invariant": True}, 8192, 7168),
+        (LARGE, {}, 1024, 896),
+        (LARGE, {"max_num_batched_tokens": 512}, 512, 448),
+        (LARGE | {"num_attention_heads": 64, "intermediate_size": 25600}, {}, 512, 448),
+        (FEW, {}, 16, None),  # 16 tokens already read all experts, which takes longer than to launch them
+    ],
+)
+def test_steps_are_cut_as_long_as_the_gpu_waits_for_python(tmp_path, shape, fields, last, before):
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE | QWEN3 | shape))
+    config = EngineConfig(str(tmp_path), **{"max_num_batched_tokens": 16384} | fields)
+    model = Transformer(ModelConfig.from_folder(config.model), reference, "meta", torch.bfloat16, 2, Group())
+    if config.batch_invariant:
+        be_batch_invariant(model)
+    sizes = memory.piece_sizes(config, model)
+    assert sizes == [size for size in memory.PIECE_SIZES if size <= last] and [None, *sizes][-2] == before
+    assert not before or memory.layer_seconds(model, before) < memory.LAUNCHING
+
+
+def test_a_layer_takes_as_long_as_its_operations_or_its_bytes(tmp_path):
+    seconds = []
+    for shape in (SMALL, EXPERTS | {"num_attention_heads": 8}):
+        (tmp_path / "config.json").write_text(json.dumps(SHAPE | QWEN3 | shape))
+        config = ModelConfig.from_folder(str(tmp_path))
+        model = Transformer(config, reference, "meta", torch.bfloat16, 2, Group())
+        seconds += [memory.layer_seconds(model, tokens) for tokens in (1, 8192)]
+    elements = 1024 * (16 + 2 * 8 + 16) * 128 + 3 * 1024 * 3072
+    assert seconds[:2] == pytest.approx([2 * elements / memory.BANDWIDTH, 2 * 8192 * elements / memory.PEAK])
+    dense, experts = 32 * (8 + 2 * 8 + 8) * 128 + 4 * 32, 4 * 3 * 32 * 16  # a token meets 2 of 4 experts
+    read, done = 2 * (dense + experts / 2) / memory.BANDWIDTH, 2 * 8192 * (dense + experts / 2) / memory.PEAK
+    assert seconds[2:] == pytest.approx([read, done])
 
 
 class RecordedGraph(TorchDispatchMode):

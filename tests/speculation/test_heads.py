@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import gc
 import json
 import random
@@ -143,6 +145,17 @@ def test_drafts_are_those_of_the_formula(name: str, options: dict[str, Any], mad
         scores = oracle.logits(t, prompt + tokens)[len(prompt) - 1 : -1]
         below = scores.max(1).values - scores[torch.arange(len(tokens)), tokens]
         assert below.max() <= oracle.CLOSE
+    compared = compare(record, t, head)
+    drafted, taken = counted(llm)
+    assert drafted > taken > 10 and compared > 200
+    counters = llm.client.core.scheduler.counters
+    assert (counters["num_preemptions_total"] > 0) == bool(options)
+    assert (counters["num_swapped_tokens_total"] > 0) == ("preemption_mode" in options)
+    llm.close()
+
+
+def compare(record: Record, t: dict[str, torch.Tensor], head: Any) -> int:
+    """Compare proposals with the formula's, each up to its first close call; returns how many drafts were equal."""
     compared, draft_tensors = 0, {name.removeprefix("head."): x for name, x in t.items() if name.startswith("head.")}
     for prefix, drafts in record:
         assert len(drafts) == MOST
@@ -152,11 +165,20 @@ def test_drafts_are_those_of_the_formula(name: str, options: dict[str, Any], mad
                 break
             assert draft == token, (prefix, drafts, wanted)
             compared += 1
-    drafted, taken = counted(llm)
-    assert drafted > taken > 10 and compared > 200
-    counters = llm.client.core.scheduler.counters
-    assert (counters["num_preemptions_total"] > 0) == bool(options)
-    assert (counters["num_swapped_tokens_total"] > 0) == ("preemption_mode" in options)
+    return compared
+
+
+@pytest.mark.parametrize("name", ["mtp", *(pytest.param(name, marks=pytest.mark.full) for name in ("eagle", "eagle3"))])
+def test_a_head_lacks_nothing_of_steps_without_drafts(
+    name: str, made: Make, record: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its keys and values are those of all tokens, so later drafts are those of the formula."""
+    proposals, (method, _, head), checkpoints = Drafting.proposals, oracle.MAKERS[name], made(name)
+    monkeypatch.setattr(Drafting, "proposals", lambda drafting, of: of.plan.step % 5 == 0 and proposals(drafting, of))
+    llm = tiny(checkpoints, method, max_num_batched_tokens=24)
+    record.clear()
+    answers(llm)
+    assert compare(record, checkpoints.tensors, head) > 50
     llm.close()
 
 
@@ -334,11 +356,57 @@ def test_padding_has_no_drafts(name: str, made: Make, monkeypatch: pytest.Monkey
     llm.close()
 
 
+class CalledAgain:
+    """Stands in for a CUDA graph of `Drafter.draft`: a replay calls it again, with the tensors of the capture."""
+
+    replays = 0  # of all
+
+    def replay(self) -> None:
+        CalledAgain.replays += 1
+        self.call()
+
+
+@pytest.mark.parametrize("name", ["mtp", *(pytest.param(name, marks=pytest.mark.full) for name in HEADS[1:])])
+def test_drafts_are_made_by_graphs_where_the_step_has_none(
+    name: str, made: Make, record: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are those without graphs, of rows that find their inputs where these lay when the graphs were captured."""
+    drafts, large, draft = [], [], Drafter.draft
+
+    def launched(drafter: Drafter, state: Any, rows: torch.Tensor, *more: Any) -> None:
+        large.append(len(rows))
+        draft(drafter, state, rows, *more)
+
+    @contextlib.contextmanager
+    def captured(graph: CalledAgain, pool: str) -> Iterator[None]:
+        with monkeypatch.context() as patch:  # a capture launches nothing
+            patch.setattr(Drafter, "draft", lambda *args: setattr(graph, "call", functools.partial(draft, *args)))
+            yield
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", CalledAgain)
+    monkeypatch.setattr(torch.cuda, "graph", captured)
+    monkeypatch.setattr(CalledAgain, "replays", 0)
+    for sizes in ([], [1, 2, 4]):
+        llm = tiny(made(name), oracle.MAKERS[name][0], max_num_batched_tokens=24)
+        worker = llm.client.core.executor.worker
+        if sizes:
+            with torch.inference_mode():
+                worker.proposer.capture(worker.state, worker.pool, sizes, MOST, "memory")
+            assert [*worker.proposer.graphs] == sizes
+            monkeypatch.setattr(Drafter, "draft", launched)
+        record.clear()
+        answers(llm)
+        drafts.append([*record])
+        llm.close()
+    assert drafts[0] == drafts[1] and len(drafts[0]) > 50
+    assert {*large} == {5, 6} and CalledAgain.replays > 5
+
+
 @pytest.mark.parametrize("name", ["eagle3", *(pytest.param(name, marks=pytest.mark.full) for name in HEADS[:2])])
 def test_steps_without_proposals_change_no_token(
     name: str, made: Make, plain: Callable[[str], list[RequestOutput]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They leave out keys and values of the draft, which the sanitizer has filled with NaN."""
+    """They leave out keys and values of a draft model, which the sanitizer has filled with NaN. A head has them."""
     proposals = Drafting.proposals
     monkeypatch.setattr(Drafting, "proposals", lambda drafting, of: of.plan.step % 3 and proposals(drafting, of))
     llm = tiny(made(name), oracle.MAKERS[name][0], sanitize_kv=True)
@@ -412,8 +480,11 @@ def test_drafts_after_a_sleep(name: str, backend: str, made: Make) -> None:
     llm = tiny(made(name), oracle.MAKERS[name][0], backend=backend)
     wanted, before = answers(llm), counted(llm)
     for level in (1, 2):
-        draft = weakref.ref(llm.client.core.executor.worker.model.draft)
+        worker = llm.client.core.executor.worker
+        worker.proposer.graphs[0] = CalledAgain()  # it would be for steps without rows
+        draft = weakref.ref(worker.model.draft)
         llm.sleep(level)
+        assert not worker.proposer.graphs
         gc.collect()
         assert (draft() is None) == (level == 2 and backend == "cpu")  # so its weights take no memory
         llm.wake_up()
