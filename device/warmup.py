@@ -254,10 +254,12 @@ def capture(start: Start, worker: Worker) -> None:
 
 def borrowed(tensor: torch.Tensor) -> torch.Tensor:
     """A view of a tensor on a GPU that does not keep its memory, like one made by another library."""
-    memory = {"data": (tensor.data_ptr(), False), "shape": (tensor.nbytes,), "typestr": "|u1", "version": 3}
+    shape, strides = tensor.shape, tensor.stride()  # where ranks have padding, it is cut off
+    size = tensor.itemsize * (1 + sum((n - 1) * apart for n, apart in zip(shape, strides, strict=True)))
+    memory = {"data": (tensor.data_ptr(), False), "shape": (size,), "typestr": "|u1", "version": 3}
     view = torch.as_tensor(SimpleNamespace(__cuda_array_interface__=memory), device=tensor.device)
-    assert view.data_ptr() == tensor.data_ptr() and tensor.is_contiguous()  # it is no copy
-    return view.view(tensor.dtype).view(tensor.shape)
+    assert view.data_ptr() == tensor.data_ptr()  # it is no copy
+    return view.view(tensor.dtype).as_strided(shape, strides)
 
 
 def time_swap(worker: Worker) -> float:
