@@ -17,7 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from checkpoints.gguf_config import config_of, generation_config_of
+from checkpoints.gguf_config import config_of, generation_config_of, modules_of
 from checkpoints.gguf_file import MAGIC, OURS, parts_of, read_headers
 from checkpoints.gguf_tokenizer import Vocabulary
 from observe.logs import console
@@ -32,10 +32,11 @@ def made_folder(path: str, sampling: Mapping[str, Any] = MappingProxyType({})) -
     headers = read_headers(path)
     try:
         vocabulary = Vocabulary(headers[0])
-        contents = {
+        contents: dict[str, Any] = {
             "config.json": config_of(headers, vocabulary.ends),
             "generation_config.json": generation_config_of(headers[0]) | dict(sampling),
         }
+        contents |= {"modules.json": modules} if (modules := modules_of(headers[0])) else {}
         files = {name: json.dumps(content).encode() for name, content in contents.items()} | vocabulary.files()
     except (TypeError, AttributeError, LookupError, ArithmeticError) as error:  # of values that are no such thing
         raise ValueError(f"{path} is damaged: its metadata has a value of another kind ({error!r:.200})") from None

@@ -6,7 +6,10 @@ unpacked.
 
 from __future__ import annotations
 
+import functools
+import math
 import mmap
+import os
 import warnings
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +19,8 @@ import torch
 
 from checkpoints.dequantize import CodedRows, Packed, apart, coordinates, distinct
 from checkpoints.gguf_blocks import BLOCK_TYPES, BLOCKS, DTYPES, split, unpack
-from checkpoints.gguf_config import SavedTensor, architecture_of, saved_names
 from checkpoints.gguf_file import FLOATS, Header, numbers_of, parts_of, read_header
+from checkpoints.gguf_names import XIELU, Order, SavedTensor, architecture_of, kinds_of, saved_names, stored_row
 from models.families import FAMILIES
 
 
@@ -26,10 +29,11 @@ class GGUFFile:
 
     def __init__(self, path: str):
         self.header = read_header(path)
-        path_of_first = parts_of(path)[0]
-        first = self.header if path_of_first == path else read_header(path_of_first)
-        self.row = FAMILIES[architecture_of(first).family]
-        self.names = saved_names(first, self.header)
+        parts = parts_of(path)
+        first, kinds = of_model(tuple(parts), tuple(os.stat(part).st_mtime_ns for part in parts))
+        self.first = self.header if parts[0] == path else first
+        self.row = stored_row(FAMILIES[architecture_of(first, kinds).family], kinds)
+        self.names = saved_names(self.first, self.header, kinds)
         with open(path, "rb") as file, warnings.catch_warnings(action="ignore"):  # of memory that cannot be written to
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)  # a private copy would count as memory
             self.bytes = torch.from_numpy(np.frombuffer(data, dtype=np.uint8))  # it holds the mapping
@@ -40,84 +44,112 @@ class GGUFFile:
 
     def get_slice(self, name: str) -> Any:
         """An object with the dtype of the tensor's numbers, once unpacked, by safetensors' name."""
-        kind = self.header.tensors[self.names[name].name].kind
+        saved = self.names[name]
+        kind = "F32" if saved.kind in XIELU else self.header.tensors[saved.name].kind
         return SimpleNamespace(get_dtype=lambda: kind if kind in FLOATS else "F32")
 
     def get_tensor(self, name: str) -> torch.Tensor | Packed:
         """The tensor, or what it can be unpacked from. It is a view of the mapped file, or small."""
         saved = self.names[name]
+        if saved.kind in XIELU:
+            return torch.tensor([self.first.metadata[saved.name][saved.at]])
         tensor = self.header.tensors[saved.name]
         shape, (numbers, size) = tensor.shape, BLOCKS[tensor.kind]
         data = self.bytes[tensor.begin : tensor.begin + tensor.size]
         table = data.view(*shape[:-1], shape[-1] // numbers, size)
-        if saved.expert is not None:
-            table = table[saved.expert]
-        if tensor.kind in FLOATS and (len(shape) == 1 or not saved.heads):
+        if saved.at is not None:
+            table = table[saved.at]
+        moved = saved.rows or saved.columns
+        if tensor.kind in FLOATS and (table.ndim == 2 or not moved or saved.kind == "ssm_conv1d.weight"):
             return self.plain(table.view(DTYPES[tensor.kind]).flatten(-2), saved)
-        blocks, scale = packed(table, tensor.kind, saved.heads), saved.name.removesuffix("weight") + "scale"
-        return times(self.header, scale, blocks, shape[:-2], saved.expert) if scale in self.header.scales else blocks
+        blocks = packed(table, tensor.kind, saved.rows, saved.columns)
+        scale = saved.name.removesuffix("weight") + "scale"
+        return times(self.header, scale, blocks, shape[:-2], saved.at) if scale in self.header.scales else blocks
 
     def plain(self, tensor: torch.Tensor, saved: SavedTensor) -> torch.Tensor:
         """A tensor that needs no unpacking, as Hugging Face's checkpoints have it."""
-        if saved.part == "shared_gate":
-            return tensor.view(1, -1)
-        if saved.heads:
-            if len(tensor) % (2 * saved.heads):
-                raise ValueError(f"{saved.name} has {len(tensor)} numbers; there are {saved.heads} heads")
-            return tensor.view(saved.heads, -1, 2).mT.flatten()
+        if saved.kind == "ssm_a":
+            tensor = tensor.neg().log()
+        if saved.rows:
+            tensor = tensor[in_order(len(tensor), saved.rows, saved.name)]
+        if saved.kind in ("ffn_gate_inp_shexp.weight", "exp_probs_b.bias"):
+            wide = saved.kind != "exp_probs_b.bias" or (self.row.routing and self.row.routing.correction == "row")
+            return tensor.view(1, -1) if wide else tensor
+        if saved.kind == "ssm_conv1d.weight":
+            return tensor[:, None]
         # llama.cpp adds the 1 that these families' norms leave out.
-        return tensor - 1 if self.row.unit_offset and saved.name.endswith("norm.weight") else tensor
+        less_one = self.row.unit_offset and saved.kind.endswith("norm.weight") and saved.kind != "ssm_norm.weight"
+        return tensor - 1 if less_one else tensor
 
 
-def packed(table: torch.Tensor, kind: str, heads: int) -> Packed:
-    """The numbers that blocks [..., N, blocks of a row, bytes] of a kind stand for, [..., N, K].
+@functools.lru_cache(maxsize=4)
+def of_model(paths: tuple[str, ...], times: tuple[int, ...]) -> tuple[Header, frozenset[str]]:
+    """The header of the first of a model's files, which were written at these times, and the kinds of all tensors."""
+    headers = [read_header(path) for path in paths]
+    return headers[0], kinds_of([name for header in headers for name in header.tensors])
 
-    With `heads`, rows i and i + D / 2 of each head of D rows are stored as rows 2i and 2i + 1.
-    """
+
+def in_order(size: int, order: Order, name: str) -> torch.Tensor:
+    """For each of so many rows, or columns, its place in the file: from `begin` on they lie as [outer, a, b, inner],
+    and in other checkpoints as [outer, b, a, inner]."""
+    begin, *shape = order
+    end = begin + math.prod(shape)
+    if not 0 <= begin <= end <= size:
+        raise ValueError(f"{name} has rows or columns of {size} numbers; of heads they have at least {end}")
+    moved = torch.arange(begin, end).view(shape).transpose(1, 2).flatten()
+    return torch.cat((torch.arange(begin), moved, torch.arange(end, size)))
+
+
+def packed(table: torch.Tensor, kind: str, rows: Order | None = None, columns: Order | None = None) -> Packed:
+    """The numbers that blocks [..., N, blocks of a row, bytes] of a kind stand for, [..., N, K], whose rows or columns
+    lie in this order; see `in_order`."""
     numbers = BLOCKS[kind][0]
     shape = (*table.shape[:-2], table.shape[-2] * numbers)
-    head_dim = shape[-2] // heads if heads else 0
-
-    def in_file(rows: torch.Tensor) -> torch.Tensor:
-        place, half = rows % head_dim, head_dim // 2
-        return rows - place + place % half * 2 + place // half
+    row_places = in_order(shape[-2], rows, kind) if rows else None
+    column_places = in_order(shape[-1], columns, kind) if columns else None
 
     def values(*places: torch.Tensor) -> torch.Tensor:
         if not places[0].numel():
             return torch.zeros(places[0].shape)
-        *outer, columns = map(distinct, places)
-        fixed = [dim for dim in range(columns.ndim) if all(place.shape[dim] == 1 for place in outer)]
-        axis = max(fixed, key=lambda dim: columns.shape[dim])  # the dimension along which a row goes on
-        begin, last = int(columns.flatten()[0]), int(columns.flatten()[-1])
-        first, end = begin // numbers, last // numbers + 1
-        if heads:
-            outer[-1] = in_file(outer[-1])
+        *outer, at = map(distinct, places)
+        fixed = [dim for dim in range(at.ndim) if all(place.shape[dim] == 1 for place in outer)]
+        axis = max(fixed, key=lambda dim: at.shape[dim])  # the dimension along which a row goes on
+        step, at = at.stride(axis), at.flatten()
+        at = at if column_places is None else column_places[at]
+        first, end = int(at.min()) // numbers, int(at.max()) // numbers + 1
+        if row_places is not None:
+            outer[-1] = row_places[outer[-1]]
         blocks = table[..., first:end, :][tuple(place.select(axis, 0) for place in outer)]
-        part = slice(begin - first * numbers, last - first * numbers + 1, max(1, columns.stride(axis)))
+        at = at - first * numbers
+        part = slice(int(at[0]), int(at[-1]) + 1, max(1, step)) if column_places is None else at
         return unpack(blocks, kind)[..., part].movedim(-1, axis)
 
     if kind not in BLOCK_TYPES:
         return Packed(coordinates(shape), values)
-    coded_as = BLOCK_TYPES[kind][1]
+    coded_as, stored_group = BLOCK_TYPES[kind][1], BLOCK_TYPES[kind][1].group
+    if columns:  # groups do not reach beyond a head
+        group, wide = (math.gcd(size, columns[-1]) if size else 0 for size in (coded_as.group, coded_as.wide))
+        coded_as = coded_as._replace(group=group, wide=wide)
 
     def read_codes(rows: tuple[torch.Tensor, ...], columns: torch.Tensor, group: int, wide: int) -> CodedRows:
-        first, end = int(columns[0]) // numbers, int(columns[-1]) // numbers + 1
+        at = columns if column_places is None else column_places[columns]
+        first, end = int(at.min()) // numbers, int(at.max()) // numbers + 1
         *outer, row = rows
-        places = [*outer, in_file(row) if heads else row]
+        places = [*outer, row if row_places is None else row_places[row]]
         codes, scales, mins, factors = split(at_rows(table[..., first:end, :], places), kind)
-        columns = columns - first * numbers  # among those of these blocks
-        begin, count, gaps = int(columns[0]), len(columns), bool((columns.diff() != 1).any())
+        at = at - first * numbers  # among those of these blocks
+        begin, count, gaps = int(at[0]), len(at), bool((at.diff() != 1).any())
         pairs = codes.dtype == torch.uint8
         if pairs and not gaps and begin % 32 == count % 32 == 0:
             codes = codes.narrow(1, begin // 2, count // 2)  # which copies nothing
         else:
             if pairs:
                 codes = apart(codes).view(torch.int8) - (8 if coded_as.kind == "int4" else 0)
-            codes = codes.index_select(1, columns) if gaps else codes.narrow(1, begin, count)
-        at = columns[::group] // coded_as.group
-        mins = None if mins is None else mins[:, at]
-        factors = None if factors is None else factors[:, columns[::wide] // numbers]
-        return CodedRows(codes, scales[:, at], mins, factors)
+            codes = codes.index_select(1, at) if gaps else codes.narrow(1, begin, count)
+        groups = at[::group] // stored_group
+        mins = None if mins is None else mins[:, groups]
+        factors = None if factors is None else factors[:, at[::wide] // numbers]
+        return CodedRows(codes, scales[:, groups], mins, factors)
 
     return Packed(coordinates(shape), values, coded_as, read_codes)
 

@@ -5,6 +5,7 @@ Every field is read, known to change nothing, or an error. Standard library only
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any, Literal
 
@@ -29,7 +30,7 @@ HARMLESS = re.compile(
     r"(vision|audio|text|image|video|perceiver).*_(config|token.*|index)|pixel_shuffle_factor|mm_tokens_per_image|use_mrope|(anyres|vit)_.*|class_num|"
     r"num_media_embeds|predict_special_tokens|use_sliding_window|max_window_layers|layer_types|.*norm_eps(ilon)?|"
     r"rotary_emb_base|hidden_act_param|max_tokenizer_truncation|attn_type_list|dense_list|cla_share_factor|cohere_.*|"
-    r"max_new_tokens|moe_capacity|moe_use_aux_free|load_balance_coeff|use_grouped_mm"
+    r"max_new_tokens|moe_capacity|moe_use_aux_free|load_balance_coeff|use_grouped_mm|gguf_tensors"
 )
 # Fields of some families, which other families' files have, too. They are read where the row has a default for them.
 OWN = {"sliding_window", "sliding_window_pattern", "mlp_layer_types", "partial_rotary_factor", "rotary_dim"}
@@ -100,7 +101,7 @@ class Fields:
         Raises:
             ValueError: names all fields that may change something.
         """
-        errors, unknown = [], []
+        errors, unknown = [], {}
         displaced = {ours for ours, name in self.theirs.items() if name != ours}  # another name of these has been read
         for name, want in self.row.fixed.items():
             value, wants = self.get(name), want if isinstance(want, tuple) else (want,)
@@ -114,11 +115,12 @@ class Fields:
             if isinstance(neutral, str):
                 neutral = head_dim if neutral == "head_dim" else self.get(neutral)
             if self.row.keys.get(name, name) not in {*OWN, ""} and value != neutral:
-                unknown.append(f"{name!r:.80} is {value!r:.80}")
+                unknown[f"{name:.80}"] = f"{name!r:.80} is {value!r:.80}"
         if unknown:
             these = "that field" if len(unknown) == 1 else "these fields"
-            errors.append(f"{', '.join(unknown)}, and Manta does not know {these}; remove what changes nothing in what "
-                         "the model computes, here or by --hf-overrides '{\"name\": null}'")  # fmt: skip
+            override = json.dumps(dict.fromkeys(unknown))
+            errors.append(f"{', '.join(unknown.values())}, and Manta does not know {these}; remove what changes "
+                         f"nothing in what the model computes, here or by --hf-overrides '{override}'")  # fmt: skip
         if errors:
             raise ValueError(f"config.json: {'; '.join(errors)}")
 

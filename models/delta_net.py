@@ -54,19 +54,19 @@ class DeltaNet(Owner):
 
     def parts(self, shares: Shares) -> Parts:
         """Qwen3-Next has q, k, v and z in one tensor, and b and a in another one, both by heads of k. Qwen3.5 has q, k
-        and v in one, one after the other, and each of the others by itself."""
+        and v in one, one after the other, and each of the others by itself. GGUF files of Qwen3-Next mix both."""
         assert isinstance(self.inputs, torch.Tensor)
         parts, convs = self.inputs.split(self.sizes), self.conv[:, None].split(self.sizes[:3])
         col, heads = ("col",), self.delta.key_heads
         if self.row.delta == "by_heads":
-            result = {
-                "in_proj_qkvz.weight": shares.by_heads(parts[:4], 4 * col, heads),
-                "in_proj_ba.weight": shares.by_heads(parts[4:], 2 * col, heads),
-            }
+            result = {"in_proj_qkvz.weight": shares.by_heads(parts[:4], 4 * col, heads)}
         else:
             result = {"in_proj_qkv.weight": shares.part(parts[:3], 3 * col)}
-            names = (f"in_proj_{name}.weight" for name in "zba")
-            result |= shares.parts({name: (part, "col") for name, part in zip(names, parts[3:], strict=True)})
+            result |= shares.parts({"in_proj_z.weight": (parts[3], "col")})
+        if self.row.delta == "split":
+            result |= shares.parts({"in_proj_b.weight": (parts[4], "col"), "in_proj_a.weight": (parts[5], "col")})
+        else:
+            result["in_proj_ba.weight"] = shares.by_heads(parts[4:], 2 * col, heads)
         result["conv1d.weight"] = shares.part(convs, 3 * col)
         result |= shares.parts({
             "A_log": (self.decay, "col"), "dt_bias": (self.dt_bias, "col"), "norm.weight": (self.norm, "all"),

@@ -64,19 +64,21 @@ class ExpertMlp(Owner):
             (name("experts_down"), self.down, self.down_bias, (into,), (shift,), ("down",)),
         ):
             held, interleaved = (self.first, self.e.count), r.interleaved and len(parts) == 2
-            singles = self.singles(weight, words[0], parts, shares)
-            transposed = r.stacked == "transposed"
-            result |= singles
-            part = shares.stacked(weight, *held, words, transposed, interleaved)
-            result[stack] = part._replace(instead_of=tuple(singles))
-            if bias is not None:
-                result[f"{stack}_bias"] = shares.stacked(bias, *held, bias_words, False, interleaved)
+            for saved, tensor, ways, transposed, ending in (
+                (stack, weight, words, r.stacked == "transposed", "weight"),
+                (f"{stack}_bias", bias, bias_words, False, "bias"),
+            ):
+                if tensor is not None:
+                    singles = self.singles(tensor, ways[0], parts, shares, ending)
+                    part = shares.stacked(tensor, *held, ways, transposed, interleaved)
+                    result |= singles | {saved: part._replace(instead_of=tuple(singles))}
         if self.shared:
             result |= self.shared.parts(shares)
         return result | shares.parts({f"{name('shared_gate')}.weight": (self.shared_gate, "all")})
 
-    def singles(self, stack: torch.Tensor, word: str, parts: tuple[str, ...], shares: Shares) -> Parts:
-        """The parts of tensors with one matrix of one expert each, where the family has such: `parts` of `stack`."""
+    def singles(self, stack: torch.Tensor, word: str, parts: tuple[str, ...], shares: Shares, ending: str) -> Parts:
+        """The parts of tensors with a matrix or a bias of one expert each, where the family has such: `parts` of
+        `stack`."""
         name = self.row.name
         result: Parts = {}
         for part, matrices in zip(parts, stack.chunk(len(parts), 1), strict=True):
@@ -84,7 +86,7 @@ class ExpertMlp(Owner):
                 taken = TensorPart(matrices.shape[1:], ())  # another rank's
                 if self.first <= i < self.first + self.count:
                     taken = shares.part((matrices[i - self.first],), (word,))
-                result[f"{name('experts')}.{i}.{name(f'expert_{part}')}.weight"] = taken
+                result[f"{name('experts')}.{i}.{name(f'expert_{part}')}.{ending}"] = taken
         return result
 
     def __call__(self, x: torch.Tensor, step: Step, seen: torch.Tensor | None = None) -> torch.Tensor:

@@ -141,11 +141,11 @@ class Family:
     qkv_groups: bool = False  # the tensor of q, k and v lies by groups of heads that share a key: [KV, G + 2, D]
     transposed: bool = False  # matrices are stored as [inputs, outputs]
     routing: Routing | None = None  # of a family with experts
-    latent: bool = False  # attention by latents (DeepSeek)
+    latent: bool | Literal["split"] = False  # attention by latents (DeepSeek); "split": k_b and v_b are two tensors
     # The sigmoid of a gate multiplies each head's results. It follows the head in the tensor of q, or is "out_gate".
     out_gate: bool = False
     # Some layers have the gated delta rule instead of attention (Qwen3-Next). How their tensors lie: `DeltaNet.slots`.
-    delta: Literal["", "split", "by_heads"] = ""
+    delta: Literal["", "split", "by_heads", "by_parts"] = ""
 
     attention: str = ""  # MODULE:CLASS of a user's own, a subclass of `layers.Attention` that takes its place;
     mlp: str = ""  # and of one of `layers.Mlp`

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from batch_state import to_device
 from layers import Attention, New, Step, Weight, linear
 from model_config import ModelConfig
-from models.shares import Parts, Shares
+from models.shares import Parts, Shares, TensorPart, TensorPiece
 
 NORM_EPS = 1e-6  # of the two latents' norms, whatever config.json says of the others
 WORKSPACE = 2**29  # bytes for keys and values in the plain form, unless those of one head take more
@@ -89,7 +89,7 @@ class LatentAttention(Attention):
         self.at_once = heads_at_once(heads, c, max_model_len, self.o.itemsize)
 
     def parts(self, shares: Shares) -> Parts:
-        root = self.row.name("o").rpartition(".")[0]
+        root, split = self.row.name("o").rpartition(".")[0], self.row.latent == "split"
         names = {
             "q_a_proj.weight": (self.q_a, "all"),
             "q_a_proj.bias": (self.q_a_bias, "all"),
@@ -98,11 +98,19 @@ class LatentAttention(Attention):
             "kv_a_proj_with_mqa.weight": (self.kv_a, "all"),
             "kv_a_proj_with_mqa.bias": (self.kv_a_bias, "all"),
             "kv_a_layernorm.weight": (self.kv_a_norm, "all"),
-            "kv_b_proj.weight": (self.kv_b.flatten(0, 1), "col"),
+            "kv_b_proj.weight": (None if split else self.kv_b.flatten(0, 1), "col"),
             "o_proj.weight": (self.o, "row"),
             "o_proj.bias": (self.o_bias, "first"),
         }
-        return shares.parts({f"{root}.{name}": weight for name, weight in names.items()})
+        parts = shares.parts({f"{root}.{name}": weight for name, weight in names.items()})
+        if split:  # in GGUF files; k's matrix is transposed there
+            rank, nope, v_dim = self.latent.kv_rank, self.latent.nope_dim, self.latent.v_dim
+            heads, first, _ = shares.share("col", self.heads)
+            k = tuple(TensorPiece(head[:nope], (first + i,)) for i, head in enumerate(self.kv_b))
+            v = tuple(TensorPiece(head[nope:], (first + i,)) for i, head in enumerate(self.kv_b))
+            parts[f"{root}.k_b_proj.weight"] = TensorPart((heads, rank, nope), k, transposed=True)
+            parts[f"{root}.v_b_proj.weight"] = TensorPart((heads, v_dim, rank), v)
+        return parts
 
     def store(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """The queries [T, heads, D] of hidden states x, not rotated yet. The latents of x go into the pool."""

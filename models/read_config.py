@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal
 
+from checkpoints.gguf_names import stored_row
 from checkpoints.quantization import read_quantization
 from config import MAX_CONTEXT, read_json
 from model_config import Delta, Experts, Latent, ModelConfig
@@ -94,6 +95,8 @@ class ConfigReader:
             (self.name, row), self.head = row_of(self.architecture, half), "logits"
             tied = {"tie_word_embeddings": tied_half(self.architecture, raw, half)}
             raw = {name: raw[name] for name in BESIDE_TEXT if name in raw} | half | tied
+        if kinds := typed("gguf_tensors", raw.get("gguf_tensors"), list):
+            row = stored_row(row, frozenset(map(str, kinds)))
         self.raw, self.fields = raw, Fields(raw, row)
         layers = range(self.fields.whole("num_hidden_layers", 1, 1024))
         listed = self.fields.value(row.image_layers, list) or () if isinstance(row.image_layers, str) else ()
