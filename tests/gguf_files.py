@@ -1,11 +1,9 @@
-"""GGUF files of random checkpoints, made as llama.cpp's converter makes them: names by the map of the package `gguf`,
-and what is stored in another order or with something added by formulas that are written here."""
+"""GGUF files of checkpoints, written as llama.cpp's converter writes them; see gguf_conversion.py."""
 
 from __future__ import annotations
 
 import json
 import math
-import re
 import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,73 +13,15 @@ import gguf
 import numpy as np
 from safetensors.torch import load_file
 
-ARCHITECTURES = {
-    "ArceeForCausalLM": "arcee", "Cohere2ForCausalLM": "cohere2", "CohereForCausalLM": "command-r",
-    "ExaoneForCausalLM": "exaone", "Gemma2ForCausalLM": "gemma2", "Gemma3ForCausalLM": "gemma3",
-    "GemmaForCausalLM": "gemma", "GraniteForCausalLM": "granite", "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "llama", "MixtralForCausalLM": "llama", "NemotronForCausalLM": "nemotron",
-    "Olmo2ForCausalLM": "olmo2", "Phi3ForCausalLM": "phi3", "PhiForCausalLM": "phi2", "Qwen2ForCausalLM": "qwen2",
-    "Qwen2MoeForCausalLM": "qwen2moe", "Qwen3ForCausalLM": "qwen3", "Qwen3MoeForCausalLM": "qwen3moe",
-    "SeedOssForCausalLM": "seed_oss", "SmolLM3ForCausalLM": "smollm3", "StableLmForCausalLM": "stablelm",
-    "Starcoder2ForCausalLM": "starcoder2",
-}  # fmt: skip
-PERMUTED = ("arcee", "granite", "llama", "smollm3")
-LESS_ONE = ("gemma", "gemma2", "gemma3", "nemotron")  # whose norms' weights are stored less 1 elsewhere
-FIELDS = {
-    "max_position_embeddings": "context_length", "hidden_size": "embedding_length", "num_hidden_layers": "block_count",
-    "intermediate_size": "feed_forward_length", "num_attention_heads": "attention.head_count",
-    "num_key_value_heads": "attention.head_count_kv", "head_dim": "attention.key_length",
-    "num_experts": "expert_count", "num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count",
-    "moe_intermediate_size": "expert_feed_forward_length",
-    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
-}  # fmt: skip
-NUMBERS = {
-    "rms_norm_eps": "attention.layer_norm_rms_epsilon", "layer_norm_eps": "attention.layer_norm_epsilon",
-    "norm_epsilon": "attention.layer_norm_epsilon", "norm_eps": "attention.layer_norm_epsilon",
-    "attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping",
-    "logit_scale": "logit_scale", "attention_multiplier": "attention.scale", "embedding_multiplier": "embedding_scale",
-    "residual_multiplier": "residual_scale", "logits_scaling": "logit_scale", "layer_norm_epsilon":
-    "attention.layer_norm_epsilon",
-}  # fmt: skip
+from gguf_conversion import ARCHITECTURES, converted, heads_of, said, values_of
 
 
-def permute(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Rows [head, half, i] as [head, i, half]: RoPE turns rows i and i + D / 2 there, and neighbours here."""
-    found = np.empty_like(weight)
-    rows = len(weight) // heads
-    for head in range(heads):
-        for i in range(rows // 2):
-            for half in range(2):
-                found[head * rows + 2 * i + half] = weight[head * rows + half * (rows // 2) + i]
-    return found
-
-
-def tensors_of(folder: Path, config: dict[str, Any], kind: str) -> dict[str, np.ndarray]:
-    """The tensors of a checkpoint in float32, by llama.cpp's names and as it stores them."""
+def loaded_from(folder: Path) -> dict[str, np.ndarray]:
+    """The tensors of a checkpoint in float32."""
     loaded: dict[str, Any] = {}
     for path in sorted(folder.glob("model*.safetensors")):
         loaded |= load_file(path)
-    arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == kind)
-    names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
-    stacks: dict[str, list[np.ndarray]] = {}
-    for name in sorted(loaded, key=lambda name: [int(part) if part.isdigit() else 0 for part in name.split(".")]):
-        if name.startswith("mtp.") or (name == "lm_head.weight" and config.get("tie_word_embeddings")):
-            continue
-        stacked = re.sub(r"experts\.\d+", "experts", name)
-        target = names.get_name(stacked, try_suffixes=(".weight", ".bias"))
-        assert target, name
-        weight = loaded[name].float().numpy()
-        heads = config["num_attention_heads"]
-        if kind in PERMUTED and ".attn_q." in target:
-            weight = permute(weight, heads)
-        if kind in PERMUTED and ".attn_k." in target:
-            weight = permute(weight, config.get("num_key_value_heads") or heads)
-        if kind in LESS_ONE and target.endswith("norm.weight"):
-            weight = weight + 1
-        if target.endswith("ffn_gate_inp_shexp.weight"):
-            weight = weight[0]
-        stacks.setdefault(target + ("*" if stacked != name else ""), []).append(weight)
-    return {name.rstrip("*"): np.stack(parts) if name.endswith("*") else parts[0] for name, parts in stacks.items()}
+    return {name: weight.float().numpy() for name, weight in loaded.items()}
 
 
 def write_gguf(
@@ -90,34 +30,37 @@ def write_gguf(
     kind_of: Callable[[str], str] = lambda name: "F32",
     more: Callable[[gguf.GGUFWriter, str], None] | None = None,
     instead: dict[str, np.ndarray] | None = None,
+    change: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]] = dict,
 ) -> dict[str, np.ndarray]:
     """Write a checkpoint as a GGUF file; returns what its tensors stand for, by llama.cpp's names.
 
     Args:
-        kind_of: the type of each matrix. more: writes more metadata.
+        kind_of: the type of each matrix. more: writes more metadata, or other metadata.
         instead: tensors to write in the place of the checkpoint's, by llama.cpp's names.
+        change: makes other tensors of all of them, which have llama.cpp's names.
     """
     config = json.loads((folder / "config.json").read_text())
     kind = ARCHITECTURES[config["architectures"][0]]
     writer = gguf.GGUFWriter(path, kind)
-    for field, name in FIELDS.items():
-        if config.get(field) is not None and f"{kind}.{name}" not in writer.kv_data[0]:
-            writer.add_uint32(f"{kind}.{name}", config[field])
-    for field, name in NUMBERS.items():
-        if config.get(field) is not None:
-            name = name.replace("layer_norm", "layer_norm_rms") if kind == "exaone" else name
-            writer.add_float32(f"{kind}.{name}", config[field])
+    loaded = loaded_from(folder)
+    values = dict(values_of(kind, config))
+    for name, value in values.items():
+        if value is not None:
+            sort = gguf.GGUFValueType.get_type(value[0] if isinstance(value, list) else value)
+            sort = {gguf.GGUFValueType.INT32: gguf.GGUFValueType.UINT32}.get(sort, sort)
+            array = (gguf.GGUFValueType.ARRAY, sort) if isinstance(value, list) else (sort, None)
+            writer.add_key_value(f"{kind}.{name}", value, *array)
     rope(writer, kind, config)
+    for name in ("alpha_p", "alpha_n"):  # in transformers each layer has a tensor for these
+        listed = [value.item() for saved, value in sorted(loaded.items()) if saved.endswith(f"act_fn.{name}")]
+        if listed:
+            writer.add_array(f"xielu.{name}", listed)
     if config.get("query_pre_attn_scalar"):
         writer.add_float32(f"{kind}.attention.scale", config["query_pre_attn_scalar"] ** -0.5)
-    if config.get("sliding_window") and kind in ("gemma2", "gemma3", "cohere2", "phi3"):
-        writer.add_sliding_window(config["sliding_window"])
-        if len(set(config.get("layer_types", ()))) > 1:
-            writer.add_sliding_window_pattern([each == "sliding_attention" for each in config["layer_types"]])
     if more:
         more(writer, kind)
     numbers = {}
-    for name, weight in tensors_of(folder, config, kind).items():
+    for name, weight in change(converted(kind, config, loaded)).items():
         told = gguf.GGMLQuantizationType[kind_of(name) if weight.ndim > 1 else "F32"]
         weight = (instead or {}).get(name, weight)
         data = random_blocks(weight.shape, told) if told.name.endswith("_K") else gguf.quantize(weight, told)
@@ -143,17 +86,31 @@ def random_blocks(shape: tuple[int, ...], kind: gguf.GGMLQuantizationType) -> np
 
 
 def rope(writer: gguf.GGUFWriter, kind: str, config: dict[str, Any]) -> None:
-    """Write how positions are told: Llama 3's frequencies are a tensor."""
+    """Write how positions are told: Llama 3's frequencies are a tensor, and what Gemma 4 does not rotate."""
     says = config.get("rope_parameters") or config.get("rope_scaling") or {}
     local = says.get("sliding_attention")
     says = says.get("full_attention", says)
-    theta = says.get("rope_theta") or config.get("rope_theta", 10000.0)
-    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    share = says.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    theta = says.get("rope_theta") or config.get("rope_theta") or config.get("rotary_emb_base") or 10000.0
+    theta *= config.get("rope_ratio") or 1
+    head_dim = config["qk_rope_head_dim"] if "qk_rope_head_dim" in config else heads_of(config)[2]
+    share = says.get("partial_rotary_factor") or said(config, "partial_rotary_factor rotary_pct") or 1.0
+    share = config["rotary_dim"] / head_dim if config.get("rotary_dim") else share
     writer.add_rope_freq_base(theta)
+    local_theta = local["rope_theta"] if local else config.get("rope_local_base_freq")
+    if local_theta:
+        writer.add_float32(f"{kind}.rope.freq_base_swa", local_theta)
+    if kind == "gemma4":
+        half = dict(values_of(kind, config))["attention.key_length"] // 2
+        rotated = int(half * share)
+        writer.add_tensor("rope_freqs.weight", np.array([1.0] * rotated + [1e30] * (half - rotated), np.float32))
+        return
     writer.add_rope_dimension_count(int(head_dim * share))
-    if local:
-        writer.add_float32(f"{kind}.rope.freq_base_swa", local["rope_theta"])
+    if says.get("mscale_all_dim"):
+        factor = 0.1 if kind == "deepseek2" else 1.0
+        writer.add_float32(f"{kind}.rope.scaling.yarn_log_multiplier", factor * says["mscale_all_dim"])
+    for name in ("beta_fast", "beta_slow"):
+        if says.get(name):
+            writer.add_float32(f"{kind}.rope.scaling.yarn_{name}", says[name])
     scaling = says.get("rope_type", "default")
     if scaling in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(scaling))
@@ -162,7 +119,7 @@ def rope(writer: gguf.GGUFWriter, kind: str, config: dict[str, Any]) -> None:
         writer.add_rope_scaling_orig_ctx_len(says["original_max_position_embeddings"])
     if scaling == "longrope":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE)
-        writer.add_rope_scaling_orig_ctx_len(says["original_max_position_embeddings"])
+        writer.add_rope_scaling_orig_ctx_len(said(says | config, "original_max_position_embeddings"))
         for name in ("long", "short"):
             writer.add_tensor(f"rope_factors_{name}.weight", np.array(says[f"{name}_factor"], dtype=np.float32))
     if scaling == "llama3":

@@ -204,14 +204,18 @@ def test_tensors_that_lie_by_heads_are_rounded(tmp_path: Path, raw: dict[str, An
 
 
 @pytest.mark.parametrize("kind", BLOCK_TYPES)
-@pytest.mark.parametrize("heads", [0, 2])
-def test_blocks_of_gguf_stay_in_codes(kind: str, heads: int) -> None:
-    """Of any rows and of columns from a group's first one on, also where rows of heads change places."""
+@pytest.mark.parametrize("moved", ["", "rows", "columns"])
+def test_blocks_of_gguf_stay_in_codes(kind: str, moved: str) -> None:
+    """Of any rows and of columns from a group's first one on, also where rows or columns of heads change places."""
     raw = np.random.default_rng(0).integers(0, 256, (8, 3, BLOCKS[kind][1]), dtype=np.uint8)
     raw[..., HIGH[kind]] &= 0xBB
     raw[0, 0, 4:9] = 0  # scales that are 0, beside least numbers that are not
-    whole = packed(torch.from_numpy(raw), kind, heads)
     width = BLOCKS[kind][0]
+    orders = {"": (None, None), "rows": ((0, 2, 2, 2, 1), None), "columns": (None, (0, 1, 3, 2, width // 2))}
+    whole = packed(torch.from_numpy(raw), kind, *orders[moved])
+    if moved == "columns":  # by hand: heads [3, 2] become [2, 3]
+        plain = packed(torch.from_numpy(raw), kind).float().view(8, 3, 2, -1)
+        assert torch.equal(whole.float().nan_to_num(7), plain.swapaxes(1, 2).flatten(1).nan_to_num(7))
     for rows, begin, end in (
         (slice(None), 0, 3 * width),
         (slice(1, 6), 32, 2 * width),

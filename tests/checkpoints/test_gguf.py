@@ -59,10 +59,15 @@ def no_vocabulary(writer: gguf.GGUFWriter, kind: str) -> None:
 
 # --- whole models, beside transformers --------------------------------------------------------------------------------
 
-OF_FAMILIES = (
-    "qwen3", "gemma3", "arcee-biases", "cohere-qk-norm", "cohere2", "gemma", "gemma2", "granite", "llama-biases",
-    "mixtral", "nemotron", "olmo2", "phi", "phi3", "phi4-partial-longrope", "seed-oss", "smollm3", "stablelm",
-    "qwen3-moe-of-7",
+OF_FAMILIES = (  # whose fields a file can say
+    "afmoe", "apertus", "arcee-biases", "bloom", "cohere", "cohere-qk-norm", "cohere2", "cohere2-moe",
+    "deepseek-v2", "deepseek-v2-lite", "ernie", "ernie-moe", "exaone-moe", "exaone4", "exaone4-full", "falcon-7b",
+    "falcon-new", "gemma", "gemma2", "gemma3", "gemma3n", "gemma4", "gemma4-experts", "gemma4-shared", "glm",
+    "glm4", "glm4-moe", "glm4-moe-lite", "gpt-bigcode", "gpt-neox", "gpt-neox-serial", "gpt-oss", "gpt2", "granite",
+    "granite-moe", "granite-moe-shared", "hunyuan", "internlm3", "iquestcoder", "jais2", "llama-biases",
+    "minimax-m2", "ministral3", "mixtral", "mpt", "nemotron", "nemotron-super", "olmo", "olmo2", "olmo3", "olmoe",
+    "phi", "phi3", "phi4-partial-longrope", "qwen3", "qwen3-moe-of-7", "qwen3-next", "qwen3.5", "qwen3.5-quirks",
+    "qwen3.5-moe", "seed-oss", "smollm3", "solar-open", "stablelm", "stablelm-parallel-qk-norm",
 )  # fmt: skip
 OF_LLAMAS = (
     "llama-gqa-llama3-rope-tied", "qwen2-sharded-tied", "llama-mqa-bias-linear-rope", "mistral-no-window",
@@ -109,7 +114,7 @@ def test_any_part_of_a_tensor_is_that_of_the_whole(kind: str):
         raw = rng.integers(0, 60, (experts, rows, blocks, size), dtype=np.uint8)  # which are finite scales
         with np.errstate(all="ignore"):
             whole = torch.from_numpy(gguf.dequantize(raw.reshape(experts, rows, -1), gguf.GGMLQuantizationType[kind]))
-        ours = packed(torch.from_numpy(raw), kind, 0)
+        ours = packed(torch.from_numpy(raw), kind)
         if data.draw(st.booleans()):
             return check_parts(ours.mT, whole.mT, data)
         check_parts(ours, whole, data)
@@ -195,7 +200,7 @@ def test_a_scale_beside_nvfp4_weights_multiplies_them(tmp_path: Path):
 def test_rows_of_q_and_k_change_places_in_each_head():
     """By hand: two heads of four rows."""
     stored = torch.tensor([0.0, 2, 1, 3, 4, 6, 5, 7]).view(8, 1)
-    found = packed(stored.view(torch.uint8).view(8, 1, 4), "F32", 2)
+    found = packed(stored.view(torch.uint8).view(8, 1, 4), "F32", (0, 2, 2, 2, 1))
     assert found.float().flatten().tolist() == list(range(8)) and found[3:6].float().flatten().tolist() == [3, 4, 5]
 
 
@@ -492,18 +497,21 @@ def test_a_file_that_is_damaged_is_one_line(small: Path):
     ("more", "says"),
     [
         (lambda w: w.add_string("general.architecture", "mamba"), "is of the architecture 'mamba'; of GGUF files"),
-        (lambda w: w.add_uint32("qwen3.ssm.state_size", 7), r"has qwen3\.ssm\.state_size, 7, and Manta does not know"),
+        (lambda w: w.add_uint32("qwen3.ssm.state_size", 7), r"'linear_key_head_dim' is 7, and Manta does not know"),
+        (lambda w: w.add_uint32("qwen3.wkv.head_size", 7), r"--hf-overrides '\{\"qwen3\.wkv\.head_size\": null\}'"),
         (lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN) or w.add_rope_scaling_attn_factors(2.0),
-            "asks for RoPE of type 'yarn', attn_factor 2.0"),
-        (lambda w: w.add_float32("qwen3.rope.scaling.yarn_ext_factor", 0.0), "yarn_ext_factor is 0.0; Manta has 1.0"),
+            r"'qwen3\.rope\.scaling\.attn_factor' is \[2.0\], and Manta does"),
+        (lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN) or w.add_float32(
+            "qwen3.rope.scaling.yarn_ext_factor", 0.0), r"yarn_ext_factor' is \[0.0\], and Manta does not"),
         (lambda w: w.add_string("qwen3.attention.scale", "x"), "metadata has a value of another kind"),
         (lambda w: w.add_uint32("general.alignment", 9), "not aligned to 9 bytes"),
         (lambda w: w.add_uint32("split.count", 7), "is one of 7 parts; name them NAME-00001-of-00007.gguf and so on$"),
         (lambda w: w.add_string("tokenizer.ggml.model", "rwkv"), "has a tokenizer of type 'rwkv'; Manta has gpt2"),
         (lambda w: w.add_string("tokenizer.ggml.model", "gpt2") or w.add_tokenizer_pre("superbpe"),
             "splits texts in the way 'superbpe'; Manta has default,"),
-        (lambda w: w.add_array("qwen3.attention.head_count", [4, 8]), r"head_count is \[4, 8\]; Manta has the same"),
-        (lambda w: w.add_uint32("qwen3.attention.value_length", 8), "heads of values have 8 numbers, of keys 64"),
+        (lambda w: w.add_array("qwen3.attention.head_count", [4, 8]),
+            r"num_attention_heads is \[4, 8\]; Qwen3ForCausalLM has the same"),
+        (lambda w: w.add_uint32("qwen3.attention.value_length", 8), "value_length is 8; here it must be 64"),
         (lambda w: w.add_uint32("qwen3.rope.dimension_count", 8), "dimension_count is 8; here it must be 64"),
         (lambda w: w.add_uint32("qwen3.attention.sliding_window_pattern", 0) or w.add_tensor("blk.0.ssm_a",
             np.zeros(3, dtype=np.float32)), "tensor 'blk.0.ssm_a' is not one of Qwen3ForCausalLM"),
@@ -520,7 +528,7 @@ def test_what_manta_has_not_is_named(tmp_path: Path, more: Any, says: str):
             if changed in says:
                 del writer.kv_data[0][name]
         for name in ("attention.head_count", "rope.dimension_count"):
-            if name.split(".")[1] in says:
+            if name.split(".")[1] in says or ("num_attention_heads" in says and "head_count" in name):
                 writer.kv_data[0].pop(f"{kind}.{name}", None)
         if "'superbpe'" in says:
             del writer.kv_data[0]["tokenizer.ggml.model"]
@@ -528,7 +536,7 @@ def test_what_manta_has_not_is_named(tmp_path: Path, more: Any, says: str):
 
     write_gguf(plain, tmp_path / "x.gguf", more=change)
     with pytest.raises(ValueError, match=says) as caught:
-        made_folder(str(tmp_path / "x.gguf"))
+        ModelConfig.from_folder(made_folder(str(tmp_path / "x.gguf")))
     assert "\n" not in str(caught.value)
 
 
@@ -657,4 +665,4 @@ def test_yarn_s_own_factor_is_kept(tmp_path: Path):
     write(plain, SHAPE | CONFIGS["qwen3"], {"model.embed_tokens.weight": torch.zeros(97, 256)})
     write_gguf(plain, tmp_path / "x.gguf", more=more)
     folder = made_folder(str(tmp_path / "x.gguf"))
-    assert json.loads(Path(folder, "config.json").read_text())["rope_scaling"]["attention_factor"] == 1.0
+    assert json.loads(Path(folder, "config.json").read_text())["rope_parameters"]["attention_factor"] == 1.0

@@ -313,7 +313,7 @@ def test_a_refusal_names_all_that_is_not_known() -> None:
     assert refusal == (
         "config.json: attention_bias is True; Manta has False alone; 'gain' is 1.5, 'extra_layers' is [1], and Manta "
         "does not know these fields; remove what changes nothing in what the model computes, here or by --hf-overrides "
-        """'{"name": null}'"""
+        """'{"gain": null, "extra_layers": null}'"""
     )
 
 
