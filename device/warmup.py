@@ -95,9 +95,9 @@ def warm_up(start: Start, worker: Worker) -> tuple[float, float, float]:
     with worker.watch():
         if start.builder:
             begun = time.perf_counter()
+            start.builder.wait_for_codes()
             for rows in start.builder.rows:
                 run_layers(start.model, rows, worker.pool)
-            start.builder.wait_for_codes()
             if start.config.compile:
                 start.builder.wait()
                 compile_seconds = time.perf_counter() - begun
