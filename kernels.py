@@ -37,7 +37,7 @@ from ops.latent import _decode_tile as _latent_tile
 from ops.latent import head_linear, latent_decode, latent_prefill, latent_store, rope_last  # noqa: F401
 from ops.lora import lora_expand, lora_shrink, plan_lora, put_prompts  # noqa: F401
 from ops.matmul import LOG2E, MOST_REGISTERS, NO_ID, Chip, _cast, _chip, _dot, linear  # noqa: F401
-from ops.quantized import Quantized, quantized_linear, quantized_rows, round_inputs  # noqa: F401
+from ops.quantized import Quantized, arrange, quantized_linear, quantized_rows, round_inputs  # noqa: F401
 from ops.sampling import logprobs, mask_words, sample  # noqa: F401
 from reference import Adjust, PrefillRows
 

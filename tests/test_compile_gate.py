@@ -342,7 +342,7 @@ def specializations(arch: int, shapes: tuple[str, ...]) -> list[tuple[str, Any, 
 
     compiled: dict[str, tuple[str, Any, dict[str, Any]]] = {}
     types = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
-    types |= {torch.int32: "*i32", torch.int64: "*i64", torch.uint8: "*u8", torch.int8: "*i8"}
+    types |= {torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64", torch.uint8: "*u8", torch.int8: "*i8"}
     types[torch.float8_e4m3fn] = "*fp8e4nv"
 
     def record(fn: JITFunction, *args: Any, grid: Any, warmup: bool, **options: int) -> None:
