@@ -24,6 +24,7 @@ from ops.attention import (
     DecodePlan,
     _combine,
     _holds,
+    _load_values,
     _programs,
     _query,
     _read,
@@ -37,7 +38,7 @@ from ops.latent import _decode_tile as _latent_tile
 from ops.latent import head_linear, latent_decode, latent_prefill, latent_store, rope_last  # noqa: F401
 from ops.lora import lora_expand, lora_shrink, plan_lora, put_prompts  # noqa: F401
 from ops.matmul import LOG2E, MOST_REGISTERS, NO_ID, Chip, _cast, _chip, _dot, linear  # noqa: F401
-from ops.quantized import Quantized, quantized_linear, quantized_rows, round_inputs  # noqa: F401
+from ops.quantized import Quantized, arrange, quantized_linear, quantized_rows, round_inputs  # noqa: F401
 from ops.sampling import logprobs, mask_words, sample  # noqa: F401
 from reference import Adjust, PrefillRows
 
@@ -385,14 +386,13 @@ def _attend(
     """
     o_n = i_n + tl.arange(0, BLOCK_N)
     o_d = tl.arange(0, BLOCK_D)
-    m_kv = tl.broadcast_to((o_d < D)[None, :], BLOCK_N, BLOCK_D)
+    m_n = o_n == o_n
     if MASKED:
         m_n = o_n < i_end
         if WINDOW > 0:
             m_n = m_n & (o_n >= i_begin)
-        m_kv = m_n[:, None] & m_kv
-    p_k = _tile_rows(p_kv, p_table, i_n, i_end, kv_stride, D, BLOCK_SIZE, BLOCK_N)[:, None] + o_d[None, :]
-    b_k = _read(tl.load(p_k, mask=m_kv, other=0.0), b_q.dtype)
+    p_k = _tile_rows(p_kv, p_table, i_n, i_end, kv_stride, D, BLOCK_SIZE, BLOCK_N)
+    b_k = _read(tl.load(p_k[:, None] + o_d[None, :], mask=m_n[:, None] & (o_d < D)[None, :], other=0.0), b_q.dtype)
     b_s = _dot(b_q, tl.trans(b_k), tl.zeros([b_q.shape[0], BLOCK_N], tl.float32))
     if b_slope is not None:
         b_s = b_s * scale + b_slope[:, None] * (o_n[None, :] - o_pos[:, None]).to(tl.float32)
@@ -411,7 +411,7 @@ def _attend(
         b_base = tl.where(b_new == float("-inf"), 0.0, b_new)  # where a row has seen no key yet, -inf - -inf is NaN
     b_p = tl.exp2(b_s * scale - b_base[:, None])
     b_scale = tl.exp2(b_max - b_base)
-    b_v = _read(tl.load(p_k + KV * BLOCK_SIZE * D, mask=m_kv, other=0.0), b_q.dtype)
+    b_v = _load_values(p_k + KV * BLOCK_SIZE * D, m_n, b_q, D, BLOCK_D)
     b_acc = _dot(_cast(b_p, b_v.dtype), b_v, b_acc * b_scale[:, None])
     return b_acc, b_new, b_sum * b_scale + tl.sum(b_p, 1)
 

@@ -218,6 +218,11 @@ def apart(kind: str, codes: torch.Tensor) -> torch.Tensor:
     return lower | torch.cat([(quarters >> at & 3) << 4 for at in (0, 2, 4, 6)], -2).flatten(-3)
 
 
+def arrange(kind: str, codes: torch.Tensor) -> torch.Tensor:
+    """Put codes [.., bytes] of a kind, which are as `Quantized` says, into a backend's layout: here they stay."""
+    return codes
+
+
 def dequantize(weight: Quantized) -> torch.Tensor:
     """The numbers [.., N, K] float32 that a weight stands for."""
     inputs = weight.codes.shape[-1] * 8 // BITS[weight.kind]

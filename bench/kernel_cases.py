@@ -227,9 +227,10 @@ def random_codes(device: str, kind: str, group: int, *shape: int, wide: int = 0)
     return kind, codes, draw(device, *table, scale=0.01).abs(), None, group
 
 
-def rounding(weight: Any, s: Coded | Experts) -> Any:
-    """A `Quantized` whose products round their inputs as the case says."""
-    return weight._replace(input_kind=s.rounding)
+def coded(fields: tuple[Any, ...], rounding: str) -> Callable[[ModuleType], Any]:
+    """Makes the `Quantized` of a backend, once, whose products round their inputs so."""
+    kind, codes, *rest = fields
+    return functools.cache(lambda ops: ops.Quantized(kind, ops.arrange(kind, codes), *rest, input_kind=rounding))
 
 
 def coded_cases(s: Coded, tokens: tuple[int, ...] = (1, 16, 64, 65, 128, 256, 2048)) -> Iterator[Case]:
@@ -237,10 +238,11 @@ def coded_cases(s: Coded, tokens: tuple[int, ...] = (1, 16, 64, 65, 128, 256, 20
     for (name, inputs, outputs), t in itertools.product(s.products, tokens):
 
         def make(device: str, t: int = t, inputs: int = inputs, outputs: int = outputs) -> Inputs:
-            x, codes = draw(device, t, inputs), random_codes(device, s.kind, s.group, outputs, inputs, wide=s.wide)
+            x, fields = draw(device, t, inputs), random_codes(device, s.kind, s.group, outputs, inputs, wide=s.wide)
+            weight = coded(fields, s.rounding)
             dense = draw(device, outputs, inputs)
             library = {"cuBLAS in bfloat16": lambda: F.linear(x, dense)}
-            return Inputs(lambda ops: ops.quantized_linear(x, rounding(ops.Quantized(*codes), s)), (), library)
+            return Inputs(lambda ops: ops.quantized_linear(x, weight(ops)), (), library)
 
         rounded = 2 * t * inputs if s.rounding else 0  # written and read, a byte each
         moved = code_bytes(s.kind, s.group, outputs, inputs, s.wide) + 2 * t * (inputs + outputs) + rounded
@@ -252,8 +254,7 @@ def expert_cases(s: Experts, tokens: tuple[int, ...] = (1, 32, 256, 4096)) -> It
 
     def weights(device: str, outputs: int, inputs: int) -> Callable[[ModuleType], Any]:
         if s.kind:
-            codes = random_codes(device, s.kind, s.group, s.experts, outputs, inputs)
-            return lambda ops: rounding(ops.Quantized(*codes), s)
+            return coded(random_codes(device, s.kind, s.group, s.experts, outputs, inputs), s.rounding)
         weight = draw(device, s.experts, outputs, inputs, scale=inputs**-0.5)
         return lambda ops: weight
 

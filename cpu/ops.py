@@ -35,6 +35,7 @@ from reference import (  # noqa: F401
     _stored,
     act,
     apply_writes,
+    arrange,
     copy_blocks,
     latent_store,
     linear,

@@ -69,7 +69,8 @@ def rows_for(weight: QuantizedWeight, part: Packed) -> CodedRows:
         coded_rows = coded_rows.without_factors(part.coded_as.kind, coded.group)
     elif coded.factors is not None and coded.zeros is not None:
         coded_rows = coded_rows.with_zeros(part.coded_as.kind, coded.kind)
-    return coded_rows._replace(codes=stored(coded_rows.codes, coded.kind, len(columns)))
+    codes = stored(coded_rows.codes, coded.kind, len(columns)).to(coded.codes.device)
+    return coded_rows._replace(codes=weight.ops.arrange(coded.kind, codes))
 
 
 def matrices_of(source: Stored) -> list[Any]:

@@ -34,8 +34,7 @@ PLANS = {"plan_decode": "attention_decode", "plan_experts": "expert_gate_up", "p
 def coded(kind, device):
     """A weight [64, 128] in codes."""
     rounds = kind if kind in ("int8", "fp8") else ""
-    fields = rare.random_codes(device, kind, 32 if kind == "int4" else 1 << 20, 64, 128)
-    return lambda ops: ops.Quantized(*fields)._replace(input_kind=rounds)
+    return rare.coded(rare.random_codes(device, kind, 32 if kind == "int4" else 1 << 20, 64, 128), rounds)
 
 
 def rotation(device):

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ops.matmul import FLOAT_MAX, FP8_MAX, HALF_MAX, _cast, _chip
+from ops.matmul import FLOAT_MAX, FP8_MAX, HALF_MAX, INTERPRET, _cast, _chip
 
 PROCESSORS = 132  # assumed where there is no GPU to ask
 DECODE_ROWS = 512  # rows whose items are counted, or searched, at a time: with 1024 the counting kernel spills
@@ -65,6 +65,29 @@ def _query(x, dtype: tl.constexpr):
 def _read(x, dtype: tl.constexpr):
     """x [..] of a pool for a product with `dtype`. FP8 is converted in registers."""
     return x.to(dtype) if x.dtype == tl.float8e4nv else x
+
+
+@triton.jit
+def _load_values(p_v, m_n, b_q, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Values [N, BLOCK_D] of the rows p_v [N], of which there are m_n [N], for a product with weights of queries b_q.
+
+    For few queries in float16, values in FP8 are loaded and converted as pairs. Triton then does this in the layout in
+    which they came, by 16 bytes, and they reach the matrix unit through shared memory as float16, which ldmatrix can
+    transpose. Otherwise each thread would gather its bytes one by one.
+    """
+    if not INTERPRET and p_v.dtype.element_ty == tl.float8e4nv and b_q.dtype == tl.float16 and b_q.shape[0] < 64:
+        o_d = tl.arange(0, BLOCK_D // 2)
+        p_pair = p_v.to(tl.pointer_type(tl.uint16), bitcast=True)[:, None] + o_d[None, :]
+        b_pair = tl.load(p_pair, mask=m_n[:, None] & (o_d < D // 2)[None, :], other=0)
+        b_even, b_odd = tl.inline_asm_elementwise(
+            "{.reg .b32 a; cvt.rn.f16x2.e4m3x2 a, $2; mov.b32 {$0, $1}, a;}", "=h,=h,h", [b_pair],
+            dtype=(tl.float16, tl.float16), is_pure=True, pack=1,
+        )  # fmt: skip
+        b_v = tl.reshape(tl.join(b_even, b_odd), [b_pair.shape[0], BLOCK_D])
+    else:
+        o_d = tl.arange(0, BLOCK_D)
+        b_v = _read(tl.load(p_v[:, None] + o_d[None, :], mask=m_n[:, None] & (o_d < D)[None, :], other=0.0), b_q.dtype)
+    return b_v
 
 
 @triton.jit

@@ -18,6 +18,7 @@ from ops.attention import (
     DecodePlan,
     _combine,
     _holds,
+    _load_values,
     _programs,
     _query,
     _read,
@@ -195,14 +196,12 @@ def _attend(
     compute again (`disable_licm`), or registers would spill.
     """
     o_n = i_n + tl.arange(0, BLOCK_N)
-    o_r, o_p = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_P)
-    m_c = tl.broadcast_to((o_r < R)[None, :], BLOCK_N, BLOCK_R)
-    m_k = tl.broadcast_to((o_p < P)[None, :], BLOCK_N, BLOCK_P)
-    if MASKED:
-        m_c, m_k = (o_n < i_end)[:, None] & m_c, (o_n < i_end)[:, None] & m_k
-    p_c = _tile_rows(kv, p_table, i_n, i_end, kv_stride, R + P, BLOCK_SIZE, BLOCK_N)[:, None]
-    b_c = _read(tl.load(p_c + o_r[None, :], mask=m_c, other=0.0), b_q.dtype)
-    b_k = _read(tl.load(p_c + R + o_p[None, :], mask=m_k, other=0.0), b_q.dtype)
+    o_p = tl.arange(0, BLOCK_P)
+    m_n = o_n < i_end if MASKED else o_n == o_n
+    p_c = _tile_rows(kv, p_table, i_n, i_end, kv_stride, R + P, BLOCK_SIZE, BLOCK_N)
+    b_c = _load_values(p_c, m_n, b_q, R, BLOCK_R)
+    b_k = tl.load(p_c[:, None] + R + o_p[None, :], mask=m_n[:, None] & (o_p < P)[None, :], other=0.0)
+    b_k = _read(b_k, b_q.dtype)
     b_s = _dot(b_q_rope, tl.trans(b_k), tl.zeros([b_q.shape[0], BLOCK_N], tl.float32))
     b_s = _dot(b_q, tl.trans(b_c), b_s)
     if MASKED:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -30,79 +31,81 @@ HALF_EVEN = tl.constexpr(12582912.0)  # 1.5 * 2^23: a small float32 loses its fr
 
 @functools.cache
 def _unpacking(kind: str, dtype: torch.dtype) -> str:
-    """PTX that does for two of `_load_codes` what `_bits` does for one, in two operands of twice 16 bits."""
+    """PTX that does for two elements of `_load_numbers` what `_bits` does for one, in operands of twice 16 bits."""
     bits, exponent = (7, 8) if dtype == torch.bfloat16 else (10, 5)
-    large = (2 ** (exponent - 1) - 1 + bits) << bits
-    begin = "{.reg .b32 a, b; cvt.u32.u16 a, $2;"
-    if kind == "int6":
-        either = [f"or.b32 {to}, {to}, a; or.b32 {to}, {to}, {large * 0x00010001};" for to in ("$0", "$1")]
-        return f"""{{.reg .b32 a, b; shr.b32 b, $2, 4; and.b32 $0, $2, 0x000f000f; and.b32 a, b, 0x00300030; {either[0]}
-            and.b32 $1, b, 0x000f000f; shr.b32 a, $2, 8; and.b32 a, a, 0x00300030; {either[1]}}}"""
-    if kind in ("nf4", "iq4"):  # the numbers' high bytes are looked up apart from the low ones, for eight codes each
-        table = reference.TABLES[kind]
-        pairs = torch.tensor(table, dtype=dtype, device="cpu").view(torch.uint8).view(4, 4, 2)  # in a dry run, too
-        low, high = ([int.from_bytes(bytes(four), "little") for four in pairs[..., i].tolist()] for i in (0, 1))
-        return f"""{{.reg .b32 s, m, a, b, c, d;
-            cvt.u32.u16 s, $2; shr.b32 m, s, 3; and.b32 m, m, 0x1111; prmt.b32 m, 0xff00, 0, m; and.b32 s, s, 0x7777;
-            prmt.b32 a, {low[0]}, {low[1]}, s; prmt.b32 b, {low[2]}, {low[3]}, s; lop3.b32 a, m, b, a, 0xca;
-            prmt.b32 c, {high[0]}, {high[1]}, s; prmt.b32 d, {high[2]}, {high[3]}, s; lop3.b32 c, m, d, c, 0xca;
-            prmt.b32 $0, a, c, 0x6240; prmt.b32 $1, a, c, 0x7351;}}"""
-    if kind in ("int4", "int8"):  # bytes below the high byte of the large float
-        spread = f"{(large >> 8) * 0x01010101}, 0x4140"
-        if kind == "int8":
-            return f"{begin} prmt.b32 b, a, {spread}; and.b32 $0, b, 0xff7fff7f; and.b32 $1, b, 0xff80ff80;}}"
-        return f"""{begin} shr.b32 b, a, 4; prmt.b32 a, a, {spread}; prmt.b32 b, b, {spread};
-            and.b32 $0, a, 0xff0fff0f; and.b32 $1, b, 0xff0fff0f;}}"""
-    # The sign, and its copies above the byte, of which the mask keeps the highest.
-    mine, digits = (2, 0x7000) if kind == "fp4" else (4, 0x7F00)
-    shift, mask = 8 - (exponent - mine), (0x8000 | digits >> (exponent - mine)) * 0x00010001
-    return f"""{begin} shl.b32 b, a, 4; prmt.b32 a, a, 0, 0x9180; prmt.b32 b, b, 0, 0x9180;
-        shl.b32 a, a, {shift}; shl.b32 b, b, {shift};
-        and.b32 $0, {"b" if kind == "fp4" else "a"}, {mask}; and.b32 $1, a, {mask};}}"""
+    large = ((2 ** (exponent - 1) - 1 + bits) << bits) * 0x00010001
+    if kind == "int8":  # a byte below the high byte of the large float
+        return f"""{{.reg .b32 a; cvt.u32.u16 a, $2; prmt.b32 a, a, {large >> 8 & 0xFF}, 0x4140;
+            and.b32 $0, a, 0xff7fff7f; and.b32 $1, a, 0xff80ff80;}}"""
+    if kind == "fp8":  # the sign, and its copies above the byte, of which the mask keeps the highest
+        return f"""{{.reg .b32 a; cvt.u32.u16 a, $2; prmt.b32 a, a, 0, 0x9180; shl.b32 a, a, {12 - exponent};
+            and.b32 $0, a, {(0x8000 | 0x7F00 >> exponent - 4) * 0x00010001}; mov.b32 $1, $0;}}"""
+    if kind in ("nf4", "iq4"):
+        return _looking_up(reference.TABLES[kind], dtype)
+    steps = [".reg .b32 a, b;"]
+    for i in range(4):
+        if kind == "fp4":
+            digits = (0x7000 >> exponent - 2) * 0x00010001
+            steps.append(f"{_shifted('a', '$4', 12 - 4 * i)} {_shifted('b', '$4', 14 - exponent - 4 * i)}")
+            steps.append(f"and.b32 ${i}, a, 0x80008000; lop3.b32 ${i}, b, {digits}, ${i}, 0xea;")
+            continue
+        left = i % 2 * 4 if kind == "int4" and dtype == torch.float16 else 0
+        steps.append(_shifted("a", "$4", left - 4 * i))
+        if kind == "int6":
+            steps.append(f"cvt.u32.u16 b, $5; prmt.b32 b, b, 0, 0x4140; {_shifted('b', 'b', 4 - (0, 4, 2, 6)[i])}")
+            steps.append(f"lop3.b32 b, b, 0x00300030, {large}, 0xea;")
+        steps.append(f"lop3.b32 ${i}, a, {(15 << left) * 0x00010001}, {'b' if kind == 'int6' else large}, 0xea;")
+    return f"{{{' '.join(steps)}}}"
+
+
+def _shifted(to: str, of: str, left: int) -> str:
+    """PTX: to = of << left."""
+    return f"shl.b32 {to}, {of}, {left};" if left > 0 else f"shr.b32 {to}, {of}, {-left};"
+
+
+def _looking_up(table: Sequence[float], dtype: torch.dtype) -> str:
+    """`_unpacking` for codes that are places in a table: high and low bytes of an element's four numbers are looked up
+    apart from each other."""
+    pairs = torch.tensor(table, dtype=dtype, device="cpu").view(torch.uint8).view(4, 4, 2)  # in a dry run, too
+    low, high = ([int.from_bytes(bytes(four), "little") for four in pairs[..., i].tolist()] for i in (0, 1))
+    steps = [".reg .b32 s, m, a, b, l, f0, f2, s0, s2;"]
+    for first, shift in (("f", 0), ("s", 16)):
+        steps.append(f"""shr.b32 s, $4, {shift}; shr.b32 m, s, 3; and.b32 m, m, 0x1111; and.b32 s, s, 0x7777;
+            prmt.b32 m, 0xff00, 0, m;
+            prmt.b32 a, {low[0]}, {low[1]}, s; prmt.b32 b, {low[2]}, {low[3]}, s; lop3.b32 l, m, b, a, 0xca;
+            prmt.b32 a, {high[0]}, {high[1]}, s; prmt.b32 b, {high[2]}, {high[3]}, s; lop3.b32 b, m, b, a, 0xca;
+            prmt.b32 {first}0, l, b, 0x5140; prmt.b32 {first}2, l, b, 0x7362;""")
+    for i in (0, 2):
+        steps.append(f"prmt.b32 ${i}, f{i}, s{i}, 0x5410; prmt.b32 ${i + 1}, f{i}, s{i}, 0x7632;")
+    return f"{{{' '.join(steps)}}}"
 
 
 @triton.jit
-def _load_codes(p_row, o_c, m_c, K: tl.constexpr, KIND: tl.constexpr):
-    """The bytes o_c of rows, with two codes or one each; of int6 in 16 bits, which have both codes' upper bits, too."""
-    b_code = tl.load(p_row + o_c, mask=m_c, other=0)
-    if KIND == "int6":
-        b_upper = tl.load(p_row + K // 2 + o_c // 16 * 8 + o_c % 8, mask=m_c, other=0)
-        b_code = b_code.to(tl.int16) | (b_upper >> (o_c // 8 % 2 * 2).to(tl.uint8)).to(tl.int16) << 8
-    return b_code
+def _bits(b_code, b_upper, i: tl.constexpr, KIND: tl.constexpr, dtype: tl.constexpr):
+    """16 bits of code i of an element of `_load_numbers`, of which `_number` makes the number.
 
-
-@triton.jit
-def _bits(b_code, KIND: tl.constexpr, UNPACK: tl.constexpr, dtype: tl.constexpr):
-    """The argument of `_number`, from `_load_codes`: two times 16 bits, of the codes in the lower and the upper half.
-
-    A byte of int8 has one code: its seven bits, and the eighth. One of fp8 has its code twice. An integer becomes the
-    lowest bits of a large float, whose last bit counts 1. A float of few bits becomes one with the same exponent and
-    mantissa. UNPACK does so for two bytes, in as many instructions as the compiler would take for one; its nf4 and
-    iq4 are the numbers themselves.
+    An integer becomes the lowest bits of a large float, whose last bit counts 1; in float16 a second or fourth code of
+    int4 stays where it is, and counts 16. A float of few bits becomes one with the same exponent and mantissa. Of int8
+    there are two results: seven bits, and the eighth.
     """
     MANTISSA: tl.constexpr = 7 if dtype == tl.bfloat16 else 10  # bits
     EXPONENT: tl.constexpr = 8 if dtype == tl.bfloat16 else 5
     LARGE: tl.constexpr = (2 ** (EXPONENT - 1) - 1 + MANTISSA) << MANTISSA
-    OPERANDS: tl.constexpr = "=&r,=&r,r" if KIND == "int6" else "=&r,=&r,h"
+    LEFT: tl.constexpr = i % 2 * 4 if KIND == "int4" and dtype == tl.float16 else 0
     b_int = b_code.to(tl.int16)
-    if UNPACK is not None:
-        b_low, b_high = tl.inline_asm_elementwise(
-            UNPACK, OPERANDS, [b_code], dtype=(tl.uint16, tl.uint16), is_pure=True, pack=2
-        )
-    elif KIND == "int4":
-        b_low, b_high = b_int & 15 | LARGE, b_int >> 4 | LARGE
+    if KIND == "int4":
+        b_bits = b_int >> (4 * i - LEFT) & (15 << LEFT) | LARGE
     elif KIND == "int6":
-        b_low, b_high = b_int & 15 | b_int >> 4 & 48 | LARGE, b_int >> 4 & 15 | b_int >> 8 & 48 | LARGE
+        b_bits = b_int >> 4 * i & 15 | (b_upper.to(tl.int16) >> (i // 2 * 2 + i % 2 * 4) & 3) << 4 | LARGE
     elif KIND == "nf4" or KIND == "iq4":
-        b_low, b_high = b_int & 15, b_int >> 4
+        b_bits = b_int >> 4 * i & 15
     elif KIND == "int8":
-        b_low, b_high = b_int & 127 | LARGE, b_int & 128 | LARGE
+        b_bits = b_int & (128 if i else 127) | LARGE
     else:
         RIGHT: tl.constexpr = EXPONENT - 2 if KIND == "fp4" else EXPONENT - 4
         MASK: tl.constexpr = (0x7000 if KIND == "fp4" else 0x7F00) >> RIGHT
-        b_high = (b_int << 8) >> RIGHT & (MASK - 0x8000)
-        b_low = (b_int << 12) >> RIGHT & (MASK - 0x8000) if KIND == "fp4" else b_high
-    return b_low, b_high
+        b_bits = (b_int << (12 - 4 * i if KIND == "fp4" else 8)) >> RIGHT & (MASK - 0x8000)
+    return b_bits
 
 
 @triton.jit
@@ -114,26 +117,81 @@ def _float(b_bits, dtype: tl.constexpr):
 
 
 @triton.jit
-def _number(b_bits, b_more, KIND: tl.constexpr, UNPACK: tl.constexpr, dtype: tl.constexpr):
-    """The numbers of codes whose `_bits` these are, exact but for those of nf4; of int8 b_more are the other ones."""
+def _number(
+    b_bits, b_more, i: tl.constexpr, KIND: tl.constexpr, UNPACK: tl.constexpr, FOLD: tl.constexpr, dtype: tl.constexpr
+):
+    """The numbers of codes whose `_bits` these are, exact but for those of nf4; of int8 b_more are the other ones.
+
+    UNPACK makes the numbers of nf4 and iq4 themselves. With FOLD numbers of fp4 lack 2^126, see `_weight_only_part`.
+    """
     MANTISSA: tl.constexpr = 7 if dtype == tl.bfloat16 else 10  # bits
     BIAS: tl.constexpr = 127 if dtype == tl.bfloat16 else 15  # of the exponent
     if (KIND == "nf4" or KIND == "iq4") and UNPACK is None:
         b_number = tl.zeros(b_bits.shape, tl.float32)
-        for i in tl.static_range(16):
-            b_number = tl.where(b_bits == i, NF4[i] if KIND == "nf4" else IQ4[i], b_number)
+        for i_code in tl.static_range(16):
+            b_number = tl.where(b_bits == i_code, NF4[i_code] if KIND == "nf4" else IQ4[i_code], b_number)
     else:
         b_number = _float(b_bits, dtype)
-    if KIND == "int4":
+    if KIND == "int4" and dtype == tl.float16 and i % 2:
+        b_number = b_number * 0.0625 - (2.0**MANTISSA / 16 + 8.0)
+    elif KIND == "int4":
         b_number -= 2.0**MANTISSA + 8.0
     elif KIND == "int6":
         b_number -= 2.0**MANTISSA + 32.0
     elif KIND == "int8":  # the eighth bit counts -128
         b_number -= _float(b_more, dtype)
-    elif KIND == "fp4":
+    elif KIND == "fp4" and not FOLD:
         b_number *= 2.0 ** (BIAS - 1)
     elif KIND == "fp8":
         b_number *= 2.0 ** (BIAS - 7)
+    return b_number
+
+
+@triton.jit
+def _inside(o_k, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Whether o_k < K; if steps of BLOCK_K fill K this is known when compiling, and masks cost nothing."""
+    return o_k < K if K % BLOCK_K else o_k == o_k
+
+
+@triton.jit
+def _load_numbers(
+    p_row, i_k, m_n, K: tl.constexpr, KIND: tl.constexpr, UNPACK: tl.constexpr, FOLD: tl.constexpr,
+    BLOCK_K: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """The numbers [N, BLOCK_K] of the codes of step i_k, in the rows p_row [N, 1], of which there are m_n [N, 1].
+
+    An element is a byte, which is a code, or a word of 16 bits, which has four codes, see `arrange`. For a thread's
+    numbers to be the left operand of the matrix unit, they only change their names.
+    """
+    PER: tl.constexpr = 1 if KIND == "int8" or KIND == "fp8" else 4  # codes of an element
+    WIDTH: tl.constexpr = BLOCK_K // PER
+    o_c = i_k * WIDTH + tl.arange(0, WIDTH)
+    m_c = m_n & _inside(o_c, K // PER, WIDTH)[None, :]
+    b_code = tl.load(p_row + o_c[None, :], mask=m_c, other=0)
+    b_upper = b_code
+    if KIND == "int6":
+        p_upper = p_row.to(tl.pointer_type(tl.uint8), bitcast=True) + K // 2
+        b_upper = tl.load(p_upper + o_c[None, :], mask=m_c, other=0)
+    if UNPACK is None:
+        b_0, b_1 = _bits(b_code, b_upper, 0, KIND, dtype), _bits(b_code, b_upper, 1, KIND, dtype)
+        if PER == 4:
+            b_2, b_3 = _bits(b_code, b_upper, 2, KIND, dtype), _bits(b_code, b_upper, 3, KIND, dtype)
+    elif PER == 1:
+        b_0, b_1 = tl.inline_asm_elementwise(
+            UNPACK, "=&r,=&r,h", [b_code], dtype=(tl.uint16, tl.uint16), is_pure=True, pack=2
+        )
+    else:
+        b_0, b_1, b_2, b_3 = tl.inline_asm_elementwise(
+            UNPACK, "=&r,=&r,=&r,=&r,r,h" if KIND == "int6" else "=&r,=&r,=&r,=&r,r,r", [b_code, b_upper],
+            dtype=(tl.uint16, tl.uint16, tl.uint16, tl.uint16), is_pure=True, pack=2,
+        )  # fmt: skip
+    b_number = _number(b_0, b_1, 0, KIND, UNPACK, FOLD, dtype)
+    if PER == 4:
+        b_low = tl.join(b_number, _number(b_1, b_1, 1, KIND, UNPACK, FOLD, dtype))
+        b_2 = _number(b_2, b_2, 2, KIND, UNPACK, FOLD, dtype)
+        b_high = tl.join(b_2, _number(b_3, b_3, 3, KIND, UNPACK, FOLD, dtype))
+        b_number = tl.reshape(tl.join(b_low, b_high), [b_code.shape[0], WIDTH // 8, 8, 2, 2])
+        b_number = tl.reshape(tl.permute(b_number, [0, 1, 3, 4, 2]), [b_code.shape[0], BLOCK_K])
     return b_number
 
 
@@ -142,8 +200,8 @@ def _load_scales(scales, factors, o_t, o_f, m_t, SCALES: tl.constexpr):
     """Scales float32 at o_t, times factors at o_f. Scales of 8 bits are e4m3, if SCALES says so, or integers."""
     b_scale = tl.load(scales + o_t, mask=m_t, other=0)
     if SCALES == "e4m3":
-        b_bits, b_more = _bits(b_scale, "fp8", None, tl.float16)
-        b_scale = _number(b_bits, b_more, "fp8", None, tl.float16)
+        b_bits = _bits(b_scale, b_scale, 0, "fp8", tl.float16)
+        b_scale = _number(b_bits, b_bits, 0, "fp8", None, False, tl.float16)
     b_scale = b_scale.to(tl.float32)
     if factors is not None:
         b_scale *= tl.load(factors + o_f, mask=m_t, other=0.0)
@@ -159,6 +217,12 @@ def _load_zeros(zeros, factors, b_scale, o_t, o_f, m_t, KIND: tl.constexpr):
         if KIND == "int4" or KIND == "int6":
             b_zero -= (8.0 if KIND == "int4" else 32.0) * b_scale
     return b_zero
+
+
+@triton.jit
+def _row_size(K: tl.constexpr, KIND: tl.constexpr):
+    """Elements of a row of codes, see `_load_numbers`."""
+    return K if KIND == "int8" or KIND == "fp8" else K * 3 // 8 if KIND == "int6" else K // 4
 
 
 @triton.jit
@@ -179,56 +243,56 @@ def _weight_only_part(
 
     x is not in codes (W4A16, W8A16). Zeros are taken from numbers in x's dtype. Scales multiply sums in float32: of
     a step, or of the part if one group is all of K. If a step has several groups, or factors, they multiply numbers.
+    Numbers of fp4 that lack 2^126 (FOLD) get half of it with their scale, which bfloat16 still holds, and their sum
+    gets the other half.
     """
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
     FINE: tl.constexpr = WIDE > 0 or (GROUP < BLOCK_K and GROUP < K)
     FACTORS: tl.constexpr = 2 if zeros is not None else 1  # of WIDE inputs
-    HALVES: tl.constexpr = 1 if KIND == "int8" or KIND == "fp8" else 2  # codes of a byte
-    ROW: tl.constexpr = K * 3 // 4 if KIND == "int6" else K // HALVES  # bytes
-    WIDTH: tl.constexpr = BLOCK_K // HALVES  # bytes of a step, of which RUN share a scale
-    RUN: tl.constexpr = 16 if HALVES == 2 else GROUP
+    LAST: tl.constexpr = WIDE >= K and zeros is None  # a row's one factor multiplies its sum
+    FOLD: tl.constexpr = FINE and KIND == "fp4" and zeros is None and x.dtype.element_ty == tl.bfloat16
+    UNROLL: tl.constexpr = 1 if BLOCK_M > 16 or FINE or KIND == "int8" or KIND == "fp8" else 2  # more take registers
     dtype: tl.constexpr = tl.float16 if x.dtype.element_ty == tl.float32 else x.dtype.element_ty
-    p_x, p_code = x + (o_m.to(tl.int64) * K)[None, :], codes + (o_n.to(tl.int64) * ROW)[:, None]
+    p_x, p_code = x + (o_m.to(tl.int64) * K)[None, :], codes + (o_n.to(tl.int64) * _row_size(K, KIND))[:, None]
     o_table, o_wide = o_n * GROUPS, o_n * ((K + WIDE - 1) // WIDE if WIDE > 0 else 0)
     b_y = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for i_k in range(i_s * STEPS // SPLITS, (i_s + 1) * STEPS // SPLITS):
-        o_c = i_k * WIDTH + tl.arange(0, WIDTH)
-        o_k = o_c // 16 * 32 + o_c % 16 if HALVES == 2 else o_c
-        m_k = o_k < K
-        b_code = _load_codes(p_code, o_c[None, :], m_n[:, None] & m_k[None, :], K, KIND)
-        b_bits = _bits(b_code, KIND, UNPACK, dtype)
-        b_sum = b_y if FINE or GROUP >= K else tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-        for i_half in tl.static_range(HALVES):
-            b_x = tl.load(p_x + (o_k + 16 * i_half)[:, None], mask=m_k[:, None] & m_m[None, :], other=0.0)
-            b_w = _number(b_bits[i_half], b_bits[1], KIND, UNPACK, dtype)
-            if x.dtype.element_ty == tl.float32:
-                b_w = b_w.to(tl.float32)
-            if FINE and (i_half == 0 or GROUP == 16):  # in 32 inputs that are 16 bytes
-                o_g = (i_k * BLOCK_K + HALVES * RUN * tl.arange(0, WIDTH // RUN) + 16 * i_half) // GROUP
-                o_t, m_t = o_table[:, None] + o_g[None, :], m_n[:, None] & (o_g < GROUPS)[None, :]
-                o_f = o_t if WIDE == 0 else (o_wide[:, None] + (o_g * GROUP // WIDE)[None, :]) * FACTORS
-                b_small = _load_scales(scales, factors, o_t, o_f, m_t, SCALES)
-                b_scale = _spread(b_small.to(b_w.dtype), WIDTH)
-                if zeros is not None:
-                    b_zero = _load_zeros(zeros, factors, b_small, o_t, o_f, m_t, KIND)
-                    b_zero = _spread(b_zero.to(b_w.dtype), WIDTH)
-            elif zeros is not None and i_half == 0:
-                b_zero = tl.load(zeros + o_table + i_k * BLOCK_K // GROUP, mask=m_n, other=0.0)
-                b_zero = b_zero.to(b_w.dtype)[:, None]
-            if WIDE > 0:
-                b_w *= b_scale
+    for i_k in tl.range(i_s * STEPS // SPLITS, (i_s + 1) * STEPS // SPLITS, loop_unroll_factor=UNROLL):
+        o_k = i_k * BLOCK_K + tl.arange(0, BLOCK_K)
+        b_x = tl.load(p_x + o_k[:, None], mask=_inside(o_k, K, BLOCK_K)[:, None] & m_m[None, :], other=0.0)
+        b_w = _load_numbers(p_code, i_k, m_n[:, None], K, KIND, UNPACK, FOLD, BLOCK_K, dtype)
+        if x.dtype.element_ty == tl.float32:
+            b_w = b_w.to(tl.float32)
+        if FINE:
+            o_g = i_k * BLOCK_K // GROUP + tl.arange(0, BLOCK_K // GROUP)
+            o_t, m_t = o_table[:, None] + o_g[None, :], m_n[:, None] & _inside(o_g, GROUPS, BLOCK_K // GROUP)[None, :]
+            o_f = o_t if WIDE == 0 else (o_wide[:, None] + (o_g * GROUP // WIDE)[None, :]) * FACTORS
+            b_small = _load_scales(scales, None if LAST else factors, o_t, o_f, m_t, SCALES)
+            b_scale = b_small.to(b_w.dtype)
+            b_scale = _spread(b_scale * 2.0**63 if FOLD else b_scale, BLOCK_K)
             if zeros is not None:
-                b_w -= b_zero
-            if FINE and WIDE == 0:
-                b_w *= b_scale
-            b_sum = _dot(b_w, b_x, b_sum)
+                b_zero = _load_zeros(zeros, factors, b_small, o_t, o_f, m_t, KIND)
+                b_zero = _spread(b_zero.to(b_w.dtype), BLOCK_K)
+        elif zeros is not None:
+            b_zero = tl.load(zeros + o_table + i_k * BLOCK_K // GROUP, mask=m_n, other=0.0)
+            b_zero = b_zero.to(b_w.dtype)[:, None]
+        if WIDE > 0:
+            b_w *= b_scale
+        if zeros is not None:
+            b_w -= b_zero
+        if FINE and WIDE == 0:
+            b_w *= b_scale
         if FINE or GROUP >= K:
-            b_y = b_sum
+            b_y = _dot(b_w, b_x, b_y)
         else:
             o_t = o_table + i_k * BLOCK_K // GROUP
-            b_y += b_sum * _load_scales(scales, None, o_t, o_t, m_n, SCALES)[:, None]
-    if GROUP >= K and not FINE:
+            b_scale = _load_scales(scales, None, o_t, o_t, m_n, SCALES)[:, None]
+            b_y += _dot(b_w, b_x, tl.zeros([BLOCK_N, BLOCK_M], tl.float32)) * b_scale
+    if FOLD:
+        b_y *= 2.0**63
+    if LAST:
+        b_y *= tl.load(factors + o_n, mask=m_n, other=0.0)[:, None]
+    elif GROUP >= K and not FINE:
         b_y *= _load_scales(scales, None, o_table, o_table, m_n, SCALES)[:, None]
     return tl.trans(b_y)
 
@@ -377,7 +441,7 @@ def quantized_linear_kernel(
     i_s, i_m, i_n = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
     o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    m_m, m_n = o_m < M, o_n < N
+    m_m, m_n = o_m < M, _inside(o_n, N, BLOCK_N)
     m_y = m_m[:, None] & m_n[None, :]
     b_y = _coded_part(
         x, x_scales, codes, scales, zeros, factors, o_m, o_n, m_m, m_n, i_s,
@@ -395,6 +459,25 @@ def quantized_linear_kernel(
         b_y += tl.load(bias + o_n, mask=m_n, other=0.0).to(tl.float32)[None, :]
     o_y = (o_m.to(tl.int64) * N)[:, None] + o_n[None, :]
     tl.store(y + o_y, _cast(b_y, y.dtype.element_ty), mask=m_y)
+
+
+def arrange(kind: str, codes: torch.Tensor) -> torch.Tensor:
+    """Put codes [.., bytes] of a kind, which are as `reference.Quantized` says, into the layout of the kernels.
+
+    Only bytes of four bits move, in each 16 of them: 0 8 1 9 2 10 .. 7 15. So word i of eight has, from its lowest bits
+    on, inputs i, 16 + i, 8 + i and 24 + i of 32. A thread's two neighbouring words are then what one of the matrix unit
+    needs, and have nibbles in Marlin's order, 0 2 4 6 1 3 5 7 (Frantar et al., 2024).
+    """
+    if BITS[kind] == 8:
+        return codes
+    count = codes.shape[-1] * 4 // BITS[kind]
+    pairs = codes[..., :count].unflatten(-1, (-1, 2, 8)).mT.flatten(-3)
+    return torch.cat((pairs, codes[..., count:]), -1)
+
+
+def _elements(weight: Quantized) -> torch.Tensor:
+    """The codes of a weight as `_load_numbers` loads them."""
+    return weight.codes.view(torch.uint8 if BITS[weight.kind] == 8 else torch.int16)
 
 
 class Layout(NamedTuple):
@@ -455,12 +538,14 @@ def _check(weight: Quantized, inputs: int) -> None:
         assert factors.shape == (*codes.shape[:-1], cuts, 1 if zeros is None else 2) and factors.is_contiguous()
 
 
-def _rows_tile(rows: int, dtype: torch.dtype, chip: Chip) -> tuple[int, int, int, int]:
-    """BLOCK_M, BLOCK_N, warps and stages for so many rows."""
+def _rows_tile(rows: int, dtype: torch.dtype, chip: Chip, packed: bool) -> tuple[int, int, int, int]:
+    """BLOCK_M, BLOCK_N, warps and stages for so many rows; with `packed` codes a stage may have two steps."""
     if dtype == torch.float32:
         return (16, 32, 4, 2) if rows <= 16 else (64, 32, 8, 2)
+    if rows <= 16:
+        return 16, 64, 4, 3 if packed else 4
     if rows <= 64:
-        return (16 if rows <= 16 else 64), 64, 4, 4
+        return 64, 64, 4, 4
     return 128, 128 if chip.wgmma else 64, 8, 3
 
 
@@ -480,11 +565,11 @@ def _operands(x: torch.Tensor, weight: Quantized, rows: int) -> Operands:
     chip = _chip(x.device)
     if not weight.input_kind:
         layout = _layout(weight, x.shape[1], x.dtype, chip)
-        return Operands(x, None, weight.codes.view(torch.uint8), layout, _rows_tile(rows, x.dtype, chip))
+        return Operands(x, None, _elements(weight), layout, _rows_tile(rows, x.dtype, chip, BITS[weight.kind] < 8))
     # No code becomes a number, and the tiles are those of x in 16 bits.
     x, x_scales = round_inputs(x, weight)
     layout = _layout(weight, x.shape[1], torch.bfloat16, chip)
-    block_m, block_n, warps, stages = _rows_tile(rows, torch.bfloat16, chip)
+    block_m, block_n, warps, stages = _rows_tile(rows, torch.bfloat16, chip, False)
     if x_scales.shape[1] > 1:
         block_n = min(block_n, 64)  # two sums in the registers, one of them of a step
     return Operands(x, x_scales, weight.codes, layout, (block_m, block_n, warps, stages))
@@ -529,46 +614,41 @@ def quantized_rows_kernel(
 ):  # fmt: skip
     """y[t] = (numbers(codes[i]) - zeros[i]) * scales[i], i = ids[t]; codes [N, bytes of a row], ids [T], y [T, K].
 
-    One program per id and BLOCK bytes that have its codes, or their lower four bits.
+    One program per id and BLOCK of its numbers.
     """
     GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
-    HALVES: tl.constexpr = 1 if KIND == "int8" or KIND == "fp8" else 2  # codes of a byte
-    ROW: tl.constexpr = K * 3 // 4 if KIND == "int6" else K // HALVES  # bytes
-    i_t = tl.program_id(0).to(tl.int64)
+    i_t, i_k = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i_row = tl.load(ids + i_t).to(tl.int64)
-    o_c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    o_k = o_c // 16 * 32 + o_c % 16 if HALVES == 2 else o_c
+    o_k = (i_k * BLOCK + tl.arange(0, BLOCK))[None, :]
     m_k = o_k < K
-    b_bits = _bits(_load_codes(codes + i_row * ROW, o_c, m_k, K, KIND), KIND, None, tl.float16)
-    for i_half in tl.static_range(HALVES):
-        b_y = _number(b_bits[i_half], b_bits[1], KIND, None, tl.float16).to(tl.float32)
-        o_t = i_row * GROUPS + (o_k + 16 * i_half) // GROUP
-        o_f = o_t
-        if WIDE > 0:
-            o_f = (i_row * ((K + WIDE - 1) // WIDE) + (o_k + 16 * i_half) // WIDE) * (2 if zeros is not None else 1)
-        b_scale = _load_scales(scales, factors, o_t, o_f, m_k, SCALES)
-        if WIDE > 0:
-            b_y *= b_scale
-        if zeros is not None:
-            b_y -= _load_zeros(zeros, factors, b_scale, o_t, o_f, m_k, KIND)
-        if WIDE == 0:
-            b_y *= b_scale
-        tl.store(y + i_t * K + o_k + 16 * i_half, _cast(b_y, y.dtype.element_ty), mask=m_k)
+    p_row = codes + i_row * _row_size(K, KIND)
+    b_y = _load_numbers(p_row, i_k, tl.full([1, 1], 1, tl.int1), K, KIND, None, False, BLOCK, tl.float16).to(tl.float32)
+    o_t = i_row * GROUPS + o_k // GROUP
+    o_f = o_t
+    if WIDE > 0:
+        o_f = (i_row * ((K + WIDE - 1) // WIDE) + o_k // WIDE) * (2 if zeros is not None else 1)
+    b_scale = _load_scales(scales, factors, o_t, o_f, m_k, SCALES)
+    if WIDE > 0:
+        b_y *= b_scale
+    if zeros is not None:
+        b_y -= _load_zeros(zeros, factors, b_scale, o_t, o_f, m_k, KIND)
+    if WIDE == 0:
+        b_y *= b_scale
+    tl.store(y + i_t * K + o_k, _cast(b_y, y.dtype.element_ty), mask=m_k)
 
 
 def quantized_rows(weight: Quantized, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Look rows up in a table in codes (`reference.quantized_rows`)."""
     inputs = weight.codes.shape[1] * 8 // BITS[weight.kind]
-    width = inputs if BITS[weight.kind] == 8 else inputs // 2
     assert weight.codes.ndim == 2 and ids.ndim == 1 and ids.is_contiguous()
     _check(weight, inputs)
 
     scales, bytes_of = _plain_scales(weight.scales)
     y = torch.empty(len(ids), inputs, dtype=dtype, device=ids.device)
-    block = min(512, triton.next_power_of_2(width))
+    block = min(1024, triton.next_power_of_2(inputs))
 
-    quantized_rows_kernel[(len(ids), triton.cdiv(width, block))](
-        weight.codes.view(torch.uint8), scales, weight.zeros, weight.factors, ids, y,
+    quantized_rows_kernel[(len(ids), triton.cdiv(inputs, block))](
+        _elements(weight), scales, weight.zeros, weight.factors, ids, y,
         inputs, weight.kind, bytes_of, min(weight.group, inputs), min(weight.wide, inputs), block, num_warps=4,
     )  # fmt: skip
     return y

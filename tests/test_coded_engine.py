@@ -218,9 +218,10 @@ def test_experts_whose_inputs_are_rounded_answer_as_the_specification(experts, r
 
 
 @pytest.mark.full
-def test_interpreted_kernels_of_such_experts_answer_so_too(experts):
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_interpreted_kernels_of_such_experts_answer_so_too(experts, quantization):
     pytest.importorskip("triton")
-    fields = {"quantization": "int8", "max_num_seqs": 2, "max_num_batched_tokens": 8}
+    fields = {"quantization": quantization, "max_num_seqs": 2, "max_num_batched_tokens": 8}
     found, expected = (run_folder(experts[0], 2, 2, backend=backend, **fields) for backend in ("triton", "reference"))
     check_nearly_alike(found, expected)
 

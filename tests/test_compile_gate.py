@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ SHARED_LIMIT = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 103
 REGISTERS = 64 * 1024  # that a processor has
 SHARDS = 2
 KERNELS = 44
+OLDEST = "3.6.0"  # Triton that requirements.txt allows
 BRIEF: dict[int, tuple[str, ...]] = {
     # These launch every kernel.
     90: (
@@ -343,7 +345,7 @@ def specializations(arch: int, shapes: tuple[str, ...]) -> list[tuple[str, Any, 
 
     compiled: dict[str, tuple[str, Any, dict[str, Any]]] = {}
     types = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
-    types |= {torch.int32: "*i32", torch.int64: "*i64", torch.uint8: "*u8", torch.int8: "*i8"}
+    types |= {torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64", torch.uint8: "*u8", torch.int8: "*i8"}
     types[torch.float8_e4m3fn] = "*fp8e4nv"
 
     def record(fn: JITFunction, *args: Any, grid: Any, warmup: bool, **options: int) -> None:
@@ -453,10 +455,15 @@ def tool() -> Path:
     return Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
-def chips(whole: bool) -> dict[int, tuple[str, ...]]:
-    """The chips to compile for, if this version of Triton can read their machine code, and the shapes; (): all."""
-    if not whole:
+def chips(which: str) -> dict[int, tuple[str, ...]]:
+    """The chips to compile for, if this version of Triton can read their machine code, and the shapes; (): all.
+
+    `which`: "brief", "whole", or a chip for which all is compiled.
+    """
+    if which == "brief":
         return BRIEF
+    if which != "whole":
+        return {int(which): ()}
     usage = subprocess.run([tool(), "--help"], check=True, capture_output=True, text=True).stdout
     brief = tuple(name for names in BRIEF.values() for name in names)
     return {arch: brief if arch in SIBLINGS else () for arch in SHARED_LIMIT if f"'sm_{arch}'" in usage}
@@ -485,14 +492,21 @@ def run_self(folder: Path, *args: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-def run_shard(shard: int, folder: Path, whole: bool) -> list[dict[str, Any]]:
-    """Results of every SHARDS-th kernel."""
-    return [json.loads(line) for line in run_self(folder, str(shard), str(folder), *["whole"] * whole)]
+def run_shards(folder: Path, which: str) -> list[dict[str, Any]]:
+    """Results of all kernels, of which each of SHARDS processes compiles as many; see `chips`."""
+
+    def run(shard: int) -> list[str]:
+        own = folder / str(shard)
+        own.mkdir()
+        return run_self(own, str(shard), str(own), which)
+
+    with ThreadPoolExecutor(SHARDS) as threads:
+        return [json.loads(line) for lines in threads.map(run, range(SHARDS)) for line in lines]
 
 
-def compile_shard(shard: int, folder: Path, whole: bool) -> None:
-    """Compile a shard and print a line of JSON for each kernel: what the process of `run_shard` does."""
-    jobs = [(*case, arch) for arch, shapes in chips(whole).items() for case in specializations(arch, shapes)]
+def compile_shard(shard: int, folder: Path, which: str) -> None:
+    """Compile every SHARDS-th kernel and print a line of JSON for each: what a process of `run_shards` does."""
+    jobs = [(*case, arch) for arch, shapes in chips(which).items() for case in specializations(arch, shapes)]
     for job in jobs[shard::SHARDS]:
         print(json.dumps(compile_and_inspect(*job, folder)), flush=True)
 
@@ -500,14 +514,12 @@ def compile_shard(shard: int, folder: Path, whole: bool) -> None:
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(False, id="brief", marks=pytest.mark.full), pytest.param(True, id="whole", marks=pytest.mark.long)
+        pytest.param("brief", marks=pytest.mark.full), pytest.param("whole", marks=pytest.mark.long),
     ],
 )  # fmt: skip
 def gate(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     pytest.importorskip("triton")
-    folders, whole = [tmp_path_factory.mktemp("gate") for _ in range(SHARDS)], [request.param] * SHARDS
-    with ThreadPoolExecutor(SHARDS) as pool:
-        results = [result for shard in pool.map(run_shard, range(SHARDS), folders, whole) for result in shard]
+    results = run_shards(tmp_path_factory.mktemp("gate"), request.param)
     assert {r["arch"] for r in results} == set(chips(request.param))
     return results
 
@@ -521,13 +533,30 @@ def test_tritons_front_end_reads_every_kernel(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_every_chip_is_compiled_for() -> None:
     triton = pytest.importorskip("triton")
-    if missing := [f"sm_{arch}" for arch in SHARED_LIMIT if arch not in chips(True)]:
+    if missing := [f"sm_{arch}" for arch in SHARED_LIMIT if arch not in chips("whole")]:
         pytest.skip(f"the cuobjdump of Triton {triton.__version__} does not read {', '.join(missing)}")
 
 
 def test_no_kernel_spills(gate: list[dict[str, Any]]) -> None:
     assert len({r["kernel"].split(":")[0] for r in gate}) == KERNELS
     assert not [r for r in gate if r["spills"] or r["stack"] or r["registers"] * r["threads"] > REGISTERS]
+
+
+@pytest.mark.long
+def test_no_kernel_spills_with_the_oldest_triton(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On sm_90, where it has run (docs/gpu.md). pip fetches it."""
+    pytest.importorskip("triton")
+    site, wanted = tmp_path / "site", f"triton=={OLDEST}"
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", site, wanted]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"pip does not install {wanted}: {done.stderr.strip()[-300:]}")
+    monkeypatch.setenv("PYTHONPATH", str(site))
+    assert run_self(tmp_path, "version") == [OLDEST]
+    results = run_shards(tmp_path, "90")
+    assert len({r["kernel"].split(":")[0] for r in results}) == KERNELS
+    assert not [r for r in results if r["spills"] or r["stack"] or r["registers"] * r["threads"] > REGISTERS]
+    assert not [r for r in results if r["shared"] > SHARED_LIMIT[90]]
 
 
 def test_shared_memory_fits(gate: list[dict[str, Any]]) -> None:
@@ -561,16 +590,17 @@ def test_experts_use_the_warp_group_matrix_unit_for_many_tokens(gate: list[dict[
 
 
 def test_decode_loads_keys_and_values_by_128_bits(gate: list[dict[str, Any]]) -> None:
-    """A tile has 16 KiB at least. The narrower copies in its loop are of the ids of the tile's blocks, one of each.
+    """A tile has 16 KiB at least, in FP8 half of that. The narrower copies in its loop are of the ids of the tile's
+    blocks, one of each.
 
-    Values in FP8 are copied by 64 bits, as they lie in shared memory for the product.
+    Latents in FP8 are copied by 64 bits, as they lie in shared memory for the product.
     """
     decode = [r for r in gate if "_decode" in r["kernel"] and "plan" not in r["kernel"] and "fp32" not in r["kernel"]]
-    decode = [r for r in decode if "kv8" not in r["kernel"]]
+    decode = [r for r in decode if not ("latent" in r["kernel"] and "kv8" in r["kernel"])]
     assert {r["arch"] for r in decode} == {r["arch"] for r in gate}
     for r in decode:
         [[wide, narrow]] = r["copies"]
-        assert wide * r["threads"] >= 1024 and narrow == r["blocks"], r
+        assert wide * r["threads"] >= (512 if "kv8" in r["kernel"] else 1024) and narrow == r["blocks"], r
 
 
 def test_two_programs_of_decode_fit_a_processor(gate: list[dict[str, Any]]) -> None:
@@ -588,9 +618,10 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
     if sys.argv[1:] == ["read"]:
         read_kernels()
+    elif sys.argv[1:] == ["version"]:
+        print(version("triton"))
     elif len(sys.argv) > 1:
-        compile_shard(int(sys.argv[1]), Path(sys.argv[2]), "whole" in sys.argv)
+        compile_shard(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
     else:
-        with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(SHARDS) as threads:
-            shards = threads.map(lambda shard: run_shard(shard, Path(folder), True), range(SHARDS))
-            print_table([result for shard in shards for result in shard])
+        with tempfile.TemporaryDirectory() as folder:
+            print_table(run_shards(Path(folder), "whole"))

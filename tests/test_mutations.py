@@ -49,14 +49,14 @@ MUTATIONS: dict[str, tuple[Any, ...]] = {
     "act": ("m_x = o_x < SIZE", "m_x = o_x < SIZE - 1", test_reference.test_act_mul),
     "act, without a gate": ("GATED else SIZE", "GATED else SIZE - 1", test_reference.test_act),
     "linear": ("o_n < N", "o_n < N - 1", test_matmul.test_linear),
-    "quantized_linear": ("o_n < N", "o_n < N - 1", test_quantized.test_quantized_linear),
+    "quantized_linear": ("_inside(o_n, N, BLOCK_N)", "o_n < N - 1", test_quantized.test_quantized_linear),
     "quantized_linear, of parts": (
         "i_part in range(SPLITS)", "i_part in range(1, SPLITS)", test_quantized.test_quantized_linear),
     "round_inputs": ("i_t * G + i_g, b_scale", "i_t * G, b_scale", test_quantized.test_products_of_rounded_inputs),
     "quantized_linear, of rounded inputs": (
         "m_m, m_n, i_s,", "m_m, m_n, 0,", test_quantized.test_products_of_rounded_inputs),
-    "quantized_rows": ("16 * i_half) // GROUP", "16 * i_half) // K", test_quantized.test_quantized_rows),
-    "quantized_rows, of factors": ("16 * i_half) // WIDE", "16 * i_half) // K", test_quantized.test_factors),
+    "quantized_rows": ("o_k // GROUP", "o_k // K", test_quantized.test_quantized_rows),
+    "quantized_rows, of factors": ("o_k // WIDE", "o_k // K", test_quantized.test_factors),
     "route": ("m_left & (o_e != i_e)", "m_left & (o_e > i_e)", test_experts.test_route),
     "plan_experts": ("(b_id < i_e)", "(b_id <= i_e)", test_experts.test_plan_experts_sorts_the_pairs),
     "expert_gate_up": (

@@ -81,11 +81,32 @@ def test_codes_stand_for_the_numbers(tmp_path: Path, case: str) -> None:
             assert kinds == [expected] * (4 - 2 * differ + ("gptq" in case))
 
 
+def coded_in(model: Transformer) -> list[Any]:
+    """The codes of all matrices that are in codes."""
+    weights = (value for owner in model.owners() for value in vars(owner).values())
+    return [weight.coded for weight in weights if isinstance(weight, QuantizedWeight)]
+
+
+@pytest.mark.parametrize(("raw", "case"), [(SMALL, "pack 4"), (MIXTRAL, "pack 4"), (SMALL, "int8 channel")])
+def test_codes_are_arranged_for_the_backend(tmp_path: Path, raw: dict[str, Any], case: str) -> None:
+    """Part by part, as a matrix or a stack of experts is filled."""
+    pytest.importorskip("triton")
+    import kernels
+
+    packed, _ = checkpoints(tmp_path, raw, *CASES[case])
+    config, plain = ModelConfig.from_folder(str(packed)), both(packed)[0]
+    model = Transformer(config, kernels, "cpu", torch.float32, 8, Group(0, 1), "checkpoint")
+    load_weights(model, str(packed))
+    for ours, theirs in zip(coded_in(model), coded_in(plain), strict=True):
+        assert torch.equal(ours.codes, kernels.arrange(theirs.kind, theirs.codes))
+        assert torch.equal(ours.codes, theirs.codes) == (theirs.kind == "int8")
+
+
 def rounding_of(model: Transformer) -> list[tuple[str, Any]]:
     """How the products of each matrix round their inputs, and its static scale."""
-    weights = [value for owner in model.owners() for value in vars(owner).values()]
-    coded = [weight.coded for weight in weights if isinstance(weight, QuantizedWeight)]
-    return [(each.input_kind, None if each.input_scale is None else float(each.input_scale)) for each in coded]
+    return [
+        (coded.input_kind, None if coded.input_scale is None else float(coded.input_scale)) for coded in coded_in(model)
+    ]
 
 
 def test_inputs_are_rounded_as_the_checkpoint_says(tmp_path: Path) -> None:

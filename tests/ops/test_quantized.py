@@ -97,6 +97,8 @@ def random_stack(count: int, *args: Any) -> tuple[Quantized, torch.Tensor]:
 
 
 def there(device: str, weight: Quantized) -> kernels.Quantized:
+    """A weight on a device, as the kernels keep it."""
+    weight = weight._replace(codes=kernels.arrange(weight.kind, weight.codes))
     return kernels.Quantized(*(part.to(device) if isinstance(part, torch.Tensor) else part for part in weight))
 
 
@@ -305,6 +307,7 @@ def test_quantized_rows(
     st.booleans(),
     on=[
         (3, (65, 320), "int4", 32, 256, BF16, True), (2, (7, 1088), "fp4", 16, 10**6, F16, False),
+        (65, (70, 320), "fp4", 16, 10**6, BF16, False),
         (65, (33, 96), "int6", 16, 256, F32, False), (3, (7, 1088), "int6", 32, 256, F16, True),
         (1, (7, 1088), "int8", 32, 32, BF16, True),
         (2, (20, 32), "int4", 32, 256, F32, True),
@@ -351,12 +354,30 @@ def test_each_tile_of_outputs_counts_its_own_parts(device: str, monkeypatch: pyt
     torch.testing.assert_close(y[:, 64:].double(), (x.double() @ numbers.T)[:, 64:], rtol=0.01, atol=0.1)
 
 
-def run_ptx(text: str, pairs: torch.Tensor) -> list[torch.Tensor]:
-    """$0 and $1 [n] of these instructions for $2 [n], two bytes each."""
-    values = {"$2": pairs}
+PLACES = 0, 16, 8, 24  # of 32 inputs, those of the four codes of a word of an arranged weight
+
+
+@pytest.mark.parametrize("kind", [kind for kind in BITS if BITS[kind] < 8])
+def test_an_arranged_weight_has_four_inputs_in_a_word(kind: str) -> None:
+    """Eight inputs apart from each other; and its bytes of upper bits, and those of codes of eight bits, stay."""
+    weight, _ = random_weight(kind, 3, 96, 32)
+    words = kernels.arrange(kind, weight.codes).view(torch.int16)[:, :24].int() & 0xFFFF
+    codes = torch.stack([words >> 4 * i & 15 for i in range(4)], 1).unflatten(2, (3, 8))
+    lower = reference.apart(kind, weight.codes) & 15
+    for b in range(3):
+        for i, place in enumerate(PLACES):
+            assert torch.equal(codes[:, i, b], lower[:, 32 * b + place : 32 * b + place + 8].int())
+    assert torch.equal(kernels.arrange(kind, weight.codes)[:, 48:], weight.codes[:, 48:])
+    assert kernels.arrange("int8", weight.codes) is weight.codes
+    assert reference.arrange(kind, weight.codes) is weight.codes
+
+
+def run_ptx(text: str, values: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """$0, $1 .. of these instructions, each [n], for the operands `values`."""
+    example = next(iter(values.values()))
 
     def read(name: str) -> torch.Tensor:
-        return values[name] if name in values else torch.full_like(pairs, int(name, 0))
+        return values[name] if name in values else torch.full_like(example, int(name, 0))
 
     def permute(a: torch.Tensor, b: torch.Tensor, selector: torch.Tensor) -> torch.Tensor:
         both, made = a | b << 32, torch.zeros_like(a)
@@ -366,44 +387,53 @@ def run_ptx(text: str, pairs: torch.Tensor) -> list[torch.Tensor]:
             made |= torch.where(choice >= 8, (byte >> 7) * 255, byte) << 8 * i
         return made
 
+    def combine(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        made = torch.zeros_like(a)
+        for i in range(8):
+            bits = (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)
+            made |= bits * (table >> i & 1)
+        return made & 0xFFFFFFFF
+
     ops = {
+        "mov.b32": lambda a: a,
         "cvt.u32.u16": lambda a: a,
         "and.b32": lambda a, b: a & b,
-        "or.b32": lambda a, b: a | b,
         "shl.b32": lambda a, b: a << b & 0xFFFFFFFF,
         "shr.b32": lambda a, b: a >> b,
         "prmt.b32": permute,
-        "lop3.b32": lambda a, b, c, table: a & b | ~a & c,
+        "lop3.b32": combine,
     }
     lines = [line.split() for line in re.sub(r"{.*?;|[},]", " ", text).split(";") if line.split()]
     for op, target, *sources in lines:
-        assert op != "lop3.b32" or sources[3] == "0xca"  # a ? b : c
         values[target] = ops[op](*map(read, sources))
-    return [values["$0"], values["$1"]]
+    return [values[f"${i}"] for i in range(4) if f"${i}" in values]
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16])
 @pytest.mark.parametrize("kind", [*BITS])
-def test_two_bytes_are_unpacked_at_a_time(kind: str, dtype: torch.dtype) -> None:
-    """For any two bytes: what `_number` makes of these bits is the number of each code. Of int6, for two 16 bits."""
-    pairs, width = (torch.arange(1 << 16), 8) if kind != "int6" else (torch.randint(1 << 32, (1 << 16,)), 16)
+def test_two_elements_are_unpacked_at_a_time(kind: str, dtype: torch.dtype) -> None:
+    """For any two bytes, and any word and another one: what `_number` makes of these bits is the number of a code."""
     with torch.device("meta"):  # as in a dry run
         text = quantized._unpacking.__wrapped__(kind, dtype)
-    made = [torch.stack((bits & 0xFFFF, bits >> 16)) for bits in run_ptx(text, pairs)]
-    low, high = (bits.to(torch.uint16).view(dtype) for bits in made)
-    codes = torch.stack((pairs & (1 << width) - 1, pairs >> width))
-    halves = [codes] if BITS[kind] == 8 else [codes & 15, codes >> 4 & 15]
-    if kind == "int6":
-        halves = [halves[0] | codes >> 4 & 48, halves[1] | codes >> 8 & 48]
-    bits, bias = (7, 127) if dtype == BF16 else (10, 15)
-    factor, shift = {"fp4": 2.0 ** (bias - 1), "fp8": 2.0 ** (bias - 7)}.get(kind, 1.0), 0.0
-    shift = {"int4": 2.0**bits + 8, "int6": 2.0**bits + 32, "int8": high}.get(kind, 0.0)
-    size = 1 << BITS[kind]
+    bits, bias, size = (7, 127, 1 << BITS[kind]) if dtype == BF16 else (10, 15, 1 << BITS[kind])
     numbers = torch.tensor([number(kind, code) for code in range(size)]).to(dtype)
+    if BITS[kind] == 8:
+        pairs = torch.arange(1 << 16)
+        made, codes = run_ptx(text, {"$2": pairs}), [torch.stack((pairs & 255, pairs >> 8))]
+    else:
+        words, upper = torch.stack((torch.arange(1 << 16), torch.randperm(1 << 16))), torch.randint(256, (2, 1 << 16))
+        made = run_ptx(text, {"$4": words[0] | words[1] << 16, "$5": upper[0] | upper[1] << 8})
+        codes = [words >> 4 * i & 15 for i in range(4)]
+        if kind == "int6":
+            codes = [code | (upper >> place // 4 & 3) << 4 for code, place in zip(codes, PLACES, strict=True)]
+    got = [torch.stack((part & 0xFFFF, part >> 16)).to(torch.uint16).view(dtype) for part in made]
     if kind == "fp8":
         numbers[[127, 255]] = torch.tensor([480.0, -480.0]).to(dtype)
-    for got, half in zip((low, high), halves, strict=False):
-        assert torch.equal((got - shift) * factor, numbers[half])
+    for i, part in enumerate(codes):
+        size = 16 if kind == "int4" and dtype == F16 and i % 2 else 1  # of the last bit
+        shift = {"int4": 2.0**bits / size + 8, "int6": 2.0**bits + 32, "int8": got[1]}.get(kind, 0.0)
+        factor = {"fp4": 2.0 ** (bias - 1), "fp8": 2.0 ** (bias - 7)}.get(kind, 1 / size)
+        assert torch.equal(got[i] * factor - shift, numbers[part])
 
 
 @tried(
