@@ -154,7 +154,7 @@ class BatchState:
         self.seeds = self.words[self.places["seeds"][0] :][: 2 * slots].view(torch.int64)
         self.token_counts = torch.zeros(slots, vocab_size, dtype=torch.int32, device=device)
         self.to_compute, self.num_logprobs, self.adjusted, self.stops_barred = np.zeros((4, slots), dtype=np.int32)
-        self.adapted = np.zeros(slots, dtype=bool)  # whether a slot has an adapter with matrices
+        self.adapted = np.zeros(slots, dtype=np.int32)  # `adapters`, on the host
         self.barred_rows: dict[int, NewRow] = {}
         self.masked_logprobs = np.zeros(slots, dtype=bool)  # see `NewRow`
         self.scores: dict[int, tuple[int, int, int, int]] = {}  # by slot: `NewRow.score`, and its tokens
@@ -207,7 +207,7 @@ class BatchState:
         for slot, bits in adjustments.items():
             self._note(slot, bits)
         for slot, adapter in adapters.items():
-            self.adapted[slot] = adapter > 0
+            self.adapted[slot] = adapter
             self._write("adapters", slot, array("i", (adapter,)))
 
     def _note(self, slot: int, bits: int) -> None:

@@ -219,7 +219,7 @@ def virtual_tokens(module: Module) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def _virtual_tokens(state: str) -> int:
-    return read_adapter(state.partition("\0")[0])[0]
+    return read_adapter(state.partition("\0")[0]).virtual
 
 
 def request_of(module: Module) -> LoRARequest:

@@ -30,16 +30,16 @@ def settle_head(source: str, config: ModelConfig) -> ModelConfig:
     return dataclasses.replace(config, tie_word_embeddings=not differs)
 
 
-def find_tables(
-    paths: list[str], config: ModelConfig, storage: Storage, kinds: tuple[str, ...] = ("weight",)
-) -> Tables:
+def find_tables(paths: list[str], config: ModelConfig, storage: Storage) -> Tables:
     """The table of embeddings and the head, as far as the files have them: the names that they have there, by ours."""
-    names, tables = [f"{config.row.name(part)}.{kind}" for part in ("embed", "head") for kind in kinds], {}
-    for file, saved in tensors_in(paths):
-        plain = storage.name_of(saved)
-        if plain and (name := our_name(plain, names)):
-            tables[name] = plain, storage.open(file, saved)
-    return tables
+    return find_stored(paths, [f"{config.row.name(part)}.weight" for part in ("embed", "head")], storage)
+
+
+def find_stored(paths: list[str], names: list[str], storage: Storage) -> Tables:
+    """The same of tensors with our `names`."""
+    tensors = ((file, saved, storage.name_of(saved)) for file, saved in tensors_in(paths))
+    pairs = ((our_name(plain, names), plain, file, saved) for file, saved, plain in tensors if plain)
+    return {name: (plain, storage.open(file, saved)) for name, plain, file, saved in pairs if name}
 
 
 def stand_in(paths: list[str], config: ModelConfig, storage: Storage) -> dict[str, str]:

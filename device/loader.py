@@ -26,7 +26,7 @@ from config import read_json
 from cpu import machine
 from device.coded import fill, kinds_to_round, settle
 from model import Transformer
-from models.families import HALF_PREFIXES, PREFIXES, WRAPPERS, our_name
+from models.families import PREFIXES, WRAPPERS, is_of_another_half, our_name
 from models.quantized import QuantizedWeight
 from models.shares import Parts, TensorPart
 from observe.logs import warn_once
@@ -219,9 +219,7 @@ def skipped(saved: str, model: Transformer) -> bool:
     if saved.removeprefix("model.").startswith(("v_head.", "value_head.")):
         warn_once("the checkpoint has a value head, which only training uses: it is left out")
         return True
-    of_layer = any(saved.startswith(f"{prefix}{row.name('layer')}.") for prefix in PREFIXES)
-    of_other = row.half and not of_layer and not saved.startswith(HALF_PREFIXES)  # than the text
-    if of_other or saved.endswith(IGNORED + HEADS + model.unread):
+    if is_of_another_half(saved, row) or saved.endswith(IGNORED + HEADS + model.unread):
         return True
     for prefix in PREFIXES:
         name = saved.removeprefix(prefix)

@@ -58,12 +58,20 @@ def add_adapters(w: Worker, adapters: AdapterPool) -> None:
         if run.plan.adapters:
             adapters.move(run.plan.adapters)
 
+    def choose_graph(run: StepRun) -> None:  # what few adapters have is in none
+        if adapters.slots_with_changes(numbers_of(run)):
+            run.graph = None
+
     def begin(run: StepRun) -> None:
         of_slots = w.state.adapters if run.shape.adapted else None
-        adapters.begin(of_slots, run.batch.slots, run.batch.starts, run.shape)
+        adapters.begin(of_slots, run.batch.slots, run.batch.starts, run.shape, numbers_of(run))
+
+    def numbers_of(run: StepRun) -> np.ndarray:
+        return w.state.adapted[[slot for slot, _ in run.plan.rows if run.shape.adapted]]
 
     w.making_logits = lambda slots: adapters.making_logits(slots.int())
     put(w.plan_phases, w.enter, move)
+    put(w.row_phases, w.enter_rows, choose_graph)
     put(w.forward_phases, w.prepare_batch, begin)
 
 
@@ -160,7 +168,7 @@ def add_sanitizer(w: Worker, sanitizer: KVSanitizer) -> None:
 
     def follow(run: StepRun) -> None:
         w.state.apply(w.ops)
-        sanitizer.follow(run.plan, w.adapters.held if w.adapters else ())
+        sanitizer.follow(run.plan, [adapter.digest for adapter in w.adapters.held] if w.adapters else ())
 
     def check(run: StepRun) -> None:
         batch = run.batch

@@ -57,6 +57,7 @@ class PiecewiseGraphs:
         for adapted, size in product(sorted({False, adapters is not None}), reversed(sizes)):
             if adapters:  # steps with prompt adapters alone count as not adapted, so all graphs put prompts in
                 adapters.plan, model.prompts = self.plans[size] if adapted else None, adapters.prompts
+                adapters.changes = []
             self.forward(size, lambda attention, q: self.hand_over(attention, q)[1])  # as before each decode graph
             torch.cuda.synchronize()
             with torch.cuda.stream(stream):
@@ -113,6 +114,8 @@ class PiecewiseGraphs:
         Where it has adapters (`adapted`), they have begun the step.
         """
         count = len(batch.input_ids)
+        if self.adapters and self.adapters.changes:
+            return self.model.forward(batch, self.pool, self.states)
         size = self.padded(count)
         self.input_ids[:count] = batch.input_ids
         self.positions[:count] = batch.positions

@@ -2,8 +2,8 @@
 
 An adapter has for some modules of the model (linear layers and the table of embeddings, by the checkpoint's names) two
 matrices, A [r, in] and B [out, r]. There the model computes y = W x + scale B (A x). Of an embedding, x has a 1 for the
-token and zeros for all others. Or it is a prompt adapter: embeddings of N virtual tokens, which stand before each
-prompt (prompt tuning, Lester et al., 2021).
+token and zeros for all others. `lora/changes.py` has what else it may change. Or it is a prompt adapter: embeddings of
+N virtual tokens, which stand before each prompt (prompt tuning, Lester et al., 2021).
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from typing import Any
+from types import NoneType
+from typing import Any, NamedTuple
 
 from config import read_json
 
@@ -23,30 +24,64 @@ MOST_KEYS, MOST_CHARS = 10_000, 300  # patterns of a config, and characters of o
 SLOW = re.compile(r"\)[*+{]|([*+{].*){5}", re.DOTALL)  # a group that is repeated, or five repeats
 Patterns = list[tuple[re.Pattern[str], Any]]  # each with its value, for the modules whose names it matches
 # Ways to initialize A and B that leave the model's own weights as they are. Others (PiSSA, OLoRA, CorDA) change them.
-INITIALIZED = (True, False, None, "gaussian", "eva", "orthogonal")
+INITIALIZED = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
+CONVERT = (
+    ", because others change the model's own weights, which the file has not: save the adapter by PEFT's "
+    "save_pretrained(..., path_initial_model_for_weight_conversion=...), which makes it a plain one"
+)
 REFUSED: dict[str, tuple[Any, ...]] = {  # fields of the config that change the formula, and where they do not
-    "use_dora": (False, None), "lora_bias": (False, None), "bias": ("none", None), "megatron_config": (None,),
-    "trainable_token_indices": (None,), "layer_replication": (None,), "use_qalora": (False, None),
-    "alora_invocation_tokens": (None,), "target_parameters": (None, []), "arrow_config": (None,),
-    "use_bdlora": (None, False), "kasa_config": (None,), "monteclora_config": (None,),
-    "modules_to_save": (None, []), "init_lora_weights": INITIALIZED,
+    "bias": ("none", None), "megatron_config": (None,), "layer_replication": (None,), "use_qalora": (False, None),
+    "alora_invocation_tokens": (None,), "arrow_config": (None,), "use_bdlora": (None, False), "kasa_config": (None,),
+    "monteclora_config": (None,), "init_lora_weights": INITIALIZED,
+}  # fmt: skip
+TYPES: dict[str, tuple[type, ...]] = {  # of fields that are read beside the file's tensors
+    "use_dora": (bool,), "lora_bias": (bool,), "target_parameters": (list,), "trainable_token_indices": (list, dict),
 }  # fmt: skip
 REFUSED_PROMPTS: dict[str, tuple[Any, ...]] = {  # the same for prompt adapters
     "task_type": ("CAUSAL_LM",), "num_transformer_submodules": (1, None), "modules_to_save": (None, []),
 }  # fmt: skip
 
 
-def read_adapter(
-    folder: str, most: int = MOST_RANK, most_tokens: int = MOST_VIRTUAL_TOKENS
-) -> tuple[int, Callable[[str], tuple[int, float]]]:
-    """Read the config of the adapter in `folder`, of at most rank `most`, and at most `most_tokens` virtual tokens. A
-    ValueError says in a line what is missing, or is not done here.
+class AdapterConfig(NamedTuple):
+    """What an adapter's config says."""
 
-    Returns:
-        N of a prompt adapter, which has no matrices, or 0. And a function that gives the rank r and the scale of a
-        module: alpha / r, or alpha / sqrt(r) with rsLoRA (Kalajdzievski, 2023). As in PEFT, the first pattern that
-        matches the module's name has its r, or its alpha.
-    """
+    virtual: int  # N of a prompt adapter, which has no matrices, or 0
+    # The rank r and the scale of a module: alpha / r, or alpha / sqrt(r) with rsLoRA (Kalajdzievski, 2023). As in PEFT,
+    # the first pattern that matches the module's name has its r, or its alpha.
+    shape_of: Callable[[str], tuple[int, float]]
+    fields: dict[str, Any]  # all that the file has
+
+    def tokens_of(self, module: str) -> Any:
+        """The tokens whose rows of a module are trained, by `trainable_token_indices`; None if it names no such."""
+        tokens = self.fields.get("trainable_token_indices")
+        pairs = tokens.items() if isinstance(tokens, dict) else [("", tokens)]
+        return next((ids for name, ids in pairs if f".{module}".endswith(f".{name}" if name else "")), None)
+
+    def parameter_of(self, module: str) -> str | None:
+        """The parameter that A and B of a module change, if `target_parameters` names it: its weight, or a stack of
+        experts' matrices. PEFT nests modules for the two stacks of a layer: `experts.base_layer` has A and B of the
+        first, and `experts` those of the last."""
+        experts = module.removesuffix(".base_layer")
+        names = tuple(f".{name}" for name in self.fields.get("target_parameters") or ())
+        stacks = [stack for stack in (f"{experts}.gate_up_proj", f"{experts}.down_proj") if stack.endswith(names)]
+        if (weight := f"{module}.weight").endswith(names):
+            return weight
+        return stacks[-1 if module == experts else 0] if stacks else None
+
+
+def vocabulary_size(folder: str) -> int:
+    """One more than the highest token of a folder's tokenizer, or 0 where there is none."""
+    tokenizer, config = (read_json(folder, f"tokenizer{end}.json", {}) for end in ("", "_config"))
+    vocab = tokenizer.get("model", {}).get("vocab") or {}
+    ids = [*(vocab.values() if isinstance(vocab, dict) else range(len(vocab)))]
+    ids += [token["id"] for token in tokenizer.get("added_tokens") or ()]
+    ids += [*read_json(folder, "added_tokens.json", {}).values(), *map(int, config.get("added_tokens_decoder") or ())]
+    return 1 + max(ids, default=-1)
+
+
+def read_adapter(folder: str, most: int = MOST_RANK, most_tokens: int = MOST_VIRTUAL_TOKENS) -> AdapterConfig:
+    """Read the config of the adapter in `folder`, of at most rank `most`, and at most `most_tokens` virtual tokens. A
+    ValueError says in a line what is missing, or is not done here."""
     if not os.path.isfile(os.path.join(folder, CONFIG)):
         lacks = f"{folder} has no {CONFIG}" if os.path.isdir(folder) else f"there is no folder {folder}"
         raise ValueError(f"{lacks}; an adapter is a folder with {CONFIG} and {WEIGHTS}")
@@ -57,7 +92,8 @@ def read_adapter(
     for name, allowed in (REFUSED if kind == "LORA" else REFUSED_PROMPTS).items():
         if (value := fields.get(name)) not in allowed:
             left_out = " or left out" if None in allowed else ""
-            raise ValueError(f"{place}: {name} is {value!r:.200}; it must be {allowed[0]!r}{left_out}")
+            reason = CONVERT if allowed is INITIALIZED else ""
+            raise ValueError(f"{place}: {name} is {value!r:.200}; it must be {allowed[0]!r}{left_out}{reason}")
     if not os.path.isfile(os.path.join(folder, WEIGHTS)):
         other = next((name for name in ("adapter_model.bin", "adapter_model.pt") if name in os.listdir(folder)), "")
         instead = f" but {other}, which may run any code when it is read: save it as safetensors" if other else ""
@@ -65,7 +101,11 @@ def read_adapter(
     if kind == "PROMPT_TUNING":
         count: Any = fields.get("num_virtual_tokens")
         check_count(f"{place}: num_virtual_tokens", count, "max_prompt_adapter_token", most_tokens, MOST_VIRTUAL_TOKENS)
-        return count, lambda module: (0, 0.0)
+        return AdapterConfig(count, lambda module: (0, 0.0), fields)
+    for name, types in TYPES.items():
+        if not isinstance(value := fields.get(name), (*types, NoneType)):
+            kinds = " or ".join(of.__name__ for of in types)
+            raise ValueError(f"{place}: {name} is {value!r:.200}; it must be a {kinds}, or left out")
     ranks, alphas = (compiled(f"{place}: {name}", fields.get(name) or {}) for name in ("rank_pattern", "alpha_pattern"))
     rank, alpha = fields.get("r", 8), fields.get("lora_alpha", 8)
     for name, value in [("r", rank), *(("rank_pattern", value) for _, value in ranks)]:
@@ -79,7 +119,7 @@ def read_adapter(
         numerator = next((value for pattern, value in alphas if pattern.match(module)), alpha)
         return r, numerator / (math.sqrt(r) if fields.get("use_rslora") else r)
 
-    return 0, shape_of
+    return AdapterConfig(0, shape_of, fields)
 
 
 def compiled(where: str, patterns: Any) -> Patterns:

@@ -17,6 +17,7 @@ inputs they divide, the same share of A. The sum over ranks that follows such a 
 Only the table's adapter is the same on all ranks of the first stage, after that sum.
 
 The last elements of the row, on the first stage, are the embeddings of a prompt adapter's virtual tokens, [M, hidden].
+What few adapters have is beside the pool, and of the sizes that it has; see `lora/changes.py`.
 """
 
 from __future__ import annotations
@@ -25,34 +26,31 @@ import contextlib
 import functools
 import hashlib
 import os
-import re
-from collections.abc import Callable, Iterator
+from bisect import bisect_left
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from batch_state import StepShape, to_device
-from checkpoints.hub import checkpoint_files
-from checkpoints.storage import Storage, opened
-from checkpoints.tied_head import equal, find_tables
+from checkpoints.storage import opened
 from config import EngineConfig
 from cpu import machine
 from layers import Owner, Weight, linear
 from lora.adapter import WEIGHTS, read_adapter
+from lora.changes import Change, Changes, StepChanges
+from lora.reader import AdapterReader, Module, checked
 from model import Transformer
-from models.families import our_name
-from models.quantized import QuantizedWeight
+from models.expert_layers import ExpertMlp
+from models.quantized import QuantizedWeight, operand
 from models.shares import Parts, TensorPiece
 from observe.logs import logger
 
 ALIGNMENT = 64  # elements; where each matrix begins in a row of a pool is a multiple of it
-MATRIX = re.compile(r"base_model\.model\.(.+)\.lora_(?:([AB])\.weight|embedding_([AB]))")  # PEFT's names
-BASE = re.compile(r"base_model\.model\.(.+\.)base_layer\.(weight|bias)")  # the model's own, beside matrices for a table
 PROMPT = "prompt_embeddings"
-DTYPES = torch.float16, torch.bfloat16, torch.float32
 READERS = 4  # threads that read adapters
 
 
@@ -65,6 +63,8 @@ class TargetProduct:
     shape: tuple[int, int]  # of this rank's weight, [out, in]
     covers: dict[str, list[tuple[TensorPiece, range]]]  # by weight, each piece and the outputs that it fills
     bounds: list[int]  # from 0 to the number of outputs, where the slices begin and end
+    number: int = 0  # among all products
+    experts: int = 0  # E of a stack [E out, in], which has no place in a pool; else 0
     a: int = 0  # where it begins in an adapter's row of a pool
     b: int = 0
 
@@ -80,28 +80,35 @@ def find_products(model: Transformer, wanted: Parts) -> list[TargetProduct]:
     on the meta device; `wanted` is from `modules_of`."""
     products: dict[int, TargetProduct] = {}
     places: list[tuple[Owner, str]] = [(owner, name) for owner in model.owners() for name in owner.matrices]
+    if not model.group.experts:  # else tokens of other engines meet these experts, too
+        places += [(owner, name) for owner in model.owners() for name in owner.stacks]
     if model.group.pipeline.last and not model.row.head_norm:
         places.append((model, "head"))
     for owner, name in places:
         weight = getattr(owner, name)
         weight = weight.weight if isinstance(weight, QuantizedWeight) else weight
-        if torch.is_tensor(weight) and weight.ndim == 2:
-            shape = weight.shape[0], weight.shape[1]
-            products[weight.untyped_storage()._cdata] = TargetProduct(owner, name, shape, {}, [0, weight.shape[0]])
+        if torch.is_tensor(weight):
+            stacked = weight.ndim == 3
+            shape, step = (weight.shape[:-1].numel(), weight.shape[-1]), weight.shape[-2] // (1 + (name == "gate_up"))
+            product = TargetProduct(owner, name, shape, {}, [*range(0, shape[0] + 1, step if stacked else shape[0])])
+            product.experts = len(weight) * stacked
+            products[weight.untyped_storage()._cdata] = product
     table = f"{model.row.name('embed')}.weight"
     for name, part in wanted.items():
-        for piece in part.pieces if name.endswith(".weight") and name != table else ():
-            if product := products.get(piece.target.untyped_storage()._cdata):
-                inputs = product.shape[1]
+        for piece in part.pieces if name != table else ():
+            if covering := products.get(piece.target.untyped_storage()._cdata):
+                inputs = covering.shape[1]
                 begin, count = piece.target.storage_offset() // inputs, piece.target.numel() // inputs
-                product.covers.setdefault(name, []).append((piece, range(begin, begin + count)))
+                covering.covers.setdefault(name, []).append((piece, range(begin, begin + count)))
     for product in products.values():
-        product.bounds = slices_of(product)
+        product.bounds = product.bounds if product.experts else slices_of(product)
     result = [product for product in products.values() if product.covers]
     if model.group.pipeline.first:
         count, size = wanted[table].shape
         whole = TensorPiece(model.embedding, (slice(None), slice(None))), range(size)
         result.append(TargetProduct(model, "embedding", (size, count), {table: [whole]}, [0, size]))
+    for number, product in enumerate(result):
+        product.number = number
     return result
 
 
@@ -139,15 +146,21 @@ class AdaptedLinear:
 
     def __init__(self, weight: Weight, product: TargetProduct, adapters: AdapterPool):
         self.weight, self.adapters, self.is_head = weight, adapters, product is adapters.head
+        self.number = product.number
         self.a, self.b = product.matrices(adapters.pool, adapters.rank)
         self.bounds = tuple(product.bounds)
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [T, in] W^T + bias, [T, out], and what the adapters of the tokens' rows add."""
-        y = linear(x, self.weight, bias)
-        if (plan := self.adapters.head_plan if self.is_head else self.adapters.plan) is not None:
-            ops = self.adapters.ops
-            ops.lora_expand(y, ops.lora_shrink(x, self.a, plan), self.b, self.bounds, plan)
+        y, adapters = linear(x, self.weight, bias), self.adapters
+        if (plan := adapters.head_plan if self.is_head else adapters.plan) is not None:
+            every = adapters.head_changes if self.is_head else adapters.changes
+            changes = [(tokens, of[self.number]) for tokens, of in every if self.number in of]
+            for tokens, change in changes:
+                change.replace(y, x, tokens, bias)
+            adapters.ops.lora_expand(y, adapters.ops.lora_shrink(x, self.a, plan), self.b, self.bounds, plan)
+            for tokens, change in changes:
+                change.rescale(y, tokens, bias)
         return y
 
 
@@ -155,14 +168,82 @@ class AdaptedTable:
     """Adds the adapters of the table of embeddings to embeddings."""
 
     def __init__(self, product: TargetProduct, adapters: AdapterPool):
-        self.adapters, self.bounds = adapters, tuple(product.bounds)
+        self.adapters, self.bounds, self.number = adapters, tuple(product.bounds), product.number
         self.a, self.b = product.matrices(adapters.pool, adapters.rank)
 
     def __call__(self, x: torch.Tensor, ids: torch.Tensor) -> None:
         """Add to embeddings x [T, hidden] of ids [T], in place."""
         if (plan := self.adapters.plan) is not None:
+            changes = [(tokens, of[self.number]) for tokens, of in self.adapters.changes if self.number in of]
+            for tokens, change in changes:
+                change.look_up(x, ids, tokens)
             h = self.a[plan.ids.long(), :, ids].float()  # of the last slot for tokens without an adapter, and unused
             self.adapters.ops.lora_expand(x, h, self.b, self.bounds, plan)
+            for tokens, change in changes:
+                change.rescale(x, tokens)
+
+
+class AdaptedExperts:
+    """`ExpertMlp.meet` with the adapters of its experts, to be called in its place.
+
+    The tokens of such an adapter are computed once more: each choice of an expert is a token of one expert, because A
+    and B of gate and up come before the activation, and the op for these has it inside.
+    """
+
+    def __init__(self, mlp: ExpertMlp, gate_up: TargetProduct, down: TargetProduct, adapters: AdapterPool):
+        self.mlp, self.meet, self.gate_up, self.down, self.adapters = mlp, mlp.meet, gate_up, down, adapters
+        self.numbers = torch.arange(1, mlp.count + 1, dtype=torch.int32, device=adapters.pool.device)
+
+    def __call__(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """The experts' results [T, hidden] for tokens x [T, hidden] with their choices [T, k]."""
+        y = self.meet(x, weights, ids)
+        for tokens, changes in self.adapters.changes:
+            if changes.keys() & {self.gate_up.number, self.down.number}:
+                y[tokens] = self.changed(x[tokens], weights[tokens], ids[tokens], changes)
+        return y
+
+    def changed(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, changes: Changes) -> torch.Tensor:
+        """The same for tokens that all have an adapter."""
+        mlp, experts, before = self.mlp, ids.flatten(), self.mlp.r.weigh_inputs
+        factors, rows = weights.flatten()[:, None], x.repeat_interleave(ids.shape[1], 0)
+        rows = (rows * factors).to(x.dtype) if before else rows
+        h = self.multiply(rows, experts, mlp.gate_up, mlp.gate_up_bias, self.gate_up, changes)
+        if mlp.config.activation == "swigluoai":  # see `reference.expert_gate_up`
+            gate, up = h.float().chunk(2, dim=1)
+            gate = gate.clamp(max=7)
+            h = ((up.clamp(-7, 7) + 1) * gate * (1.702 * gate).sigmoid()).to(x.dtype)
+        else:
+            h = mlp.ops.act_mul(h, mlp.config.activation)
+        y = self.multiply(h, experts, mlp.down, mlp.down_bias, self.down, changes)
+        y = y if before else y * factors
+        return y.view(*ids.shape, -1).sum(1).to(x.dtype)
+
+    def multiply(
+        self, x: torch.Tensor, experts: torch.Tensor, weight: Any, bias: torch.Tensor | None, product: TargetProduct,
+        changes: Changes,
+    ) -> torch.Tensor:  # fmt: skip
+        """W_e x[p] + bias_e + B_e A_e x[p] for each row p of x [P, in], whose expert is e = experts[p]; [P, out]."""
+        mlp, ops, count = self.mlp, self.mlp.ops, len(experts)
+        plan = ops.plan_experts(
+            torch.ones(count, 1, device=x.device), experts[:, None], mlp.count, mlp.first, False, mlp.batch_invariant
+        )
+        y: torch.Tensor = ops.expert_down(x, operand(weight), bias, plan)
+        if change := changes.get(product.number):
+            assert change.b is not None
+            starts = torch.arange(count + 1, dtype=torch.int32, device=x.device)
+            plan = ops.plan_lora(self.numbers, experts, starts, count, mlp.count)
+            outputs = change.b.shape[1]
+            bounds = (0, outputs // 2, outputs) if product is self.gate_up else (0, outputs)
+            ops.lora_expand(y, ops.lora_shrink(x, change.a, plan), change.b, bounds, plan)
+        return y
+
+
+class HeldAdapter(NamedTuple):
+    """What is kept of an adapter outside the pools."""
+
+    digest: int  # a number for it, see `state_of`; 0: there is none
+    has_head: bool  # whether it changes the head
+    changes: Changes  # of the same products on each rank of a stage
 
 
 class AdapterPool:
@@ -182,11 +263,9 @@ class AdapterPool:
 
     pool: torch.Tensor  # [slots, elements] on the device
     host: torch.Tensor  # [rows, elements] in the host's memory
-    read_from: list[int]  # a number for the adapter in each row of `host`; see `state_of`
-    held: list[int]  # the same of `pool`
-    host_heads: list[bool]  # whether the adapter in each row of `host` has matrices for the head
-    held_heads: list[bool]  # the same of `pool`
-    headed: torch.Tensor  # the same on the device, [1 + slots] int32: each adapter's own number, from 1, or 0
+    read: list[HeldAdapter]  # the adapter in each row of `host`
+    held: list[HeldAdapter]  # the same of `pool`
+    headed: torch.Tensor  # [1 + slots] int32 on the device: each adapter's own number, from 1, if it has a head, or 0
     readers: ThreadPoolExecutor
     loads: dict[int, Future[int | str]]  # by row of `host`, the result of `load`
 
@@ -194,32 +273,35 @@ class AdapterPool:
         self, model: Transformer, wanted: Parts, slots: int, rows: int, rank: int, virtual: int, source: str,
         before: AdapterPool | None = None,
     ):  # fmt: skip
-        self.ops, self.rank, self.virtual, self.source, self.model = model.ops, rank, virtual, source, model
+        self.ops, self.rank, self.virtual, self.model = model.ops, rank, virtual, model
         self.wanted = modules_of(model, wanted)
         self.products = find_products(model, self.wanted)
         self.head, self.table = (  # the products of the head's and the table's adapters; None: not on this stage
             next((product for product in self.products if product.owner is model and product.name == name), None)
             for name in ("head", "embedding")
         )
+        self.stacks = [product for product in self.products if product.experts]
         self.covered: dict[str, list[TargetProduct]] = {}  # by the names of the weights that fill them
         for product in self.products:
             for name in product.covers:
                 self.covered.setdefault(name, []).append(product)
+        self.reader = AdapterReader(model, self.wanted, self.covered, source)
         begin, count = place(self.products, rank), prompt_size(model, virtual)
         self.size = begin + aligned(count)
         self.plan: Any = None  # `ops.plan_lora`'s for the step; None: none of its rows has an adapter
         self.head_plan: Any = None  # the same for rows whose logits are being made, and adapters of the head
+        self.changes: StepChanges = []  # of the step's tokens
+        self.head_changes: StepChanges = []  # of the rows whose logits are being made
+        self.step_slots: list[int] = []  # of the step's adapters those that have changes
         self.of_slots: torch.Tensor | None = None  # the adapter of each slot of the batch state, in steps with adapters
         if before:
             self.pool, self.host, self.headed = before.pool, before.host, before.headed
-            self.read_from, self.held = before.read_from, before.held
-            self.host_heads, self.held_heads = before.host_heads, before.held_heads
+            self.read, self.held = before.read, before.held
             self.readers, self.loads = before.readers, before.loads
         else:
             self.pool, self.host = self.new_pools(slots, rows, model)
             self.headed = torch.zeros(1 + slots, dtype=torch.int32, device=model.device)
-            self.read_from, self.held = [0] * rows, [0] * slots
-            self.host_heads, self.held_heads = [False] * rows, [False] * slots
+            self.read, self.held = ([HeldAdapter(0, False, {})] * count for count in (rows, slots))
             self.readers, self.loads = ThreadPoolExecutor(READERS), {}
         self.prompts, self.host_prompts = (  # [.., M, hidden]; None: this stage has none
             pool[:, begin : begin + count].unflatten(1, (virtual, model.config.hidden_size)) if count else None
@@ -254,18 +336,47 @@ class AdapterPool:
         for product in self.products:
             if product is self.table:
                 self.model.adapt_embeddings = AdaptedTable(product, self)
+            elif product.experts:
+                if isinstance(mlp := product.owner, ExpertMlp) and product.name == "gate_up":
+                    down = next(of for of in self.stacks if of.owner is mlp and of is not product)
+                    mlp.meet = AdaptedExperts(mlp, product, down, self)  # type: ignore[method-assign]
             else:
                 weight = getattr(product.owner, product.name)
                 setattr(product.owner, product.name, AdaptedLinear(weight, product, self))
 
-    def begin(self, of_slots: torch.Tensor | None, slots: torch.Tensor, starts: torch.Tensor, shape: StepShape) -> None:
-        """A step begins: see `ops.plan_lora`. Without `of_slots` none of its rows has an adapter with matrices."""
+    def slots_with_changes(self, numbers: np.ndarray) -> list[int]:
+        """The slots of those adapters, one less than their `numbers`, that have changes."""
+        return [number - 1 for number in {*numbers.tolist()} if number and self.held[number - 1].changes]
+
+    def begin(
+        self, of_slots: torch.Tensor | None, slots: torch.Tensor, starts: torch.Tensor, shape: StepShape,
+        numbers: np.ndarray,
+    ) -> None:  # fmt: skip
+        """A step begins: see `ops.plan_lora`. Without `of_slots` none of its rows has an adapter with matrices. The
+        `numbers` are those of the planned rows' adapters, on the host; graphs are captured without any."""
         args = slots, starts, shape.tokens, len(self.pool)
         self.of_slots = of_slots
         self.plan = None if of_slots is None else self.ops.plan_lora(of_slots, *args)
+        self.step_slots = self.slots_with_changes(numbers)
+        self.changes = self.changes_of(self.plan)
+        if self.pool.is_meta or (
+            numbers.any() and not any(adapter.digest for adapter in self.read)
+        ):  # a rehearsal, or warm-up
+            zeros = {stack.shape: self.new_stack(stack, self.pool.device) for stack in self.stacks}
+            self.changes = [(slice(None), {stack.number: zeros[stack.shape] for stack in self.stacks})]
         # A row that samples ends with a token of its client, so decodes have no virtual tokens. But places for drafts
         # may have what another sequence left there.
         self.model.prompts = self.prompts if shape.samples < shape.tokens or shape.drafted else None
+
+    def changes_of(self, plan: Any) -> StepChanges:
+        """The changes of the step's adapters, each with its tokens in one of the step's plans."""
+        return [((plan.ids == slot).nonzero()[:, 0], self.held[slot].changes) for slot in self.step_slots]
+
+    def new_stack(self, stack: TargetProduct, device: torch.device) -> Change:
+        """A and B of zeros for all experts of a stack."""
+        (out, inputs), count, slices = stack.shape, stack.experts, len(stack.bounds) - 1
+        a = self.pool.new_zeros(count, slices // count * self.rank, inputs, device=device)
+        return Change(a=a, b=self.pool.new_zeros(count, out // count, self.rank, device=device))
 
     def plan_of_none(self, tokens: int) -> Any:
         """The plan of a step of one row with so many tokens and without an adapter."""
@@ -280,6 +391,7 @@ class AdapterPool:
             of_slots, count = self.headed.index_select(0, self.of_slots), len(slots)
             starts = torch.arange(count + 1, dtype=torch.int32, device=slots.device)
             self.head_plan = self.ops.plan_lora(of_slots, slots, starts, count, len(self.pool))
+            self.head_changes = self.changes_of(self.head_plan)
         try:
             yield
         finally:
@@ -293,8 +405,8 @@ class AdapterPool:
         """Copy adapters to the device, for each pair of a row of the host's pool and a slot."""
         self.ops.swap_blocks(self.host, self.pool, to_device(np.array(pairs, dtype=np.int64), str(self.pool.device)))
         for row, slot in pairs:
-            self.held[slot], self.held_heads[slot] = self.read_from[row], self.host_heads[row]
-        numbers = [number * has for number, has in enumerate((False, *self.held_heads))]
+            self.held[slot] = self.read[row]
+        numbers = [0, *(number * adapter.has_head for number, adapter in enumerate(self.held, 1))]
         self.headed.copy_(to_device(np.array(numbers, dtype=np.int32), str(self.pool.device)))
 
     def load(self, row: int, state: str) -> int | str:
@@ -329,97 +441,81 @@ class AdapterPool:
         """Read an adapter, whose folder has this `state_of`, into a row of the host's memory; returns how many virtual
         tokens it has. A ValueError names the tensor that is damaged, or not for this model; the row then has none."""
         folder = state.partition("\0")[0]
-        (count, shape_of), path = read_adapter(folder, self.rank, self.virtual), os.path.join(folder, WEIGHTS)
+        config, path = read_adapter(folder, self.rank, self.virtual), os.path.join(folder, WEIGHTS)
         line = self.host[row].zero_()
-        digest = hashlib.blake2b(state.encode(), digest_size=7).digest()
-        self.read_from[row] = int.from_bytes(digest, "little")
+        digest = int.from_bytes(hashlib.blake2b(state.encode(), digest_size=7).digest(), "little")
+        self.read[row] = HeldAdapter(digest, False, {})
         filled: set[tuple[TargetProduct, int]] = set()  # slices
+        changes: Changes = {}
         try:
             with opened(path) as file:
-                if count:
-                    self.fill_prompt(row, file, path, count)
-                    return count
-                for module, (a, b) in self.read(file, path, functools.cache(shape_of)).items():
-                    self.fill(line, module, a, b, filled)
+                if config.virtual:
+                    self.fill_prompt(row, file, path, config.virtual)
+                    return config.virtual
+                modules = self.reader.read(file, path, config._replace(shape_of=functools.cache(config.shape_of)))
+                for name, tensors in modules.items():
+                    self.fill(line, name, tensors, filled, changes)
+            changes = {number: change.to(self.pool.device, self.pool.dtype) for number, change in changes.items()}
         except ValueError:
             line.zero_()
             raise
-        self.host_heads[row] = any(product is self.head for product, _ in filled)
+        except torch.OutOfMemoryError:
+            raise ValueError(
+                f"{path} has tensors beside low-rank matrices, for which the device has no memory; a lower "
+                "gpu_memory_utilization leaves some"
+            ) from None
+        changed = {product for product, _ in filled} | {self.products[number] for number in changes}
+        self.read[row] = HeldAdapter(digest, self.head in changed, changes)
         return 0
 
-    def read(
-        self, file: Any, path: str, shape_of: Callable[[str], tuple[int, float]]
-    ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """A and scale B of each module, by the name of its weight; checked."""
-        matrices: dict[str, dict[str, torch.Tensor]] = {}
-        for saved in file.keys():  # noqa: SIM118 (a safetensors file is not a dict)
-            if match := BASE.fullmatch(saved):
-                self.check_base(f"{path}: tensor {saved!r:.200}", match[1] + match[2], file.get_tensor(saved))
-                continue
-            if not (match := MATRIX.fullmatch(saved)):
-                raise ValueError(
-                    f"{path}: tensor {saved!r:.200} is no LoRA matrix of a linear layer or of the embeddings, and "
-                    "nothing else is taken"
-                )
-            module, kind = match[1], match[2] or match[3]
-            name = our_name(f"{module}.weight", self.wanted)
-            if name is None:
-                raise ValueError(f"{path}: tensor {saved!r:.200} is of a module that the model has not")
-            part = self.wanted[name]
-            is_table = name == f"{self.model.row.name('embed')}.weight"
-            shape = part.shape[::-1] if part.transposed or is_table else part.shape
-            takes = name in self.covered or not part.pieces  # then its product is on another stage
-            if len(shape) != 2 or not takes or is_table != bool(match[3]):
-                raise ValueError(f"{path}: tensor {saved!r:.200} is of a module that cannot have an adapter here")
-            rank, scale = shape_of(module)
-            expected = [rank, shape[1]] if kind == "A" else [shape[0], rank]
-            tensor = checked(file.get_tensor(saved), f"{path}: tensor {saved}", expected)
-            tensor = (tensor.float() * (scale if kind == "B" else 1)).to(self.host.dtype)
-            if not tensor.isfinite().all():
-                raise ValueError(f"{path}: tensor {saved} has NaN or infinite elements")
-            matrices.setdefault(name, {})[kind] = tensor
-        for name, pair in matrices.items():
-            if len(pair) < 2:
-                raise ValueError(f"{path} has for {name.removesuffix('.weight')} only matrix {''.join(pair)}")
-        if not matrices:
-            raise ValueError(f"{path} has no LoRA matrices")
-        return {name: (pair["A"], pair["B"]) for name, pair in matrices.items()}
-
-    def check_base(self, what: str, module: str, tensor: torch.Tensor) -> None:
-        """Check a copy of the table or the head, which PEFT saves beside its matrices: it must be the model's own, but
-        for what training in another dtype rounds. The ValueError begins with `what`."""
-        if not self.source:
-            return
-        paths, config = checkpoint_files(self.source), self.model.config
-        tables = find_tables(paths, config, Storage(paths, config.quantization), ("weight", "bias"))
-        table, head = (f"{config.row.name(part)}.weight" for part in ("embed", "head"))
-        if config.tie_word_embeddings:  # the files may have one of the two
-            shared = tables.get(table) or tables[head]
-            tables = {table: shared, head: shared} | tables
-        name = our_name(module, tables)
-        if name is None:
-            raise ValueError(f"{what} is neither a LoRA matrix nor of the embeddings or the head")
-        if not equal(tables[name][1], tensor, 2**-8, 2**-24):  # what rounding to a dtype of 16 bits changes
-            raise ValueError(f"{what} differs from the model's own, and only LoRA matrices are taken")
-
     def fill(
-        self, line: torch.Tensor, name: str, a: torch.Tensor, b: torch.Tensor, filled: set[tuple[TargetProduct, int]]
+        self, line: torch.Tensor, name: str, tensors: Module, filled: set[tuple[TargetProduct, int]], changes: Changes
     ) -> None:
-        """Copy a module's A [r, in] and scale B [out, r] to their places in an adapter's row of the host's pool; a
-        ValueError if another module of the adapter has filled a slice."""
-        rank, view = len(a), self.wanted[name].view
+        """Copy a module's A and B to their places in an adapter's row of the host's pool, and what else it has into the
+        adapter's changes; a ValueError if another module of the adapter has filled a slice."""
         for product in self.covered.get(name, ()):
-            all_a, all_b = product.matrices(line, self.rank)
+            self.fill_change(product, name, tensors, changes)
+            if "A" not in tensors:
+                continue
+            if product.experts:
+                change = changes.setdefault(product.number, self.new_stack(product, self.host.device))
+                assert change.a is not None and change.b is not None
+                all_a, all_b = change.a.flatten(0, 1), change.b.flatten(0, 1)
+            else:
+                all_a, all_b = product.matrices(line, self.rank)
             for piece, rows in product.covers[name]:
-                outputs = b.view(*view[:-1], rank)[piece.at].reshape(-1, rank) if view else b[piece.at[0]]
-                inputs = a if view else a[:, piece.at[1]]
-                all_b[rows.start : rows.stop, :rank] = outputs
-                for i, begin in enumerate(product.bounds[:-1]):
-                    if begin in rows:
-                        if (product, i) in filled:
-                            raise ValueError(f"the adapter changes the outputs of {name} twice")
-                        filled.add((product, i))
-                        all_a[i * self.rank : i * self.rank + rank] = inputs
+                a, b, at = tensors["A"], tensors["B"], piece.at
+                if a.ndim == 3:
+                    a, b, at = a[at[0]], b[at[0]], at[1:]
+                rank, view, bounds = len(a), self.wanted[name].view, product.bounds
+                all_b[rows.start : rows.stop, :rank] = outputs_of(b, at, view)
+                inputs = a if view else a[:, at[1]]
+                for i in range(bisect_left(bounds, rows.start), bisect_left(bounds, rows.stop)):
+                    if (product, i) in filled:
+                        raise ValueError(f"the adapter changes the outputs of {name} twice")
+                    filled.add((product, i))
+                    all_a[i * self.rank : i * self.rank + rank] = inputs
+
+    def fill_change(self, product: TargetProduct, name: str, tensors: Module, changes: Changes) -> None:
+        """Copy this rank's share of what a module has beside A and B into an adapter's changes."""
+        if not tensors.keys() - {"A", "B"}:
+            return
+        change, out = changes.setdefault(product.number, Change()), product.shape[0]
+        for piece, rows in product.covers[name]:
+            at, view = piece.at, self.wanted[name].view
+            if "factor" in tensors:
+                change.factor = torch.ones(out) if change.factor is None else change.factor
+                change.factor[rows.start : rows.stop] = outputs_of(tensors["factor"][:, None], at, view)[:, 0]
+            if "shift" in tensors and not (self.model.group.rank and not view and at[1] != slice(None)):
+                # Of a product whose inputs the ranks divide one has the bias, because a sum over ranks follows.
+                change.shift = torch.zeros(out) if change.shift is None else change.shift
+                change.shift[rows.start : rows.stop] = outputs_of(tensors["shift"][:, None].float(), at, view)[:, 0]
+            if "whole" in tensors:
+                ids, share = tensors["ids"], at[0]
+                first = share.start or 0 if isinstance(share, slice) else 0  # the table is whole on each rank
+                here = (ids >= first) & ((ids < first + len(rows)) | (product is self.table))
+                change.rows, change.weight = ids[here] - first, tensors["whole"][here]
+                change.bias = tensors["bias"][here] if "bias" in tensors else None
 
     def fill_prompt(self, row: int, file: Any, path: str, count: int) -> None:
         """Copy the embeddings of `count` virtual tokens to their place in a row of the host's pool; a ValueError if
@@ -438,13 +534,9 @@ class AdapterPool:
             self.host_prompts[row, :count] = tensor
 
 
-def checked(tensor: torch.Tensor, name: str, shape: list[int]) -> torch.Tensor:
-    """The tensor; a ValueError that begins with its name if it has another shape, or no floats."""
-    if list(tensor.shape) != shape:
-        raise ValueError(f"{name} has shape {list(tensor.shape)}; it must be {shape}")
-    if tensor.dtype not in DTYPES:
-        raise ValueError(f"{name} has dtype {tensor.dtype}; it must be one of {DTYPES}")
-    return tensor
+def outputs_of(b: torch.Tensor, at: tuple[slice | int, ...], view: tuple[int, ...]) -> torch.Tensor:
+    """The outputs [n, r] of a piece, among all [out, r] of its module."""
+    return b.view(*view[:-1], -1)[at].reshape(-1, b.shape[1]) if view else b[at[0]]
 
 
 def prompt_size(model: Transformer, virtual: int) -> int:
@@ -455,7 +547,7 @@ def prompt_size(model: Transformer, virtual: int) -> int:
 def place(products: list[TargetProduct], rank: int) -> int:
     """Give the products of an adapter of this rank their places in a row of a pool; returns the row's elements."""
     size = 0
-    for product in products:
+    for product in (product for product in products if not product.experts):
         (out, inputs), slices = product.shape, len(product.bounds) - 1
         product.a = size
         product.b = product.a + aligned(slices * rank * inputs)

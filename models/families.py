@@ -615,6 +615,12 @@ def family_of(architecture: Any, raw: dict[str, Any]) -> tuple[str, Literal["log
     raise ValueError(f"config.json {what};{nearest} docs/families.md has the {len(short)} families that Manta runs")
 
 
+def is_of_another_half(saved: str, row: Family) -> bool:
+    """Whether a tensor or module of a model that also sees or hears is none of its text."""
+    of_layer = any(saved.startswith(f"{prefix}{row.name('layer')}.") for prefix in PREFIXES)
+    return row.half and not of_layer and not saved.startswith(HALF_PREFIXES)
+
+
 def our_name(saved: str, wanted: Collection[str]) -> str | None:
     """The name by which a tensor of a checkpoint is wanted, if it is."""
     saved = WRAPPERS.sub("", saved)

@@ -40,7 +40,7 @@ def make_adapter(
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG).write_text(json.dumps(fields))
     (folder / WEIGHTS).touch()
-    _, shape_of = read_adapter(str(folder))
+    _, shape_of, _ = read_adapter(str(folder))
     for name, weight in weights_of(base).items():
         module, last = name.removesuffix(".weight"), name.split(".")[-2]
         if weight.ndim == 2 and last in modules:
@@ -55,6 +55,45 @@ def make_adapter(
                 tensors[f"{PREFIX}{module}.base_layer.weight"] = weight.clone()
     save_file(tensors, folder / WEIGHTS)
     return tensors
+
+
+def add_kind(folder: Path, kind: str, base: str | Path = DEMO, seed: int = 0) -> Path:
+    """Add to an adapter of `make_adapter` what another kind has: "dora" magnitudes of all modules, "bias" those of B,
+    "whole" a table and a head, "tokens" rows of the table, "experts" A and B of all stacks of experts."""
+    generator = torch.Generator().manual_seed(seed)
+    weights, config = weights_of(base), json.loads((folder / CONFIG).read_text())
+    tensors, table = load_file(folder / WEIGHTS), next(n for n in weights_of(base) if n.split(".")[-2] in TABLES)
+
+    def near(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.float() + 0.3 * tensor.float().std() * torch.randn(tensor.shape, generator=generator)
+
+    for name in [*tensors] if kind in ("dora", "bias") else ():
+        if found := re.fullmatch(r"base_model\.model\.(.+)\.lora_(B\.weight|embedding_B)", name):
+            weight, is_table = weights[f"{found[1]}.weight"].float(), found[2] == "embedding_B"
+            if kind == "dora":
+                norm = weight.norm(dim=0 if is_table else 1)
+                tensors[f"{PREFIX}{found[1]}.lora_magnitude_vector"] = near(norm.clone())
+            elif not is_table:
+                tensors[name.replace("weight", "bias")] = torch.randn(len(weight), generator=generator) * 0.2
+    config |= {"use_dora": kind == "dora", "lora_bias": kind == "bias"}
+    if kind == "whole":
+        tensors |= {f"{PREFIX}{name}": near(weights[name]) for name in (table, "lm_head.weight")}
+    elif kind == "tokens":
+        config["trainable_token_indices"] = ids = [7, 2, 31, 5]
+        module = f"{PREFIX}{table.removesuffix('.weight')}.token_adapter"
+        tensors[f"{module}.trainable_tokens_delta"] = near(weights[table][ids])
+    elif kind == "experts":
+        config["target_parameters"] = ["experts.gate_up_proj", "experts.down_proj"]
+        for name in [name for name in weights if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+            count, rows, columns = weights[name].shape
+            sides = (rows, columns) if "llama4" in str(base) else (columns, rows)  # see `AdapterReader.turned`
+            module = name.replace(".gate_up_proj", ".base_layer").removesuffix(".down_proj")
+            for side, of in zip("BA", sides, strict=True):
+                matrix = torch.randn(config["r"] * count, of, generator=generator) * of**-0.5
+                tensors[f"{PREFIX}{module}.lora_{side}.weight"] = (matrix.T if side == "B" else matrix).contiguous()
+    (folder / CONFIG).write_text(json.dumps(config))
+    save_file(tensors, folder / WEIGHTS)
+    return folder
 
 
 def make_prompt(folder: Path, embeddings: torch.Tensor, **config: Any) -> LoRARequest:
@@ -75,16 +114,42 @@ def weights_of(base: str | Path) -> dict[str, torch.Tensor]:
     return {"lm_head.weight": table} | weights
 
 
+def is_tied(base: str | Path) -> bool:
+    return bool(json.loads(Path(base, "config.json").read_text())["tie_word_embeddings"])
+
+
 def merge(folder: Path, adapter: Path, base: str | Path = DEMO) -> Path:
     """Write the checkpoint in `base` with an adapter in its weights, in float32; returns its folder."""
     shutil.copytree(base, folder, dirs_exist_ok=True)
     weights = {name: weight.float().clone() for name, weight in weights_of(base).items()}
-    (_, shape_of), tensors = read_adapter(str(adapter)), load_file(adapter / WEIGHTS)
+    (_, shape_of, config), tensors = read_adapter(str(adapter)), load_file(adapter / WEIGHTS)
+    table = next(name for name in weights if name.split(".")[-2] in TABLES)
+    for name, tensor in tensors.items():
+        if name.removeprefix(PREFIX) in weights:
+            weights[name.removeprefix(PREFIX)] = tensor
+        elif name.endswith("trainable_tokens_delta"):  # of the table and of the head that is tied to it
+            for weight in (weights[table], *[weights["lm_head.weight"]] * is_tied(base)):
+                weight[config["trainable_token_indices"]] = tensor
+        elif found := re.fullmatch(r"base_model\.model\.(.+experts)(\.base_layer)?\.lora_B\.weight", name):
+            stack = f"{found[1]}.{'gate_up_proj' if found[2] else 'down_proj'}"
+            a, b = tensors[name.replace("lora_B", "lora_A")], tensor
+            rank, scale = shape_of(stack)
+            for e in range(len(weights[stack])):
+                delta = scale * b[:, e :: len(weights[stack])] @ a[e * rank : (e + 1) * rank]
+                weights[stack][e] += delta if "llama4" in str(base) else delta.T
     for name, a in tensors.items():
         if found := re.fullmatch(r"base_model\.model\.(.+)\.lora_(A\.weight|embedding_A)", name):
             b = tensors[name.replace(found[2], found[2].replace("A", "B"))]
             more = shape_of(found[1])[1] * b.float() @ a.float()
-            weights[f"{found[1]}.weight"] += more.T if found[2] == "embedding_A" else more
+            if f"{found[1]}.weight" not in weights:  # of experts
+                continue
+            weight, is_table = weights[f"{found[1]}.weight"], found[2] == "embedding_A"
+            weight += more.T if is_table else more
+            if (magnitude := tensors.get(f"{PREFIX}{found[1]}.lora_magnitude_vector")) is not None:
+                factor = magnitude / weight.norm(dim=0 if is_table else 1)
+                weight *= factor if is_table else factor[:, None]
+            if (bias := tensors.get(f"{PREFIX}{found[1]}.lora_B.bias")) is not None:
+                weights[f"{found[1]}.bias"] += shape_of(found[1])[1] * bias
     save_file(weights, folder / "model.safetensors")
     return folder
 

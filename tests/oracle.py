@@ -139,20 +139,37 @@ def make_adapter(name: str, case: dict, out: Path) -> None:
 
     Of prompt i there are the logits with it, `logits{i}`, and without, `plain{i}`; and PEFT's own model with the
     adapter in its weights must give the former, too, unless the case `shares` a weight, which PEFT then changes for
-    both of its uses.
+    both of its uses. A case that is `converted` changes the model's own weights first, and PEFT makes it a plain one.
     """
     import peft
 
-    model = base_of(case)
+    model, plain_model = base_of(case), base_of(case) if case.get("converted") else None
     model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **case["config"])).eval()
+    if plain_model:
+        model.peft_config["default"].init_lora_weights = True
+        model.save_pretrained(out / "initial")
+        model.peft_config["default"].init_lora_weights = case["config"]["init_lora_weights"]
     torch.manual_seed(len(Path(case["base"]).name))
     for part, parameter in model.named_parameters():
-        if "lora_embedding_" in part:  # a column of A is the whole of A x
+        if "modules_to_save" in part or "trainable_tokens_delta" in part:
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+        elif "lora_magnitude_vector" in part:
+            parameter.mul_(1 + 0.1 * torch.randn_like(parameter))
+        elif "lora_B" in part and parameter.ndim == 1:
+            parameter.normal_(0.0, 0.05)
+        elif plain_model and "lora_" in part:
+            parameter.add_(torch.randn_like(parameter) * parameter.std() * 0.1)
+        elif "lora_embedding_" in part:  # a column of A is the whole of A x
             parameter.normal_(0.0, 1.0 if "_A" in part else parameter.shape[1] ** -0.5 * 0.02)
         elif "lora_" in part:  # A x is about as large as x, and B changes a product by about a tenth
             parameter.normal_(0.0, parameter.shape[1] ** -0.5 * (0.1 if "lora_B" in part else 1.0))
-    model.save_pretrained(out)
+    if plain_model:
+        model.save_pretrained(out, path_initial_model_for_weight_conversion=str(out / "initial"))
+    else:
+        model.save_pretrained(out)
     results = both_logits(model, case)
+    if plain_model:
+        results |= {f"plain{i}": plain_model(torch.tensor([p])).logits[0] for i, p in enumerate(case["prompts"])}
     merged = None if case["shares"] else model.merge_and_unload()
     for i, prompt in enumerate(case["prompts"] if merged else ()):
         error = (merged(torch.tensor([prompt])).logits[0] - results[f"logits{i}"]).abs().max().item()

@@ -30,7 +30,7 @@ def write(folder: Path, **fields: Any) -> str:
 
 def test_a_config_as_peft_writes_it(tmp_path: Path) -> None:
     """All fields of PEFT 0.21's LoraConfig at their defaults, and the rank's pattern."""
-    count, shape_of = read_adapter(
+    count, shape_of, _ = read_adapter(
         write(
             tmp_path, alora_invocation_tokens=None, alpha_pattern={}, arrow_config=None, auto_mapping=None,
             base_model_name_or_path="some/base", bias="none", corda_config=None, ensure_weight_tying=False,
@@ -48,7 +48,7 @@ def test_a_config_as_peft_writes_it(tmp_path: Path) -> None:
 
 
 def test_all_that_peft_writes_for_prompt_tuning_is_read(tmp_path: Path) -> None:
-    count, _ = read_adapter(
+    count, *_ = read_adapter(
         write(
             tmp_path, auto_mapping=None, base_model_name_or_path="some/base", inference_mode=True, modules_to_save=None,
             num_attention_heads=4, num_layers=2, num_transformer_submodules=1, num_virtual_tokens=8,
@@ -93,9 +93,8 @@ def test_a_config_that_is_refused(tmp_path: Path, fields: dict[str, Any], words:
 
 
 FORMULA = [
-    "use_dora", "bias", "lora_bias", "init_lora_weights", "modules_to_save", "trainable_token_indices", "use_qalora",
-    "layer_replication", "target_parameters", "use_bdlora", "kasa_config", "monteclora_config", "arrow_config",
-    "alora_invocation_tokens", "megatron_config",
+    "bias", "init_lora_weights", "use_qalora", "layer_replication", "use_bdlora", "kasa_config", "monteclora_config",
+    "arrow_config", "alora_invocation_tokens", "megatron_config",
 ]  # fmt: skip
 
 
@@ -105,6 +104,38 @@ def test_a_field_that_changes_the_formula_is_refused(tmp_path: Path, name: str, 
     refused = value is not True or name != "init_lora_weights"
     with pytest.raises(ValueError, match=f"{name} is .* must be") if refused else contextlib.nullcontext():
         read_adapter(write(tmp_path, **{name: value}))
+
+
+@pytest.mark.parametrize("value", ["pissa", "olora", "pissa_niter_4", "corda"])
+def test_an_adapter_of_changed_weights_is_told_how_to_convert_it(tmp_path: Path, value: str) -> None:
+    with pytest.raises(
+        ValueError, match=rf"is '{value}'; .*save_pretrained\(\.\.\., path_initial_model_for_weight_conv"
+    ):
+        read_adapter(write(tmp_path, init_lora_weights=value))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("use_dora", 1), ("lora_bias", "x"), ("target_parameters", "experts"), ("trainable_token_indices", 3)],
+)
+def test_a_field_of_another_type_is_refused(tmp_path: Path, name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{name} is {value!r}; it must be a .*, or left out"):
+        read_adapter(write(tmp_path, **{name: value}))
+
+
+def test_a_config_names_tokens_and_parameters(tmp_path: Path) -> None:
+    """As PEFT finds them: by the end of a module's name, and stacks of experts by the nesting of their modules."""
+    some = read_adapter(write(tmp_path, trainable_token_indices={"embed_tokens": [3], "lm_head": [4]}))
+    assert [some.tokens_of(name) for name in ("model.embed_tokens", "lm_head", "my_lm_head")] == [[3], [4], None]
+    assert read_adapter(write(tmp_path, trainable_token_indices=[5])).tokens_of("model.wte") == [5]
+    experts, both = "model.layers.0.mlp.experts", ["gate.weight", "down_proj", "gate_up_proj"]
+    some = read_adapter(write(tmp_path, target_parameters=both))
+    assert some.parameter_of(experts) == f"{experts}.down_proj"
+    assert some.parameter_of(f"{experts}.base_layer") == f"{experts}.gate_up_proj"
+    assert some.parameter_of("model.layers.0.mlp.gate") == "model.layers.0.mlp.gate.weight"
+    some = read_adapter(write(tmp_path, target_parameters=["mlp.experts.gate_up_proj"]))
+    assert some.parameter_of(experts) == f"{experts}.gate_up_proj"
+    assert read_adapter(write(tmp_path)).parameter_of(experts) is None
 
 
 @pytest.mark.parametrize(
@@ -179,7 +210,7 @@ def test_a_path_that_no_system_takes(path: str) -> None:
 def test_a_pattern_matches_the_end_of_a_modules_name(
     tmp_path: Path, patterns: dict[str, int], module: str, found: int
 ) -> None:
-    _, shape_of = read_adapter(write(tmp_path, rank_pattern=patterns))
+    _, shape_of, _ = read_adapter(write(tmp_path, rank_pattern=patterns))
     assert shape_of(module)[0] == found
 
 
@@ -190,16 +221,16 @@ def test_a_pattern_that_may_take_exponentially_long_is_refused(tmp_path: Path, t
 
 
 def test_the_slowest_repeats_that_are_taken(tmp_path: Path) -> None:
-    _, shape_of = read_adapter(write(tmp_path, rank_pattern={".*.*.*.*b": 4}))
+    _, shape_of, _ = read_adapter(write(tmp_path, rank_pattern={".*.*.*.*b": 4}))
     assert shape_of("model." + "a" * 44)[0] == 8
     assert shape_of("model." + "a" * 10 + "b")[0] == 4
 
 
 def test_the_scale_is_of_the_modules_own_rank(tmp_path: Path) -> None:
     patterns = {"rank_pattern": {"k_proj": 4}, "alpha_pattern": {"v_proj": 2}}
-    _, plain = read_adapter(write(tmp_path, **patterns))
+    _, plain, _ = read_adapter(write(tmp_path, **patterns))
     assert [plain(name)[1] for name in ("q_proj", "k_proj", "v_proj")] == [2, 4, 0.25]
-    _, rooted = read_adapter(write(tmp_path, use_rslora=True, **patterns))
+    _, rooted, _ = read_adapter(write(tmp_path, use_rslora=True, **patterns))
     assert [rooted(name)[1] for name in ("q_proj", "k_proj", "v_proj")] == [16 / 8**0.5, 8, 2 / 8**0.5]
 
 

@@ -281,7 +281,7 @@ def changed(tensors: dict[str, torch.Tensor], **more: Any) -> dict[str, torch.Te
 BAD: dict[str, tuple[Callable[[dict[str, torch.Tensor]], dict[str, Any]], str]] = {
     "NaN": (lambda t: {f"{Q}A.weight": t[f"{Q}A.weight"] * float("nan")}, "q_proj.lora_A.weight has NaN or infinite"),
     "too large": (lambda t: {f"{Q}B.weight": t[f"{Q}B.weight"] + 3e38}, "q_proj.lora_B.weight has NaN or infinite"),
-    "only A": (lambda t: {f"{Q}B.weight": None}, "has for .*q_proj only matrix A"),
+    "only A": (lambda t: {f"{Q}B.weight": None}, "q_proj has only A, and lacks B"),
     "shape of A": (lambda t: {f"{Q}A.weight": t[f"{Q}A.weight"][:, 1:].contiguous()}, r"it must be \[8, 192\]"),
     "shape of B": (lambda t: {f"{Q}B.weight": t[f"{Q}B.weight"][1:].contiguous()}, r"it must be \[192, 8\]"),
     "rank": (lambda t: {f"{Q}A.weight": t[f"{Q}A.weight"][:4].contiguous()}, r"has shape \[4, 192\]; it must be"),
@@ -295,18 +295,21 @@ BAD: dict[str, tuple[Callable[[dict[str, torch.Tensor]], dict[str, Any]], str]] 
         lambda t: {f"{EMBED}.lora_A.weight": torch.zeros(8, 192)}, "cannot have an adapter here"),
     "a linear layer as embeddings": (
         lambda t: {f"{PREFIX}lm_head.lora_embedding_A": torch.zeros(8, 192)}, "cannot have an adapter here"),
-    "other embeddings": (
-        lambda t: {f"{EMBED}.base_layer.weight": t[f"{EMBED}.base_layer.weight"] * 1.01}, "from the model's own, and"),
     "more embeddings": (
-        lambda t: {f"{EMBED}.base_layer.weight": torch.zeros(1030, 192)}, "differs from the model's own, and only"),
-    "another head": (
-        lambda t: {f"{PREFIX}lm_head.base_layer.weight": torch.zeros(1024, 192)}, "lm_head.*differs from the model's"),
+        lambda t: {f"{EMBED}.base_layer.weight": torch.zeros(1030, 192)}, "has 1030 rows, the model has 1024, and"),
+    "fewer embeddings": (
+        lambda t: {f"{EMBED}.base_layer.weight": torch.zeros(900, 192)}, "has 900 rows, .* is 1024 tokens"),
     "a copy of a layer": (
-        lambda t: {Q.removesuffix("lora_") + "base_layer.weight": torch.zeros(2, 2)}, "q_proj.base_layer.* neither"),
+        lambda t: {Q.removesuffix("lora_") + "base_layer.weight": torch.zeros(2, 2)}, "base_layer.* trained whole"),
     "a norm": (
         lambda t: {f"{PREFIX}model.norm.lora_A.weight": torch.zeros(8, 192)}, "cannot have an adapter here"),
-    "DoRA": (lambda t: {f"{Q}magnitude_vector": torch.zeros(9)}, "is no LoRA matrix of a linear"),
-    "a saved module": (lambda t: {f"{PREFIX}lm_head.weight": torch.zeros(9)}, "is no LoRA matrix of a linear"),
+    "magnitudes": (lambda t: {f"{Q}magnitude_vector": torch.zeros(9)}, r"shape \[9\]; it must be \[192\]"),
+    "a saved module": (lambda t: {f"{PREFIX}lm_head.weight": torch.zeros(9)}, r"shape \[9\]; it must be \[9, 192\]"),
+    "a saved norm": (lambda t: {f"{PREFIX}model.norm.weight": torch.zeros(192)}, "and the head may be trained whole"),
+    "a head's bias alone": (lambda t: {f"{PREFIX}lm_head.bias": torch.zeros(1024)}, "only .* lacks whole"),
+    "tokens that none names": (
+        lambda t: {f"{EMBED}.token_adapter.trainable_tokens_delta": torch.zeros(2, 192)}, "token_indices None"),
+    "another method": (lambda t: {f"{Q.removesuffix('lora_')}hada_w1_a": torch.zeros(9)}, "no name that PEFT gives"),
 }  # fmt: skip
 
 

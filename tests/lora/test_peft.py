@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 from safetensors.torch import load_file
 
 from adapters import asked
-from lora.adapter import CONFIG
 from model_config import ModelConfig
 from oracle_checks import first_step, make_core, make_worker
 from plan import EngineCoreRequest
@@ -22,11 +20,15 @@ ATTENTION = r".*attn\.(q\w*|k|v|o|kv_a|in|out)_proj\w*"  # of latent attention n
 NOT_LINEAR = {  # modules for adapters, where they are not all that are linear
     "gemma3n": r".*(attn|mlp)\.\w+_proj", "minicpm3": rf"{ATTENTION}|.*mlp\.\w+_proj", "llama4": ATTENTION,
 }  # fmt: skip
-# PEFT makes parameters of experts out of "all-linear", and a pattern that would match one of these.
+# PEFT makes parameters of experts out of "all-linear", and a pattern of its own. It saves patterns in another order
+# than it uses them, so these adapters have no others.
 EXPERTS = (
     "deepseek-v2", "deepseek-v2-lite", "deepseek-v3", "glm4-moe", "minimax-m2", "mixtral", "olmoe", "qwen3-moe",
     "qwen3-next", "qwen3-next-quirks", "qwen3-moe-of-7", "afmoe", "cohere2-moe", "dots1", "ernie-moe", "exaone-moe",
     "flex-olmo", "glm4-moe-lite", "hunyuan-moe", "solar-open", "phimoe",
+)  # fmt: skip
+ATTENTION_ALONE = (  # because of kv_b_proj; and PEFT itself fails for PhiMoE's router
+    "deepseek-v2", "deepseek-v2-lite", "deepseek-v3", "glm4-moe-lite", "phimoe",
 )  # fmt: skip
 NO_ORACLE = ("nemotron-super",)  # whose config.json transformers does not read
 NAMES = [name for name in FAMILIES if name not in NO_ORACLE]
@@ -61,7 +63,8 @@ def config_of(folder: Path, rank: int, what: str) -> dict[str, Any]:
         embed, head = (row.name(part).rpartition(".")[2] for part in ("embed", "head"))
         patterns = {"rank_pattern": {f"^.*{embed}$": 3}, "alpha_pattern": {"lm_head|embed_out": 5}} if rank == 8 else {}
         return {"r": rank, "lora_alpha": 2 * rank, "use_rslora": rank == 64, "target_modules": [embed, head]} | patterns
-    modules = NOT_LINEAR.get(name, ATTENTION if name in EXPERTS else "all-linear")
+    alone = name in ATTENTION_ALONE or (name in EXPERTS and rank == 8)
+    modules = NOT_LINEAR.get(name, ATTENTION if alone else "all-linear")
     patterns = {"rank_pattern": {r"layers\.1\..*": rank // 2}, "alpha_pattern": {"q_proj": 3}} if rank == 8 else {}
     return {"r": rank, "lora_alpha": 2 * rank, "use_rslora": rank == 64, "target_modules": modules} | patterns
 
@@ -73,13 +76,12 @@ def checkpoints(shared: Path) -> Checkpoints:
 
 @pytest.fixture(scope="module")
 def made(request: pytest.FixtureRequest, checkpoints: Checkpoints, shared: Path) -> Path:
-    """The adapters of the cases that are asked for, in folders of their names, and one of experts; see the oracle."""
+    """The adapters of the cases that are asked for, in folders of their names; see the oracle."""
     chosen = {(c.params["name"], c.params["rank"], c.params["what"]) for c in calls_of(request)}
     cases = {
         f"{name}-{rank}-{what}": case_of(checkpoints / name, config_of(checkpoints / name, rank, what), what)
         for name, rank, what in sorted(chosen)
     }
-    cases["mixtral-4"] = case_of(checkpoints / "mixtral", {"r": 4, "target_modules": "all-linear"})
     return once(shared / "peft", lambda folder: run_oracle(cases, folder))
 
 
@@ -103,7 +105,7 @@ def test_logits_equal_pefts(checkpoints: Checkpoints, made: Path, name: str, ran
     """Rows with the adapter, in the second of two slots, and rows of the same prompts without."""
     folder, prompts = made / f"{name}-{rank}-{what}", FAMILIES[name]["prompts"] * 2
     oracle = load_file(folder / "oracle.safetensors")
-    worker = make_worker(checkpoints / name, enable_lora=True, max_loras=2, max_cpu_loras=2, max_lora_rank=64)
+    worker = make_worker(checkpoints / name, enable_lora=True, max_loras=2, max_cpu_loras=2, max_lora_rank=128)
     assert not worker.adapters.load(1, str(folder))
     _, hidden = first_step(worker, prompts, [2, 2, 0, 0], adapters=[(1, 1)])
     counts = torch.tensor([len(p) for p in prompts])
@@ -131,15 +133,3 @@ def test_the_engine_says_what_peft_would(checkpoints: Checkpoints, made: Path, n
     for i, prompt in enumerate(FAMILIES[name]["prompts"]):
         wanted = oracle[f"logits{i}"].log_softmax(-1)[torch.arange(len(prompt) - 1), torch.tensor(prompt[1:])]
         assert (torch.tensor(scores[str(i)]) - wanted).abs().max() <= 1e-4
-
-
-@pytest.mark.full
-def test_adapters_of_experts_are_refused_by_name(checkpoints: Checkpoints, made: Path) -> None:
-    worker = make_worker(checkpoints / "mixtral", enable_lora=True)
-    folder = made / "mixtral-4"
-    with pytest.raises(ValueError, match=r"target_parameters is \[.*'gate_up_proj'.*; it must be None"):
-        worker.adapters.fill_row(0, str(folder))
-    fields = json.loads((folder / CONFIG).read_text())  # whoever leaves the field out is told of a tensor
-    (folder / CONFIG).write_text(json.dumps(fields | {"target_parameters": None}))
-    with pytest.raises(ValueError, match=r"tensor '.*experts.*' is"):
-        worker.adapters.fill_row(0, str(folder))

@@ -1,0 +1,91 @@
+"""What an adapter changes beside its low-rank products: rows of the table and the head, outputs' factors, and experts.
+
+Few adapters have such tensors, and they are of many sizes, so they have no place in an adapter's row of a pool. They
+lie on the device from the adapter's reading on, until its row has another one. A step with such an adapter finds its
+tokens' numbers on the host, so it runs without CUDA graphs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from checkpoints.dequantize import Packed, Stored
+
+ROWS = 512  # of a weight that are read at a time
+Tokens = torch.Tensor | slice  # of a step: their places
+
+
+@dataclass
+class Change:
+    """What an adapter does to one product y = x W^T + bias, in this order:
+
+        y[rows] = x weight^T + bias            a head that was trained whole, or some tokens of it
+        y += scale B (A x)                     by `ops`; for experts by their own A and B, which are here
+        y = factor (y - bias) + bias + shift   DoRA (Liu et al., 2024): factor = m / ||W + scale B A||; and B's bias
+
+    Of a table of embeddings x is a token's id, and the `weight` has embeddings of the tokens `rows`.
+    """
+
+    rows: torch.Tensor | None = None  # [n] int64, ascending
+    weight: torch.Tensor | None = None  # [n, in]
+    bias: torch.Tensor | None = None  # [n] of the head's own; None: the model's
+    factor: torch.Tensor | None = None  # [out] float32
+    shift: torch.Tensor | None = None  # [out] float32
+    a: torch.Tensor | None = None  # [E, G R, in]
+    b: torch.Tensor | None = None  # [E, out, R]
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> Change:
+        """The same on a device, in the dtype of the model."""
+        kinds = dict.fromkeys(("weight", "bias", "a", "b"), dtype)
+        pairs = ((name, value) for name, value in vars(self).items() if value is not None)
+        return Change(**{name: value.to(device, kinds.get(name, value.dtype)) for name, value in pairs})
+
+    def replace(self, y: torch.Tensor, x: torch.Tensor, tokens: Tokens, bias: torch.Tensor | None) -> None:
+        """Replace the outputs `rows` of some tokens' y [T, out], for x [T, in], in place."""
+        if self.weight is None or self.rows is None:
+            return
+        bias = bias[self.rows] if self.bias is None and bias is not None else self.bias
+        y[tokens] = y[tokens].index_copy(1, self.rows, F.linear(x[tokens], self.weight, bias))
+
+    def look_up(self, x: torch.Tensor, ids: torch.Tensor, tokens: Tokens) -> None:
+        """Replace some tokens' embeddings x [T, hidden] by their ids [T], in place."""
+        if self.weight is None or self.rows is None:
+            return
+        place = torch.searchsorted(self.rows, ids[tokens]).clamp_(max=len(self.rows) - 1)
+        hit = self.rows[place] == ids[tokens]
+        x[tokens] = torch.where(hit[:, None], self.weight[place], x[tokens])
+
+    def rescale(self, y: torch.Tensor, tokens: Tokens, bias: torch.Tensor | None = None) -> None:
+        """Multiply some tokens' outputs y [T, out], and add to them, in place."""
+        if self.factor is None and self.shift is None:
+            return
+        part = y[tokens].float()
+        if self.factor is not None:
+            part = part * self.factor if bias is None else (part - bias) * self.factor + bias
+        y[tokens] = (part if self.shift is None else part + self.shift).to(y.dtype)
+
+
+Changes = dict[int, Change]  # of an adapter, by `TargetProduct.number`
+StepChanges = list[tuple[Tokens, Changes]]  # and the tokens of a step that have it
+
+
+def factors_of(
+    name: str, magnitude: torch.Tensor, whole: Stored, a: torch.Tensor, b: torch.Tensor, turned: bool
+) -> torch.Tensor:
+    """m / ||W + B A|| of each output [out] float32, where m is the `magnitude` of DoRA and B includes the scale.
+
+    `turned`: W is stored as [inputs, outputs], unless it is packed. A ValueError with its name, if the norm is 0.
+    """
+    a, b, squares = a.float(), b.float(), torch.zeros(len(b))
+    for i, part in enumerate(whole.split(ROWS)):
+        rows = slice(i * ROWS, i * ROWS + len(part))
+        if turned and not isinstance(whole, Packed):
+            squares += (part.float() + a[:, rows].T @ b.T).square().sum(0)
+        else:
+            squares[rows] = (part.float() + b[rows] @ a).square().sum(1)
+    if not (factors := magnitude.float() / squares.sqrt()).isfinite().all():
+        raise ValueError(f"{name} has outputs whose weights are all 0, which no magnitude of DoRA can scale")
+    return factors
