@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-import cpu.ops
 from config import DEMO
+from cpu import ops
 from engine import LLM, SamplingParams
 from skills import exam
 from speculation.options import SpeculativeConfig
@@ -150,7 +150,7 @@ def replay_figures(methods: list[dict[str, Any]], sessions: int, tokenizer: str)
             at, tokens = len(prompt), tokens + len(answer)
             while at < len(whole):
                 known[turn % 64] = at
-                drafts = cpu.ops.look_up(ids, known, counts, slot, *sizes, options.num_speculative_tokens, *others)[0]
+                drafts = ops.look_up(ids, known, counts, slot, *sizes, options.num_speculative_tokens, *others)[0]
                 ids[turn % 64, at : len(whole)] = whole[at:]  # which the drafts were written over
                 right = drafts[: len(whole) - at] == whole[at : at + len(drafts)]
                 accepted = int(right.long().cumprod(0).sum())

@@ -462,7 +462,7 @@ def quantized_linear_kernel(
 
 
 def arrange(kind: str, codes: torch.Tensor) -> torch.Tensor:
-    """Put codes [.., bytes] of a kind, which are as `reference.Quantized` says, into the layout of the kernels.
+    """Put codes [.., bytes] of a kind into the layout of the kernels (`reference.arrange`).
 
     Only bytes of four bits move, in each 16 of them: 0 8 1 9 2 10 .. 7 15. So word i of eight has, from its lowest bits
     on, inputs i, 16 + i, 8 + i and 24 + i of 32. A thread's two neighbouring words are then what one of the matrix unit

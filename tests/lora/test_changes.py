@@ -122,7 +122,7 @@ def test_a_step_with_changes_replays_no_graph(folders: dict[str, Path]) -> None:
         assert worker.adapters.load(row, str(folders[kind])) == 0
     first_step(worker, [[5, 6], [7, 8]], [1, 2], adapters=[(0, 0), (1, 1)])
     ones = np.ones(1, dtype=np.int32)
-    worker.graphs = {worker.shape_of(ones, ones): (Graph(), None)}
+    worker.graphs = {worker.shape_of(ones, ones): (Graph(), None, None)}
     assert worker.step(StepPlan(1, rows=[(0, 1)])).token_ids
     with pytest.raises(Replayed):
         worker.step(StepPlan(2, rows=[(1, 1)]))
