@@ -367,13 +367,14 @@ class MpExecutor:
         elif message.call_id == self.awaited:
             self.replies[rank] = message
         elif not message.call_id or message.raised == "CallError":  # the worker, or a call that nobody waits for
-            if message.raised == "HookError":  # new workers would fail again
-                raise FatalHookError(message.error)
-            if message.raised == "RankGone":
-                raise self._lost(rank, message.error)
-            kind = BlamelessError if message.raised in ("PeersGone", "CallError") else WorkerError
-            raise self._error(rank, "has failed", message.error, kind)
+            raise self._lost(rank, message.error) if message.raised == "RankGone" else self._failed(rank, message)
         return True
+
+    def _failed(self, rank: int, message: Reply) -> Exception:
+        if message.raised == "HookError":  # new workers would fail again
+            return FatalHookError(message.error)
+        kind = BlamelessError if message.raised in ("PeersGone", "CallError") else WorkerError
+        return self._error(rank, "has failed", message.error or "", kind)
 
     def _died(self, rank: int) -> Exception:
         self.processes[rank].join(KILL_TIMEOUT)
@@ -390,9 +391,15 @@ class MpExecutor:
         while silent and time.monotonic() < until:
             for other in [*silent]:
                 alive = self.processes[other].is_alive()
-                if data := self.results[other].read(TURN):
-                    silent -= {other} if isinstance(self.codec.decode(data), Reply) else set()
-                elif not alive:
+                try:
+                    message = self.codec.decode(data) if (data := self.results[other].read(TURN)) else None
+                except RingTimeout:
+                    return self._error(other, "broke off in a message")
+                if isinstance(message, Reply):
+                    silent.remove(other)
+                    if message.error and not message.call_id and message.raised != "RankGone":
+                        return self._failed(other, message)  # which is why others have lost it
+                elif message is None and not alive:
                     return self._died(other)
         rank, why = (silent.pop(), "") if len(silent) == 1 else (rank, why)
         return self._stuck(rank, self.step_timeout, why)

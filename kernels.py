@@ -30,8 +30,9 @@ from ops.attention import (
     _read,
     _stored,
     _tile_rows,
+    _most_queries,
 )
-from ops.delta import conv_silu, delta_rule, gated_norm, sigmoid_mul  # noqa: F401 (ops like those below)
+from ops.delta import CONV_TOKENS, conv_silu, delta_rule, gated_norm, sigmoid_mul  # noqa: F401 (ops like those below)
 from ops.drafts import look_up, put_drafts  # noqa: F401
 from ops.experts import expert_down, expert_gate_up, plan_experts, route  # noqa: F401
 from ops.latent import _decode_tile as _latent_tile
@@ -549,7 +550,7 @@ def _decode_tile(
     would tiles of 128 keys in FP8, which registers convert.
     """
     block_d = max(16, triton.next_power_of_2(head_dim))
-    most = 16 if dtype.itemsize == 4 and tokens > 1 else min(128, 32768 // (block_d * dtype.itemsize))
+    most = _most_queries(head_dim, dtype, tokens > 1)
     assert tokens <= most, f"{tokens} tokens a row are too many: use attention_prefill"
     parts = next(n for n in range(1, group + 1) if group % n == 0 and group // n * tokens <= most)
     block_q = max(16, triton.next_power_of_2(group // parts * tokens))

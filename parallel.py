@@ -140,6 +140,7 @@ class Group:
         for link in (dist.group.WORLD, self.link, *self.pipeline.links):
             if link is not None:
                 link.set_timeout(timedelta(seconds=seconds * (1 + (self.device == "cuda"))))
+        self.pipeline.limit = () if self.device == "cuda" else (timedelta(seconds=seconds),)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' `x`, in place of `x`, which is returned."""
@@ -213,6 +214,7 @@ class Pipeline:
         self.live = False
         self.links: list[Any] = []  # to the stage before and after this one in the ring of stages
         self.sent: deque[tuple[Any, torch.Tensor]] = deque()  # what is on its way
+        self.limit: tuple[timedelta, ...] = ()  # for `wait`, where that waits on the host: gloo's
 
     def connect(self, rank: int, size: int) -> None:
         """Make the links; all ranks of all stages do so at the same time."""
@@ -227,7 +229,8 @@ class Pipeline:
         x = make(shape, dtype=dtype, device=device)
         if self.live:
             with connection_errors(f"stage {self.stage} has lost the stage before it"):
-                dist.recv(x, self.before, self.links[0])
+                if work := dist.irecv(x, self.before, self.links[0]):
+                    work.wait(*self.limit)
         return x
 
     def send(self, x: torch.Tensor) -> None:
@@ -236,7 +239,7 @@ class Pipeline:
             return
         with connection_errors(f"stage {self.stage} has lost the stage after it"):
             while self.sent and (len(self.sent) > SENT * self.stages or self.sent[0][0].is_completed()):
-                self.sent.popleft()[0].wait()  # gloo tells only who waits that one has gone
+                self.sent.popleft()[0].wait(*self.limit)  # gloo tells only who waits that one has gone
             self.sent.append((dist.isend(x, self.after, self.links[1]), x))
 
 
@@ -276,9 +279,10 @@ class Sampled:
 
     def take(self, ops: ModuleType, rows: list[tuple[int, int]] | None) -> None:
         """Before the last stage: receive what earlier steps have sampled, until it is there for the sequences in these
-        `rows`, or all; and bring it into the state."""
+        `rows`, or all, and little is on its way; and bring it into the state."""
         state, pipeline, wanted = self.state, self.pipeline, [slot for slot, _ in rows or ()]
-        while self.to_come and (rows is None or self.counts[wanted].any()):
+        most = SENT // 2 * pipeline.stages  # the last stage waits with SENT, also of sequences that have ended
+        while self.to_come and (rows is None or len(self.to_come) > most or self.counts[wanted].any()):
             slots, starts = self.to_come.popleft()
             live = slots >= 0
             self.counts[slots[live]] -= 1

@@ -205,7 +205,7 @@ def layer_fields(first: Header, row: Family, ours: Fields, tensors: dict[str, Te
         result |= {"num_attention_heads": heads, "num_key_value_heads": None, "intermediate_size": None}
         result["block_configs"] = [
             {"attention": {"n_heads_in_group": heads // count} if count else {"no_op": True},
-             "ffn": {"ffn_mult": 1.5 * size / ours["hidden_size"]}}
+             "ffn": {"ffn_mult": 1.5 * size / ours["hidden_size"]} if size else {"no_op": True}}
             for count, size in zip(kv_heads, sizes, strict=True)
         ]  # fmt: skip
     if row.full_heads:

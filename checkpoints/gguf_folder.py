@@ -85,6 +85,8 @@ def choose(model: str, files: Collection[str], quantization: str = "") -> str:
         file for file in files if file.endswith(".gguf") and parts_of(file)[0] == file and "mmproj" not in file
     )
     matching = [file for file in candidates if re.fullmatch(ending, file, re.IGNORECASE)]
+    by_file = [file for file in matching if re.search(rf"{wanted}(-00001-of-\d{{5}})?\.gguf$", file, re.IGNORECASE)]
+    matching = by_file if len(by_file) == 1 else matching
     if len(matching) != 1:
         which = f" of {quantization!r:.80}" if quantization else ""
         listed = ", ".join(candidates) or "none"

@@ -77,11 +77,11 @@ def find_folder(config: EngineConfig, weights: bool) -> EngineConfig:
     if config.snapshot:  # found before
         return config
     name, weights = config.model, weights and config.load_format != "dummy"
-    if name.startswith(PREFIX):
+    if name.startswith(PREFIX) and config.revision is None:
         path, sampling = find_blob(name)
         return dataclasses.replace(config, snapshot=made_folder(path, sampling))
     place, _, tag = (name, "", "") if os.path.exists(name) else name.partition(":")
-    if not os.path.isdir(place) and not is_gguf(place):
+    if not os.path.isdir(place) and not is_gguf(place) and not name.startswith(PREFIX):
         check_id(name)
         path = download_beside(config, weights)
         snapshot = made_folder(path) if is_gguf(path) else path

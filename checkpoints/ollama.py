@@ -21,6 +21,7 @@ SAMPLING = {  # Ollama's names of values of a request that sets none itself, and
     "temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
     "repeat_penalty": "repetition_penalty", "num_predict": "max_new_tokens",
 }  # fmt: skip
+POSITIVE = "num_predict", "top_p", "repeat_penalty"  # for Ollama 0 or less is none, and for Manta leaving it out
 UNREAD = {  # layers that change nothing here
     "template": "its template in Go (the chat template in its GGUF file is used)", "system": "its system prompt",
     "messages": "its first messages", "projector": "what it sees pictures with",
@@ -55,6 +56,7 @@ def find_blob(model: str) -> tuple[str, dict[str, Any]]:
         raise ValueError(f"{model} has the layers {kinds or 'none'}; Manta serves one of model, without an adapter")
     params = read_json(*os.path.split(blobs["params"][0])) if "params" in blobs else {}
     unread = [what for kind, what in UNREAD.items() if kind in blobs]
+    params = {key: value for key, value in params.items() if not (key in POSITIVE and value in (-2, -1, 0))}
     unread += [f"its parameter {key} ({value!r:.80})" for key, value in params.items() if key not in SAMPLING]
     if unread:
         console.info(f"{model}: Manta leaves out {', '.join(unread)}")

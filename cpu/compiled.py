@@ -41,7 +41,7 @@ from config import EngineConfig, run_file
 from cpu import ops as cpu_ops
 from cpu import quantized as cpu_quantized
 from cpu import weights as cpu_weights
-from cpu.machine import has_bfloat16
+from cpu.machine import available_bytes, available_cores, has_bfloat16
 from cpu.ops import _store, _unit
 from cpu.quantized import CodedKernels, Formula, multiply_codes, unpack_codes
 from cpu.weights import multiply
@@ -53,6 +53,7 @@ INDUCTOR_FOLDER = "TORCHINDUCTOR_CACHE_DIR"  # the variable that says where Indu
 WORKPLACE = "tmp"  # the names of folders to compile in begin so
 DAY = 86400  # seconds after which one is left over
 SETTLED = 600  # seconds after which a server with a small model is one that stays
+COMPILER_BYTES = 2**30  # that a process takes to compile, about
 MANY = 64  # tokens of a step; with so many or more, compiled code uses several threads
 
 # These keep a product in one loop. By default a sum of so many terms is written to memory in between.
@@ -161,14 +162,15 @@ class Builder:
         jobs: how many processes at a time.
         idle: these take only what other processes leave of the cores.
         delay: seconds before the first of them begins.
-        urgent: products with codes, which take 10 to 15 times as long without C++, do not wait for others.
+        urgent: for how many products with codes, which take 10 to 15 times as long without C++, there are such
+            processes at a time beside these, at once and not idle; 0: they wait like others.
     """
 
     rows = (1, MANY)  # steps of so many tokens ask for all that there is to compile
 
-    def __init__(self, jobs: int, idle: bool = False, delay: float = 0, urgent: bool = False):
+    def __init__(self, jobs: int, idle: bool = False, delay: float = 0, urgent: int = 0):
         self.room, self.idle, self.urgent = threading.Semaphore(jobs), idle, urgent
-        self.cores = threading.Semaphore(os.cpu_count() or 1)
+        self.urgent_room = threading.Semaphore(urgent)
         self.begins = time.monotonic() + delay
         self.failed = ""  # why something could not be compiled
         self.usable = True  # whether the folders are; if not, nothing is compiled or opened
@@ -205,7 +207,9 @@ class Builder:
         stays = config.beside_server and config.world_size == 1  # torchrun's other ranks do not know of the server
         if small and not stays:
             return None
-        return cls(jobs=1, idle=True, delay=SETTLED if small else 0, urgent=stays and not small)
+        cores = min(available_cores(), int(available_bytes() / COMPILER_BYTES)) // config.local_engines
+        urgent = max(1, cores) if stays and not small and has_compiler() else 0
+        return cls(jobs=1, idle=True, delay=SETTLED if small else 0, urgent=urgent)
 
     def ask(self, job: CompileJob, of_codes: bool = False) -> PendingLibrary:
         """The C++ of a job, maybe a product with codes, which may have to be made first."""
@@ -221,7 +225,7 @@ class Builder:
             logger.info(f"the C++ of {job.name} is made again: {error}")
             if path := job.path():
                 path.unlink(missing_ok=True)
-        urgent = of_codes and self.urgent
+        urgent = of_codes and self.urgent > 0
         thread = threading.Thread(target=self._make, args=(job, library, urgent), daemon=True)
         (self.urgent_threads if urgent else self.threads).append(thread)
         thread.start()
@@ -235,7 +239,7 @@ class Builder:
         """Compile a job, and load what was made. After the first failure no other is tried."""
         if not urgent:
             time.sleep(max(0.0, self.begins - time.monotonic()))
-        with self.cores if urgent else self.room:
+        with self.urgent_room if urgent else self.room:
             if self.failed:
                 return
             try:

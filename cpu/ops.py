@@ -180,7 +180,8 @@ def look_up(
 def _longest_match(t: np.ndarray, u: np.ndarray, longest: int) -> tuple[int, int]:
     """The length of the longest match of t's last tokens in u that a token follows, and the latest end of such."""
     length = 0
-    last = left = ((u[:-1] == t[-1]) & (u[1:] != -2)).nonzero()[0]  # where the last token of each match is
+    left = (u[:-1] == t[-1]).nonzero()[0]
+    last = left = left[u[left + 1] != -2]  # where the last token of each match is
     while len(left) and length < min(longest, len(t)):
         last, length = left, length + 1
         left = left[int(left[0] < length) :]

@@ -67,13 +67,13 @@ class RollCall:
             raise
 
     def _missing(self) -> list[int]:
-        """The ranks that neither leave word nor beat, or if all beat, those without a word."""
+        """The ranks that neither leave word nor beat in a while, or if all beat, those without a word."""
         until, before = time.monotonic() + ROLL_CALL, self._beats()
         while True:
             now = self._beats()
             silent = [rank for rank in self.others if now[rank] < GOODBYE]
-            if len(silent) < 2:
-                return silent
+            if not silent:
+                return []
             if time.monotonic() > until:
                 return [rank for rank in silent if now[rank] == before[rank]] or silent
             time.sleep(ROLL_CALL / 100)

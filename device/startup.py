@@ -42,6 +42,7 @@ from model_config import ModelConfig
 from models.expert_ranks import ExpertGroup
 from models.pooling import settle_task
 from parallel import Group, Pipeline
+from speculation.options import MOST_DRAFTS
 from worker import Worker
 
 CUDA_BLOCK_SIZES = (16, 32, 64, 128)
@@ -53,6 +54,9 @@ def start_worker(config: EngineConfig, model_config: ModelConfig, rank: int = 0,
     start = prepare(config, model_config, rank, rendezvous)
     with start.phase("weights"):
         start.load()
+    if start.builder and start.builder.urgent_threads:
+        with start.phase("C++"):
+            start.builder.wait_for_codes()
     # This is read before the KV pool takes some of it.
     start.cpu_room = int(CPU_KV_SHARE * machine.available_bytes() / start.sharers)
     start.num_snapshots = fit_states(start)
@@ -97,6 +101,7 @@ def prepare(config: EngineConfig, model_config: ModelConfig, rank: int, rendezvo
         ops = compile_ops(builder)
     dtype = pick_dtype(config.dtype, model_config.dtype, device, cpu_weights.is_small(config))
     max_model_len = check_sizes(config, model_config, device)
+    check_drafts(config, model_config, ops, dtype)
     if device == "cuda" and config.kv_cache_dtype == "fp8" and torch.cuda.get_device_capability() < FP8_CAPABILITY:
         raise ValueError(
             f"kv_cache_dtype is 'fp8'; {torch.cuda.get_device_name()} does not convert it, as GPUs from compute "
@@ -184,6 +189,21 @@ def check_sizes(config: EngineConfig, model_config: ModelConfig, device: str) ->
     if max_model_len > most:
         raise ValueError(f"max_model_len is {max_model_len}; the model was made for at most {most}")
     return max_model_len
+
+
+def check_drafts(config: EngineConfig, model_config: ModelConfig, ops: ModuleType, dtype: torch.dtype) -> None:
+    """A ValueError if there are more drafts than Triton's kernels take in a row."""
+    if ops.BACKEND != "triton" or not config.num_drafts:
+        return
+    c, most = model_config, [MOST_DRAFTS]
+    most += [ops.CONV_TOKENS - 1] if c.delta else []
+    most += [] if c.latent else [ops._most_queries(dim, dtype, True) - 1 for _, dim in c.kv_shapes]
+    if config.num_drafts > min(most):
+        name = str(dtype).removeprefix("torch.")
+        raise ValueError(
+            f"num_speculative_tokens is {config.num_drafts}; with Triton's kernels, {c.architecture} in {name} takes "
+            f"at most {min(most)}"
+        )
 
 
 def pick_device(name: str) -> str:

@@ -95,7 +95,6 @@ def warm_up(start: Start, worker: Worker) -> tuple[float, float, float]:
     with worker.watch():
         if start.builder:
             begun = time.perf_counter()
-            start.builder.wait_for_codes()
             for rows in start.builder.rows:
                 run_layers(start.model, rows, worker.pool)
             if start.config.compile:
@@ -127,6 +126,8 @@ def run_prompts(start: Start, worker: Worker) -> float:
         requests.append(requests[-1])
     for fields in tqdm(requests, desc="Warming up", leave=False, disable=None):
         new = prompts(count, length, blocks, adapter=len(adapters), **fields)
+        if worker.adapters:
+            worker.adapters.compiles = start.guard is not None and fields is requests[0]
         begun = time.perf_counter()
         worker.execute(StepPlan(0, rows=[(row.slot, length) for row in new], new=new, adapters=adapters)).result()
         seconds = time.perf_counter() - begun
@@ -242,7 +243,9 @@ def capture(start: Start, worker: Worker) -> None:
                 result = outgoing[: shape.tokens].copy_(result)
         worker.graphs[shape] = graph, result, borrowed(run.logits) if pipeline.last else result
         del run
-    if sizes := piece_sizes(start.config, start.model):
+    sizes = piece_sizes(start.config, start.model)
+    last = start.group.min(sizes[-1] if sizes else 0)  # ranks that hold other experts may have reckoned otherwise
+    if sizes := [size for size in sizes if size <= last]:
         worker.pieces = PiecewiseGraphs(start.model, worker.pool, sizes, pool, worker.adapters)
     worker.rows = None  # the batch state holds the rows of the last graph
     if experts:

@@ -1,8 +1,8 @@
 """What an adapter changes beside its low-rank products: rows of the table and the head, outputs' factors, and experts.
 
 Few adapters have such tensors, and they are of many sizes, so they have no place in an adapter's row of a pool. They
-lie on the device from the adapter's reading on, until its row has another one. A step with such an adapter finds its
-tokens' numbers on the host, so it runs without CUDA graphs.
+lie on the host beside it, and on the device while a slot has the adapter. A step with such an adapter finds its tokens'
+numbers on the host, so it runs without CUDA graphs.
 """
 
 from __future__ import annotations
@@ -37,11 +37,18 @@ class Change:
     a: torch.Tensor | None = None  # [E, G R, in]
     b: torch.Tensor | None = None  # [E, out, R]
 
-    def to(self, device: torch.device, dtype: torch.dtype) -> Change:
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Those that there are, by name."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+    def to(self, device: torch.device | str, dtype: torch.dtype) -> Change:
         """The same on a device, in the dtype of the model."""
         kinds = dict.fromkeys(("weight", "bias", "a", "b"), dtype)
-        pairs = ((name, value) for name, value in vars(self).items() if value is not None)
-        return Change(**{name: value.to(device, kinds.get(name, value.dtype)) for name, value in pairs})
+        return Change(**{name: x.to(device, kinds.get(name, x.dtype)) for name, x in self.tensors().items()})
+
+    def pinned(self) -> Change:
+        """The same in pinned memory of the host."""
+        return Change(**{name: x.pin_memory() for name, x in self.tensors().items()})
 
     def replace(self, y: torch.Tensor, x: torch.Tensor, tokens: Tokens, bias: torch.Tensor | None) -> None:
         """Replace the outputs `rows` of some tokens' y [T, out], for x [T, in], in place."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -43,11 +43,11 @@ class AdapterReader:
 
     Args:
         wanted: its weights, from `modules_of`.
-        covered: the names of those whose products may have adapters on this stage.
+        covered: by their names, the products that may have adapters on this stage.
         source: the folder or file with the model's weights; "" if these are made up.
     """
 
-    def __init__(self, model: Transformer, wanted: Parts, covered: Collection[str], source: str):
+    def __init__(self, model: Transformer, wanted: Parts, covered: Mapping[str, Any], source: str):
         self.model, self.config, self.wanted, self.covered, self.source = model, model.config, wanted, covered, source
         self.table, self.head = (f"{model.row.name(part)}.weight" for part in ("embed", "head"))
         # PEFT takes Llama 4's inputs for outputs, because the class does not say that it stores its experts transposed.
@@ -114,7 +114,8 @@ class AdapterReader:
         if kind in ("A", "B"):
             count = part.shape[0] if stacked else 1
             return None if embedding != is_table else [count * rank, inputs] if kind == "A" else [out, count * rank]
-        return None if stacked or (is_table and kind == "shift") else [out]
+        of_experts = any(product.experts for product in self.covered.get(name, ()))
+        return None if of_experts or (is_table and kind == "shift") else [out]
 
     def by_expert(self, kind: str, tensor: torch.Tensor, count: int) -> tuple[str, torch.Tensor]:
         """A [E, r, in] or B [E, out, r] of a stack of experts. PEFT has A [E r, in] and B [out, r E]."""
@@ -134,6 +135,8 @@ class AdapterReader:
                 tensor = tensors.pop(copy, None)
                 if tensor is not None and theirs in stored and not equal(stored[theirs], tensor, *ROUNDED):
                     tensors[kind] = tensor
+            if name in stored and {*tensors} == {"whole"} and equal(stored[name], tensors["whole"], *ROUNDED):
+                del tensors["whole"]  # saved with the adapter, and not trained
             if "tokens" in tensors:
                 tensors["ids"], order = tensors["ids"].sort()
                 tensors["whole"] = tensors.pop("tokens")[order]
@@ -152,7 +155,9 @@ class AdapterReader:
 
     def stored(self, modules: dict[str, Module]) -> dict[str, Stored]:
         """The model's own weights that an adapter's tensors are compared with, as its files have them."""
-        names = [name for name, tensors in modules.items() if tensors.keys() & {"base", "base bias", "magnitude"}]
+        names = [
+            name for name, tensors in modules.items() if tensors.keys() & {"base", "base bias", "magnitude", "whole"}
+        ]
         if not (self.source and names):
             return {}
         paths, pair, tied = checkpoint_files(self.source), (self.table, self.head), self.config.tie_word_embeddings

@@ -52,6 +52,7 @@ from observe.logs import logger
 ALIGNMENT = 64  # elements; where each matrix begins in a row of a pool is a multiple of it
 PROMPT = "prompt_embeddings"
 READERS = 4  # threads that read adapters
+MOST_CHANGED = 1024  # tokens with an adapter of experts that are computed at a time
 
 
 @dataclass(eq=False)
@@ -199,7 +200,8 @@ class AdaptedExperts:
         y = self.meet(x, weights, ids)
         for tokens, changes in self.adapters.changes:
             if changes.keys() & {self.gate_up.number, self.down.number}:
-                y[tokens] = self.changed(x[tokens], weights[tokens], ids[tokens], changes)
+                for part in torch.arange(len(x), device=x.device)[tokens].split(MOST_CHANGED):
+                    y[part] = self.changed(x[part], weights[part], ids[part], changes)
         return y
 
     def changed(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, changes: Changes) -> torch.Tensor:
@@ -289,6 +291,7 @@ class AdapterPool:
         begin, count = place(self.products, rank), prompt_size(model, virtual)
         self.size = begin + aligned(count)
         self.plan: Any = None  # `ops.plan_lora`'s for the step; None: none of its rows has an adapter
+        self.compiles = False  # whether steps run what adapters of experts need, with zeros: in the first of warm-up
         self.head_plan: Any = None  # the same for rows whose logits are being made, and adapters of the head
         self.changes: StepChanges = []  # of the step's tokens
         self.head_changes: StepChanges = []  # of the rows whose logits are being made
@@ -359,9 +362,7 @@ class AdapterPool:
         self.plan = None if of_slots is None else self.ops.plan_lora(of_slots, *args)
         self.step_slots = self.slots_with_changes(numbers)
         self.changes = self.changes_of(self.plan)
-        if self.pool.is_meta or (
-            numbers.any() and not any(adapter.digest for adapter in self.read)
-        ):  # a rehearsal, or warm-up
+        if self.pool.is_meta or self.compiles:
             zeros = {stack.shape: self.new_stack(stack, self.pool.device) for stack in self.stacks}
             self.changes = [(slice(None), {stack.number: zeros[stack.shape] for stack in self.stacks})]
         # A row that samples ends with a token of its client, so decodes have no virtual tokens. But places for drafts
@@ -404,8 +405,11 @@ class AdapterPool:
     def move(self, pairs: list[tuple[int, int]]) -> None:
         """Copy adapters to the device, for each pair of a row of the host's pool and a slot."""
         self.ops.swap_blocks(self.host, self.pool, to_device(np.array(pairs, dtype=np.int64), str(self.pool.device)))
+        device, dtype = self.pool.device, self.pool.dtype
         for row, slot in pairs:
-            self.held[slot] = self.read[row]
+            self.held[slot] = self.read[row]._replace(changes={})  # frees what the slot had
+            changes = {number: change.to(device, dtype) for number, change in self.read[row].changes.items()}
+            self.held[slot] = self.read[row]._replace(changes=changes)
         numbers = [0, *(number * adapter.has_head for number, adapter in enumerate(self.held, 1))]
         self.headed.copy_(to_device(np.array(numbers, dtype=np.int32), str(self.pool.device)))
 
@@ -455,18 +459,26 @@ class AdapterPool:
                 modules = self.reader.read(file, path, config._replace(shape_of=functools.cache(config.shape_of)))
                 for name, tensors in modules.items():
                     self.fill(line, name, tensors, filled, changes)
-            changes = {number: change.to(self.pool.device, self.pool.dtype) for number, change in changes.items()}
+            changes = {number: change.to("cpu", self.pool.dtype) for number, change in changes.items()}
+            if self.pool.is_cuda:
+                changes = self.pinned(path, changes)
         except ValueError:
             line.zero_()
             raise
-        except torch.OutOfMemoryError:
-            raise ValueError(
-                f"{path} has tensors beside low-rank matrices, for which the device has no memory; a lower "
-                "gpu_memory_utilization leaves some"
-            ) from None
         changed = {product for product, _ in filled} | {self.products[number] for number in changes}
         self.read[row] = HeldAdapter(digest, self.head in changed, changes)
         return 0
+
+    def pinned(self, path: str, changes: Changes) -> Changes:
+        """An adapter's changes in pinned memory; a ValueError if they are larger than what the GPU has free."""
+        sizes = (x.nbytes for change in changes.values() for x in change.tensors().values())
+        size, free = sum(sizes), torch.cuda.mem_get_info()[0]
+        if size > free:
+            raise ValueError(
+                f"{path} has {size / 2**30:.2f} GiB of tensors beside low-rank matrices, and the device has "
+                f"{free / 2**30:.2f} GiB free; a lower gpu_memory_utilization leaves more"
+            )
+        return {number: change.pinned() for number, change in changes.items()}
 
     def fill(
         self, line: torch.Tensor, name: str, tensors: Module, filled: set[tuple[TargetProduct, int]], changes: Changes

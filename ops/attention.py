@@ -67,6 +67,12 @@ def _read(x, dtype: tl.constexpr):
     return x.to(dtype) if x.dtype == tl.float8e4nv else x
 
 
+def _most_queries(head_dim: int, dtype: torch.dtype, several: bool) -> int:
+    """Queries of a tile of `attention_decode`, and so the most tokens of a row, if it has `several`."""
+    block_d = max(16, triton.next_power_of_2(head_dim))
+    return 16 if dtype.itemsize == 4 and several else min(128, 32768 // (block_d * dtype.itemsize))
+
+
 @triton.jit
 def _load_values(p_v, m_n, b_q, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """Values [N, BLOCK_D] of the rows p_v [N], of which there are m_n [N], for a product with weights of queries b_q.

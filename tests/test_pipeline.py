@@ -327,6 +327,18 @@ def test_a_stage_lets_go_of_what_the_next_one_has(forked: None, make_llm: Callab
     llm.core.close()
 
 
+def test_requests_of_one_token_leave_nothing_on_the_way(
+    make_llm: Callable[..., LLM], answers: list[list[list[int]]]
+) -> None:
+    """No later step of theirs takes what the last stage has sampled, which would wait for that."""
+    llm = make_llm(threads=1, pipeline_parallel_size=2, step_timeout=20.0)
+    one = SamplingParams(temperature=0, max_tokens=1)
+    first = [llm.generate("to be", one, use_tqdm=False)[0].outputs[0].token_ids for _ in range(30)]
+    assert first == [make_llm().generate("to be", one, use_tqdm=False)[0].outputs[0].token_ids] * 30
+    assert llm.core.metrics()["num_worker_restarts_total"] == 0
+    llm.core.close()
+
+
 def spans(path: Path) -> Iterator[tuple[str, float, float]]:
     """The lane, begin and end of every phase of a trace in which a worker runs its layers, in microseconds."""
     events = json.loads(path.read_text())

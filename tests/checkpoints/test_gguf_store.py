@@ -138,6 +138,7 @@ def test_a_model_of_ollama_answers(
     caplog.set_level("INFO")
     monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path / "store"))
     weights, params = demo.read_bytes(), {"temperature": 0.5, "repeat_penalty": 1.25, "stop": ["<x>"], "top_k": 7}
+    params |= {"num_predict": -1, "top_p": 0}  # which say nothing
     layers = {"model": weights, "template": b"{{ .Prompt }}", "license": b"MIT", "params": params}
     ollama_store(tmp_path / "store", layers)
     ollama_store(tmp_path / "store", {"model": weights}, "registry.ollama.ai/library/demo/Q8")
@@ -161,6 +162,8 @@ def test_a_model_of_ollama_answers(
     ):  # fmt: skip
         with pytest.raises(ValueError, match=says):
             find_model(EngineConfig(f"ollama:{model}"))
+    with pytest.raises(ValueError, match="revision is 'main'; ollama:demo is on this machine"):
+        find_model(EngineConfig("ollama:demo", revision="main"))
     with LLM(str(blob), device="cpu", max_num_seqs=2) as llm:
         talk = [{"role": "user", "content": "What is 37 + 44?"}]
         assert llm.chat(talk, SamplingParams(temperature=0.0, max_tokens=8))[0].outputs[0].text == "81"

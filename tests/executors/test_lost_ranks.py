@@ -165,6 +165,23 @@ def test_who_leaves_word_or_beats_is_not_lost(
     assert now <= channel.ROLL_CALL + 1
 
 
+def test_a_rank_that_leaves_word_late_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, now = dist.HashStore(), 0.0
+    roll_calls = [object.__new__(channel.RollCall) for _ in range(2)]
+    for rank, roll_call in enumerate(roll_calls):
+        roll_call.rank, roll_call.others, roll_call.store = rank, range(1, 2), store
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        if now > channel.ROLL_CALL / 2:
+            roll_calls[1].beat(channel.GOODBYE)
+
+    monkeypatch.setattr(channel, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
+    with pytest.raises(RankGone, match=r"^it is late$"), roll_calls[0].watch():
+        raise RankGone("it is late")
+
+
 def test_a_step_that_a_device_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """As NCCL's in a CUDA graph, when another rank is gone."""
     now, looks = 0.0, 0

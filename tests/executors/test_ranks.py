@@ -381,3 +381,23 @@ def test_a_rank_that_is_lost_in_a_call_that_was_given_up_is_found(ranks, how):
     executor.unanswered.append(1)  # a step that waits
     with pytest.raises(BlamelessError, match=f"rank 0 {how} in a call that was given up"):
         executor.result()
+
+
+# --- a rank that fails, and one that has lost it ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("raised", "kind"), [("", WorkerError), ("PeersGone", BlamelessError), ("HookError", FatalHookError)]
+)
+def test_the_rank_that_failed_is_named_and_not_the_one_that_lost_it(ranks, raised, kind):
+    def act(rank: Rank, message: Any) -> None:
+        if isinstance(message, Call):
+            return rank.say(Reply(message.call_id))
+        error = Reply(0, error="rank 0 has lost the other ranks", raised="RankGone")
+        rank.say(error if not rank.rank else Reply(0, error="an illegal memory access", raised=raised))
+
+    executor = ranks(act, 2)
+    executor.submit(plan(1))
+    with pytest.raises(kind, match="an illegal memory access") as caught:
+        executor.result()
+    assert raised == "HookError" or "rank 1 has failed" in str(caught.value)

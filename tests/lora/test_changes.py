@@ -173,3 +173,22 @@ def test_tokens_that_do_not_fit_their_rows_are_refused(folders: dict[str, Path],
     (folder / CONFIG).write_text(json.dumps(config))
     with pytest.raises(ValueError, match=r"trainable_tokens_delta' has .*trainable_token_indices"):
         make_core().add(request("a", folder), at_once=True)
+
+
+def test_an_unchanged_table_beside_an_adapter_is_none_of_it(tmp_path: Path) -> None:
+    """PEFT saves tables that were resized, or that it was told to save, also if nobody trained them."""
+    make_adapter(tmp_path / "a", 1, modules=ALL[:3])
+    tensors, own = load_file(tmp_path / "a" / WEIGHTS), load_file(Path(DEMO, "model.safetensors"))
+    name = next(name for name in own if name.endswith("embed_tokens.weight"))
+    save_file(tensors | {f"base_model.model.{name}": own[name]}, tmp_path / "a" / WEIGHTS)
+    worker = make_worker(Path(DEMO), enable_lora=True, max_loras=1, max_cpu_loras=1)
+    assert worker.adapters.load(0, str(tmp_path / "a")) == 0 and not worker.adapters.read[0].changes
+
+
+@pytest.mark.parametrize("kind", ["dora", "bias"])
+def test_kinds_that_single_experts_lack_are_named(tmp_path: Path, kind: str) -> None:
+    base = DATA / "families" / "deepseek-v3"
+    make_adapter(tmp_path / "a", 1, rank=3, modules=ALL[3:], base=base)
+    add_kind(tmp_path / "a", kind, base)
+    worker = make_worker(base, enable_lora=True, max_loras=1, max_cpu_loras=1)
+    assert "is of a module that cannot have an adapter here" in worker.adapters.load(0, str(tmp_path / "a"))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,13 +18,15 @@ import pytest
 import torch
 
 from batch_state import BatchState
-from config import EngineConfig
+from config import DEMO, EngineConfig
 from core import EngineCore
+from device.startup import check_drafts
 from engine import LLM, SamplingParams
 from fake_worker import Engine, prompt
 from forked import forked_workers
 from integrity import check_integrity
 from layers import Batch
+from model_config import ModelConfig
 from observe.journal import replay
 from outputs import RequestOutput
 from plan import StepPlan
@@ -252,6 +256,24 @@ def test_what_another_request_had_is_proposed(
         taken.append(counters[TAKEN] - before)
     assert taken[0] == taken[2] < 30 < 50 < taken[1]
     drafting.client.core.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "dtype", "most"),
+    [
+        ({}, torch.float32, 15), ({"kv_shapes": ((1, 512),) * 6}, torch.bfloat16, 31),
+        ({"delta": object()}, torch.float16, 15),
+    ],
+)  # fmt: skip
+def test_drafts_that_the_kernels_do_not_take_are_refused(
+    changes: dict[str, Any], dtype: torch.dtype, most: int
+) -> None:
+    kernels = pytest.importorskip("kernels")
+    model = replace(ModelConfig.from_folder(DEMO), **changes)
+    for count in (most, most + 1):
+        config = EngineConfig(speculative_config=json.dumps({"num_speculative_tokens": count}))
+        with contextlib.nullcontext() if count == most else pytest.raises(ValueError, match=f"takes at most {most}$"):
+            check_drafts(config, model, kernels, dtype)
 
 
 def test_options_of_suffix_decoding() -> None:
