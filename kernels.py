@@ -21,6 +21,8 @@ import triton.language as tl
 from ops.attention import (
     DECODE_PARTIALS,
     DECODE_ROWS,
+    FLOAT32_QUERIES,
+    QUERY_BYTES,
     DecodePlan,
     _combine,
     _holds,
@@ -30,7 +32,6 @@ from ops.attention import (
     _read,
     _stored,
     _tile_rows,
-    _most_queries,
 )
 from ops.delta import CONV_TOKENS, conv_silu, delta_rule, gated_norm, sigmoid_mul  # noqa: F401 (ops like those below)
 from ops.drafts import look_up, put_drafts  # noqa: F401
@@ -550,7 +551,8 @@ def _decode_tile(
     would tiles of 128 keys in FP8, which registers convert.
     """
     block_d = max(16, triton.next_power_of_2(head_dim))
-    most = _most_queries(head_dim, dtype, tokens > 1)
+    several_floats = dtype.itemsize == 4 and tokens > 1
+    most = FLOAT32_QUERIES if several_floats else min(128, QUERY_BYTES // (block_d * dtype.itemsize))
     assert tokens <= most, f"{tokens} tokens a row are too many: use attention_prefill"
     parts = next(n for n in range(1, group + 1) if group % n == 0 and group // n * tokens <= most)
     block_q = max(16, triton.next_power_of_2(group // parts * tokens))

@@ -197,7 +197,9 @@ def check_drafts(config: EngineConfig, model_config: ModelConfig, ops: ModuleTyp
         return
     c, most = model_config, [MOST_DRAFTS]
     most += [ops.CONV_TOKENS - 1] if c.delta else []
-    most += [] if c.latent else [ops._most_queries(dim, dtype, True) - 1 for _, dim in c.kv_shapes]
+    if not c.latent:
+        widest = max(16, 1 << (max(dim for _, dim in c.kv_shapes) - 1).bit_length())
+        most.append((ops.FLOAT32_QUERIES if dtype.itemsize == 4 else ops.QUERY_BYTES // (2 * widest)) - 1)
     if config.num_drafts > min(most):
         name = str(dtype).removeprefix("torch.")
         raise ValueError(

@@ -12,6 +12,8 @@ import triton.language as tl
 from ops.matmul import FLOAT_MAX, FP8_MAX, HALF_MAX, INTERPRET, _cast, _chip
 
 PROCESSORS = 132  # assumed where there is no GPU to ask
+# A tile of queries of `attention_decode` has no more bytes, and in float32 no more queries where a row has several.
+QUERY_BYTES, FLOAT32_QUERIES = 32768, 16
 DECODE_ROWS = 512  # rows whose items are counted, or searched, at a time: with 1024 the counting kernel spills
 DECODE_PARTIALS = 4096  # values of partial results that are added up at a time: all at once would spill registers
 
@@ -65,12 +67,6 @@ def _query(x, dtype: tl.constexpr):
 def _read(x, dtype: tl.constexpr):
     """x [..] of a pool for a product with `dtype`. FP8 is converted in registers."""
     return x.to(dtype) if x.dtype == tl.float8e4nv else x
-
-
-def _most_queries(head_dim: int, dtype: torch.dtype, several: bool) -> int:
-    """Queries of a tile of `attention_decode`, and so the most tokens of a row, if it has `several`."""
-    block_d = max(16, triton.next_power_of_2(head_dim))
-    return 16 if dtype.itemsize == 4 and several else min(128, 32768 // (block_d * dtype.itemsize))
 
 
 @triton.jit
