@@ -407,6 +407,7 @@ class ConfigReader:
             return tuple(window if local else 0 for local in self.local_layers())
         if row.window == "pattern":
             return tuple(0 if full else window for full in self.full_layers())
+        self.listed_types((*LAYER_TYPES, "attention"), "attention in each layer of this family")
         return (window,) * layers
 
     def full_layers(self) -> list[bool]:
