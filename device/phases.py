@@ -16,7 +16,6 @@ from device.exchanges import add_lockstep
 from device.launched import run_one_by_one
 from layers import DraftRows
 from parallel import add_stages
-from speculation.heads import DraftHead
 
 if TYPE_CHECKING:
     from cpu.weights import GreedyHead
@@ -77,7 +76,6 @@ def add_adapters(w: Worker, adapters: AdapterPool) -> None:
 
 def add_drafts(w: Worker) -> None:
     """Rows have drafts, which the step verifies, and afterwards it makes some for the next one."""
-    by_head = isinstance(w.model.draft, DraftHead)  # which lacks no token's keys and values
 
     def count(run: StepRun) -> None:  # on a CPU, where nobody waits for a look at tensors: only the drafts that exist
         if run.plan.drafts:
@@ -126,7 +124,7 @@ def add_drafts(w: Worker) -> None:
         shape, count = run.shape, run.plan.propose
         if shape.proposes and (w.device != "cpu" or not run.plan.rows):  # kernels are compiled for that
             count = w.config.num_drafts
-        if count or by_head or shape.num_decodes < shape.tokens:
+        if count or shape.num_decodes < shape.tokens:
             w.mark("propose")
             w.proposer.propose(w.state, run.batch, run.hidden, w.pool, count)
 

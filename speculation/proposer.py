@@ -27,8 +27,7 @@ class Proposer(Protocol):
 
         Nothing waits for the device. The model has just run the `batch`, with hidden states [T, hidden] after its last
         norm, and `state` knows the tokens that were sampled. Steps with prompts have a call also where the count is 0,
-        so that a model has keys and values of all prompts. With a head all steps have one, so that it has those of all
-        tokens: that takes a layer's time, and a whole model would take too much.
+        so that a model has keys and values of all prompts.
         """
 
 

@@ -168,20 +168,6 @@ def compare(record: Record, t: dict[str, torch.Tensor], head: Any) -> int:
     return compared
 
 
-@pytest.mark.parametrize("name", ["mtp", *(pytest.param(name, marks=pytest.mark.full) for name in ("eagle", "eagle3"))])
-def test_a_head_lacks_nothing_of_steps_without_drafts(
-    name: str, made: Make, record: Record, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its keys and values are those of all tokens, so later drafts are those of the formula."""
-    proposals, (method, _, head), checkpoints = Drafting.proposals, oracle.MAKERS[name], made(name)
-    monkeypatch.setattr(Drafting, "proposals", lambda drafting, of: of.plan.step % 5 == 0 and proposals(drafting, of))
-    llm = tiny(checkpoints, method, max_num_batched_tokens=24)
-    record.clear()
-    answers(llm)
-    assert compare(record, checkpoints.tensors, head) > 50
-    llm.close()
-
-
 @pytest.mark.parametrize("name", ["deepseek-v3", pytest.param("glm4-moe", marks=pytest.mark.full)])
 def test_a_head_of_experts_is_a_layer_of_its_family(name: str, shared: Path, record: Record, tmp_path: Path) -> None:
     """A head behind the model's layers that W lets see its tokens alone, and no hidden state: as a model of one layer,
@@ -406,7 +392,7 @@ def test_drafts_are_made_by_graphs_where_the_step_has_none(
 def test_steps_without_proposals_change_no_token(
     name: str, made: Make, plain: Callable[[str], list[RequestOutput]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They leave out keys and values of a draft model, which the sanitizer has filled with NaN. A head has them."""
+    """They leave out keys and values of the draft, which the sanitizer has filled with NaN."""
     proposals = Drafting.proposals
     monkeypatch.setattr(Drafting, "proposals", lambda drafting, of: of.plan.step % 3 and proposals(drafting, of))
     llm = tiny(made(name), oracle.MAKERS[name][0], sanitize_kv=True)
