@@ -55,8 +55,8 @@ class Admission:
         self.samples = Samples(space, self.wait)
         self.adapters = AdapterSlots(config.max_loras, config.max_prompt_adapter_token)
         self.reserve = Reserve(config, space)
-        self.free_slots = list(range(config.max_num_seqs))[::-1]
-        self.next_slot = 0 if config.speculation and config.speculation.method == "suffix" else -1  # tokens stay there
+        self.free_slots = list(range(config.max_num_seqs))[::-1]  # look-ups of suffix decoding read those freed last
+        self.next_free = 0 if config.speculation and config.speculation.method == "suffix" else -1
         self.released: list[int] = []  # slots that the next plan gives up
         self.begin_step(0.0)
 
@@ -273,7 +273,7 @@ class Admission:
             assert self.samples.holders, f"request {seq.name} fits the empty pool"
             self.samples.drop()
             return self._find_room(seq, plan, most, kept, alone)
-        seq.slot = self.free_slots.pop(self.next_slot)
+        seq.slot = self.free_slots.pop(self.next_free)
         self.adapters.take(seq, plan)
         plan.new.append(new_row(seq, self.adapters, named=self.config.sanitize_kv))
         if (again := seq.num_forgotten - seq.num_computed) > 0:

@@ -19,6 +19,7 @@ from cpu import ops
 from engine import LLM, SamplingParams
 from skills import exam
 from speculation.options import SpeculativeConfig
+from speculation.proposer import PromptLookup
 from tasks import Tasks
 from tokenizer import Tokenizer
 from turns import in_turns, spread
@@ -135,14 +136,10 @@ def replay_figures(methods: list[dict[str, Any]], sessions: int, tokenizer: str)
     turns = [[reader.encode(text, False) for text in turn] for session in edits(sessions) for turn in session]
     width, figures = max(len(prompt) + len(answer) for prompt, answer in turns) + 40, []
     for method in methods:
-        options = SpeculativeConfig.of(json.dumps(method))
-        ids, known, counts, clients = torch.zeros(64, width, dtype=torch.int32), *torch.zeros(3, 64, dtype=torch.int32)
-        sizes, others = (options.prompt_lookup_min, options.prompt_lookup_max), tuple[Any, ...]()
-        if options.method == "suffix":
-            sizes, others = (
-                (1, options.suffix_decoding_max_tree_depth),
-                (clients, options.suffix_decoding_max_spec_factor),
-            )
+        lookup = PromptLookup(SpeculativeConfig.of(json.dumps(method)), ops)
+        ids = torch.zeros(64, width, dtype=torch.int32)
+        known, counts, clients = torch.zeros(3, 64, dtype=torch.int32)
+        others: tuple[Any, ...] = (clients, lookup.factor) if lookup.over_requests else ()
         steps = drafted = taken = tokens = 0
         for turn, (prompt, answer) in enumerate(turns):
             slot, whole = torch.tensor([turn % 64], dtype=torch.int32), torch.tensor(prompt + answer, dtype=torch.int32)
@@ -150,7 +147,7 @@ def replay_figures(methods: list[dict[str, Any]], sessions: int, tokenizer: str)
             at, tokens = len(prompt), tokens + len(answer)
             while at < len(whole):
                 known[turn % 64] = at
-                drafts = ops.look_up(ids, known, counts, slot, *sizes, options.num_speculative_tokens, *others)[0]
+                drafts = ops.look_up(ids, known, counts, slot, *lookup.sizes, *others)[0]
                 ids[turn % 64, at : len(whole)] = whole[at:]  # which the drafts were written over
                 right = drafts[: len(whole) - at] == whole[at : at + len(drafts)]
                 accepted = int(right.long().cumprod(0).sum())

@@ -162,8 +162,8 @@ class Builder:
         jobs: how many processes at a time.
         idle: these take only what other processes leave of the cores.
         delay: seconds before the first of them begins.
-        urgent: for how many products with codes, which take 10 to 15 times as long without C++, there are such
-            processes at a time beside these, at once and not idle; 0: they wait like others.
+        urgent: how many more processes compile products with codes, at once and not idle, because without C++ such a
+            product takes 10 to 15 times as long; 0: these products wait like others.
     """
 
     rows = (1, MANY)  # steps of so many tokens ask for all that there is to compile
@@ -283,7 +283,7 @@ class Builder:
         Raises:
             ValueError: something could not be compiled.
         """
-        for thread in (*self.threads, *self.urgent_threads):
+        for thread in self.threads:
             thread.join()
         self.threads.clear()
         if self.failed:

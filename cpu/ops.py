@@ -161,14 +161,14 @@ def look_up(
             continue
         n = int(lengths[slot])
         t = tokens[slot, :n]
-        (length, end), u = _longest_match(t, t, longest), t
+        length, end = _longest_match(t, t, longest)
         follows = t[(end + np.arange(most) % (n - end)) if length else slice(0)]
         if clients is not None and length < longest:
             u = joined(int(clients[slot]))
             if (other := _longest_match(t, u, longest))[0] > length:
                 length, end = other
                 follows = u[end : end + most]
-                follows = follows[: int((follows == -2).argmax()) if (follows == -2).any() else most]
+                follows = follows[: next(iter((follows == -2).nonzero()[0]), most)]
         count = min(most, tokens.shape[1] - n, len(follows), int(min(most, factor * length)))
         count = count if length >= shortest else 0
         drafts[row, :count] = follows[:count]

@@ -61,10 +61,10 @@ def make_up(worker: Worker, rows: Rows) -> None:
     """
     model, group, shape = worker.model, worker.group, rows.shape
     done, width = len(group.exchanged), -(-model.config.vocab_size // group.size)
-    tokens = worker.pieces.padded(shape.tokens) if worker.pieces else shape.tokens  # as the other ranks pad them,
-    numbers = worker.state.adapted[[slot for slot, _ in rows.planned if shape.adapted]]
-    if worker.adapters and worker.adapters.slots_with_changes(numbers):  # unless no graph has what they compute
-        tokens = shape.tokens
+    adapters = worker.adapters
+    has_changes = adapters and adapters.slots_with_changes(worker.state.adapted, rows.planned)
+    # The other ranks pad a step that runs in pieces, which steps with changes do not.
+    tokens = worker.pieces.padded(shape.tokens) if worker.pieces and not has_changes else shape.tokens
     for size, dtype in worker.exchanges[done:]:
         group.all_reduce(torch.zeros(tokens, *size, dtype=dtype, device=worker.device))
     logits = [part.shape[1] for part in worker.gatherer.parts(rows.scoring)[1]] if rows.scoring else []

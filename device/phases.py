@@ -57,16 +57,14 @@ def add_adapters(w: Worker, adapters: AdapterPool) -> None:
         if run.plan.adapters:
             adapters.move(run.plan.adapters)
 
-    def choose_graph(run: StepRun) -> None:  # what few adapters have is in none
-        if adapters.slots_with_changes(numbers_of(run)):
+    def choose_graph(run: StepRun) -> None:  # no graph has the products with changes
+        if adapters.slots_with_changes(w.state.adapted, run.plan.rows):
             run.graph = None
 
     def begin(run: StepRun) -> None:
         of_slots = w.state.adapters if run.shape.adapted else None
-        adapters.begin(of_slots, run.batch.slots, run.batch.starts, run.shape, numbers_of(run))
-
-    def numbers_of(run: StepRun) -> np.ndarray:
-        return w.state.adapted[[slot for slot, _ in run.plan.rows if run.shape.adapted]]
+        changed = adapters.slots_with_changes(w.state.adapted, run.plan.rows)
+        adapters.begin(of_slots, run.batch.slots, run.batch.starts, run.shape, changed)
 
     w.making_logits = lambda slots: adapters.making_logits(slots.int())
     put(w.plan_phases, w.enter, move)

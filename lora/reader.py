@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from checkpoints.dequantize import Stored
+from checkpoints.dequantize import DTYPES, Stored
 from checkpoints.hub import checkpoint_files
 from checkpoints.storage import Storage
 from checkpoints.tied_head import equal, find_stored
@@ -33,7 +33,6 @@ RENAMED = {  # transformers' names of modules, and those in checkpoints
     ".mlp.": ".block_sparse_moe.", ".experts.gate_up_proj": ".input_linear.weight",
     ".experts.down_proj": ".output_linear.weight",
 }  # fmt: skip
-DTYPES = torch.float16, torch.bfloat16, torch.float32
 ROUNDED = 2**-8, 2**-24  # by how much a copy may differ that was rounded to 16 bits, relative and absolute
 Module = dict[str, torch.Tensor]  # a module's tensors, by kind
 
@@ -119,8 +118,8 @@ class AdapterReader:
 
     def by_expert(self, kind: str, tensor: torch.Tensor, count: int) -> tuple[str, torch.Tensor]:
         """A [E, r, in] or B [E, out, r] of a stack of experts. PEFT has A [E r, in] and B [out, r E]."""
-        each = tensor.unflatten(0, (count, -1)) if kind == "A" else tensor.unflatten(1, (-1, count)).permute(2, 0, 1)
-        return ("AB".replace(kind, ""), each.mT) if self.turned else (kind, each)
+        stack = tensor.unflatten(0, (count, -1)) if kind == "A" else tensor.unflatten(1, (-1, count)).permute(2, 0, 1)
+        return ({"A": "B", "B": "A"}[kind], stack.mT) if self.turned else (kind, stack)
 
     def settle(self, modules: dict[str, Module], path: str, config: AdapterConfig) -> None:
         """Drop copies of the model's own weights, and make of the other tensors what `read` says."""
@@ -210,12 +209,8 @@ def checked(tensor: torch.Tensor, name: str, shape: list[int]) -> torch.Tensor:
 
 def check_complete(what: str, tensors: Module, fields: dict[str, Any], linear: bool) -> None:
     """Check that a module has all that goes together; `linear`: it is no table of embeddings, and no experts."""
-    low_rank = {
-        "A",
-        "B",
-        *["magnitude"] * bool(fields.get("use_dora")),
-        *["shift"] * bool(fields.get("lora_bias") and linear),
-    }
+    extra = {"magnitude": fields.get("use_dora"), "shift": fields.get("lora_bias") and linear}
+    low_rank = {"A", "B", *(kind for kind, wanted in extra.items() if wanted)}
     needed = low_rank if tensors.keys() & {"A", "B", "shift", "magnitude"} else set()
     if lacks := (needed | {"whole"} if "bias" in tensors else needed) - tensors.keys():
         raise ValueError(f"{what} has only {', '.join(sorted(tensors))}, and lacks {', '.join(sorted(lacks))}")

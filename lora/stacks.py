@@ -235,7 +235,7 @@ class AdaptedExperts:
             starts = torch.arange(count + 1, dtype=torch.int32, device=x.device)
             plan = ops.plan_lora(self.numbers, experts, starts, count, mlp.count)
             outputs = change.b.shape[1]
-            bounds = (0, outputs // 2, outputs) if product is self.gate_up else (0, outputs)
+            bounds = tuple(bound for bound in product.bounds if bound <= outputs)  # those of one expert
             ops.lora_expand(y, ops.lora_shrink(x, change.a, plan), change.b, bounds, plan)
         return y
 
@@ -347,20 +347,21 @@ class AdapterPool:
                 weight = getattr(product.owner, product.name)
                 setattr(product.owner, product.name, AdaptedLinear(weight, product, self))
 
-    def slots_with_changes(self, numbers: np.ndarray) -> list[int]:
-        """The slots of those adapters, one less than their `numbers`, that have changes."""
-        return [number - 1 for number in {*numbers.tolist()} if number and self.held[number - 1].changes]
+    def slots_with_changes(self, adapted: np.ndarray, rows: list[tuple[int, int]]) -> list[int]:
+        """The slots of the planned `rows`' adapters that have changes; of `adapted` see `BatchState`."""
+        numbers = {*adapted[[slot for slot, _ in rows]].tolist()} if adapted.any() else ()
+        return [number - 1 for number in numbers if number and self.held[number - 1].changes]
 
     def begin(
         self, of_slots: torch.Tensor | None, slots: torch.Tensor, starts: torch.Tensor, shape: StepShape,
-        numbers: np.ndarray,
+        step_slots: list[int],
     ) -> None:  # fmt: skip
         """A step begins: see `ops.plan_lora`. Without `of_slots` none of its rows has an adapter with matrices. The
-        `numbers` are those of the planned rows' adapters, on the host; graphs are captured without any."""
+        `step_slots` are the `slots_with_changes`; graphs are captured without any."""
         args = slots, starts, shape.tokens, len(self.pool)
         self.of_slots = of_slots
         self.plan = None if of_slots is None else self.ops.plan_lora(of_slots, *args)
-        self.step_slots = self.slots_with_changes(numbers)
+        self.step_slots = step_slots
         self.changes = self.changes_of(self.plan)
         if self.pool.is_meta or self.compiles:
             zeros = {stack.shape: self.new_stack(stack, self.pool.device) for stack in self.stacks}
@@ -518,14 +519,16 @@ class AdapterPool:
             if "factor" in tensors:
                 change.factor = torch.ones(out) if change.factor is None else change.factor
                 change.factor[rows.start : rows.stop] = outputs_of(tensors["factor"][:, None], at, view)[:, 0]
-            if "shift" in tensors and not (self.model.group.rank and not view and at[1] != slice(None)):
-                # Of a product whose inputs the ranks divide one has the bias, because a sum over ranks follows.
+            divides_inputs = "shift" in tensors and not view and at[1] != slice(None)
+            if "shift" in tensors and not (divides_inputs and self.model.group.rank):
+                # If the ranks divide the inputs, their outputs are summed, so rank 0 alone adds the bias.
                 change.shift = torch.zeros(out) if change.shift is None else change.shift
                 change.shift[rows.start : rows.stop] = outputs_of(tensors["shift"][:, None].float(), at, view)[:, 0]
             if "whole" in tensors:
                 ids, share = tensors["ids"], at[0]
-                first = share.start or 0 if isinstance(share, slice) else 0  # the table is whole on each rank
-                here = (ids >= first) & ((ids < first + len(rows)) | (product is self.table))
+                assert isinstance(share, slice)
+                first, end, _ = share.indices(self.wanted[name].shape[0])
+                here = (ids >= first) & (ids < end)
                 change.rows, change.weight = ids[here] - first, tensors["whole"][here]
                 change.bias = tensors["bias"][here] if "bias" in tensors else None
 

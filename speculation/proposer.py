@@ -40,10 +40,11 @@ class PromptLookup:
     """
 
     def __init__(self, options: SpeculativeConfig, ops: ModuleType):
-        self.ops, self.over_requests, most = ops, options.method == "suffix", options.num_speculative_tokens
-        self.sizes = options.prompt_lookup_min, options.prompt_lookup_max, most
+        self.ops, self.over_requests = ops, options.method == "suffix"
+        bounds = options.prompt_lookup_min, options.prompt_lookup_max
         if self.over_requests:
-            self.sizes = 1, options.suffix_decoding_max_tree_depth, most
+            bounds = 1, options.suffix_decoding_max_tree_depth
+        self.sizes = *bounds, options.num_speculative_tokens
         self.factor = options.suffix_decoding_max_spec_factor
 
     def propose(self, state: BatchState, batch: Batch, hidden: torch.Tensor, pool: torch.Tensor, count: int) -> None:
