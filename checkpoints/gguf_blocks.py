@@ -88,8 +88,8 @@ def scales_and_mins(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, t
 
 
 def in_pairs(data: torch.Tensor, size: int) -> torch.Tensor:
-    """Codes `paired` [n, bytes] of bytes [n, bytes]: in each `size` of these, 16 or 32 bytes, the lower halves are the
-    first codes, and the upper halves the next."""
+    """Codes `paired` [n, bytes] of bytes [n, bytes] with two codes each. `size` 32: the lower halves of 32 bytes are 32
+    codes, and the upper halves the next 32. `size` 16: the same of each 8 bytes, and 8 codes."""
     words = size // 16  # of eight bytes, in half of them
     data = data.clone(memory_format=torch.contiguous_format)  # int64 also needs an offset of whole words
     first, second = data.view(torch.int64).view(-1, data.shape[1] // size, 2, words).unbind(2)

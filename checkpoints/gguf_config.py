@@ -199,8 +199,8 @@ def layer_fields(first: Header, row: Family, ours: Fields, tensors: dict[str, Te
         result["laurel_rank"] = tensors["blk.0.laurel_l.weight"].shape[0]
         scales = listed(first, "activation_sparsity_scale", layers)
         result["activation_sparsity_pattern"] = [NormalDist().cdf(scale) for scale in scales]
+    kv_heads, sizes = (listed(first, name, layers) for name in ("attention.head_count_kv", "feed_forward_length"))
     if row.blocks:
-        kv_heads, sizes = (listed(first, name, layers) for name in ("attention.head_count_kv", "feed_forward_length"))
         heads = max(listed(first, "attention.head_count", layers))
         result |= {"num_attention_heads": heads, "num_key_value_heads": None, "intermediate_size": None}
         result["block_configs"] = [
@@ -209,7 +209,6 @@ def layer_fields(first: Header, row: Family, ours: Fields, tensors: dict[str, Te
             for count, size in zip(kv_heads, sizes, strict=True)
         ]  # fmt: skip
     if row.full_heads:
-        kv_heads, sizes = (listed(first, name, layers) for name in ("attention.head_count_kv", "feed_forward_length"))
         by_kind = dict(zip(pattern or [True], kv_heads, strict=False))
         result |= {
             "num_key_value_heads": by_kind.get(True, kv_heads[-1]), "num_global_key_value_heads": kv_heads[-1],

@@ -77,17 +77,17 @@ def find_folder(config: EngineConfig, weights: bool) -> EngineConfig:
     if config.snapshot:  # found before
         return config
     name, weights = config.model, weights and config.load_format != "dummy"
-    if name.startswith(PREFIX) and config.revision is None:
-        path, sampling = find_blob(name)
-        return dataclasses.replace(config, snapshot=made_folder(path, sampling))
     place, _, tag = (name, "", "") if os.path.exists(name) else name.partition(":")
-    if not os.path.isdir(place) and not is_gguf(place) and not name.startswith(PREFIX):
+    in_store = name.startswith(PREFIX)
+    if not in_store and not os.path.isdir(place) and not is_gguf(place):
         check_id(name)
         path = download_beside(config, weights)
         snapshot = made_folder(path) if is_gguf(path) else path
         return dataclasses.replace(config, model=name.removesuffix(".gguf"), snapshot=snapshot)
     if config.revision is not None:
         raise ValueError(f"revision is {config.revision!r}; {name} is on this machine, so it must be left out")
+    if in_store:
+        return dataclasses.replace(config, snapshot=made_folder(*find_blob(name)))
     try:
         files = os.listdir(place) if os.path.isdir(place) else []
         if tag:

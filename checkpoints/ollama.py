@@ -21,7 +21,7 @@ SAMPLING = {  # Ollama's names of values of a request that sets none itself, and
     "temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
     "repeat_penalty": "repetition_penalty", "num_predict": "max_new_tokens",
 }  # fmt: skip
-POSITIVE = "num_predict", "top_p", "repeat_penalty"  # for Ollama 0 or less is none, and for Manta leaving it out
+POSITIVE = "num_predict", "top_p", "repeat_penalty"  # Ollama takes 0 or less as "not set"; then the field is left out
 UNREAD = {  # layers that change nothing here
     "template": "its template in Go (the chat template in its GGUF file is used)", "system": "its system prompt",
     "messages": "its first messages", "projector": "what it sees pictures with",

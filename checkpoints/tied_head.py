@@ -36,7 +36,7 @@ def find_tables(paths: list[str], config: ModelConfig, storage: Storage) -> Tabl
 
 
 def find_stored(paths: list[str], names: list[str], storage: Storage) -> Tables:
-    """The same of tensors with our `names`."""
+    """The tensors with these names of ours, as far as the files have them, with the files' names."""
     tensors = ((file, saved, storage.name_of(saved)) for file, saved in tensors_in(paths))
     pairs = ((our_name(plain, names), plain, file, saved) for file, saved, plain in tensors if plain)
     return {name: (plain, storage.open(file, saved)) for name, plain, file, saved in pairs if name}

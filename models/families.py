@@ -616,9 +616,9 @@ def family_of(architecture: Any, raw: dict[str, Any]) -> tuple[str, Literal["log
 
 
 def is_of_another_half(saved: str, row: Family) -> bool:
-    """Whether a tensor or module of a model that also sees or hears is none of its text."""
-    of_layer = any(saved.startswith(f"{prefix}{row.name('layer')}.") for prefix in PREFIXES)
-    return row.half and not of_layer and not saved.startswith(HALF_PREFIXES)
+    """Whether a tensor or module belongs to what a model sees or hears with, and not to its text."""
+    layers = tuple(f"{prefix}{row.name('layer')}." for prefix in PREFIXES)
+    return row.half and not saved.startswith(HALF_PREFIXES + layers)
 
 
 def our_name(saved: str, wanted: Collection[str]) -> str | None:

@@ -53,7 +53,7 @@ def read_raw(folder: str, overrides: str | None) -> dict[str, Any]:
     packing = raw.get("quantization_config") or {}
     silent = isinstance(packing, dict) and not packing.get("quant_method")
     if silent and isinstance(older, dict) and older.get("quant_algo"):
-        raw["quantization_config"] = {"quant_method": "modelopt", **packing, **older}
+        raw["quantization_config"] = {**packing, **older}
     try:
         changes = json.loads(overrides or "{}")
     except ValueError:
