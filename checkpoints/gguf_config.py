@@ -59,7 +59,6 @@ COUNTS = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "mo
 SCORINGS = {1: "softmax", 2: "sigmoid", 3: "softmax"}  # llama.cpp's numbers; of 3 only the chosen experts' scores count
 POOLINGS = {1: "mean", 2: "cls", 3: "lasttoken"}  # and sentence-transformers' names for them
 RANK = 4  # the pooling of a classification head
-UNSCALED = ("none", "linear")
 UNREAD = {"yarn_ext_factor": 1.0, "yarn_log_multiplier": 0.0, "attn_factor": 1.0}  # and what changes nothing
 YARN = {"attn_factor": "attention_factor", "beta_fast": "beta_fast", "beta_slow": "beta_slow"}
 
@@ -295,7 +294,7 @@ def rope_fields(headers: Sequence[Header], architecture: Architecture, row: Fami
             "original_max_position_embeddings": context if alike else trained,
         }  # fmt: skip
         rope |= {"attention_factor": 1.0 if alike else scale} if alike or scale else {}
-    elif kind in UNSCALED:
+    elif kind in ("none", "linear"):
         scaled = kind == "linear" and linear not in (None, 0, 1)
         rope = {"rope_type": "linear", "factor": linear} if scaled else {"rope_type": "default"}
     else:

@@ -217,7 +217,7 @@ def code_of(kind: int) -> str:
 
 def numbers_of(header: Header, name: str) -> list[float]:
     """The numbers of a small float32 tensor, such as RoPE's factors."""
-    tensor = header.scales.get(name) or header.tensors[name]
+    tensor = header.tensors[name]
     if tensor.kind != "F32":
         raise ValueError(f"{header.path}: tensor {name} is {tensor.kind}; Manta reads F32 there")
     with open(header.path, "rb") as file:

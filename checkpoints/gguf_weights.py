@@ -19,7 +19,7 @@ import torch
 
 from checkpoints.dequantize import CodedRows, Packed, apart, coordinates, distinct
 from checkpoints.gguf_blocks import BLOCK_TYPES, BLOCKS, DTYPES, split, unpack
-from checkpoints.gguf_file import FLOATS, Header, numbers_of, parts_of, read_header
+from checkpoints.gguf_file import FLOATS, Header, parts_of, read_header
 from checkpoints.gguf_names import XIELU, Order, SavedTensor, architecture_of, kinds_of, saved_names, stored_row
 from models.families import FAMILIES
 
@@ -63,8 +63,13 @@ class GGUFFile:
         if tensor.kind in FLOATS and (table.ndim == 2 or not moved or saved.kind == "ssm_conv1d.weight"):
             return self.plain(table.view(DTYPES[tensor.kind]).flatten(-2), saved)
         blocks = packed(table, tensor.kind, saved.rows, saved.columns)
-        scale = saved.name.removesuffix("weight") + "scale"
-        return times(self.header, scale, blocks, shape[:-2], saved.at) if scale in self.header.scales else blocks
+        name = saved.name.removesuffix("weight") + "scale"
+        if not (scale := self.header.scales.get(name)):
+            return blocks
+        if (scale.kind, scale.shape) != ("F32", expected := shape[:-2] or (1,)):
+            raise ValueError(f"{name} has the shape {list(scale.shape)}; here it must be {list(expected)}, of F32")
+        factors = self.bytes[scale.begin : scale.begin + scale.size].view(torch.float32)
+        return times(blocks, float(factors[saved.at or 0]))
 
     def plain(self, tensor: torch.Tensor, saved: SavedTensor) -> torch.Tensor:
         """A tensor that needs no unpacking, as Hugging Face's checkpoints have it."""
@@ -154,11 +159,9 @@ def packed(table: torch.Tensor, kind: str, rows: Order | None = None, columns: O
     return Packed(coordinates(shape), values, coded_as, read_codes)
 
 
-def times(header: Header, scale: str, blocks: Packed, experts: tuple[int, ...], expert: int | None) -> Packed:
-    """A tensor times the number beside it of this name, of which each expert has one. Codes keep it as a factor."""
-    if (shape := header.scales[scale].shape) != (experts or (1,)):
-        raise ValueError(f"{scale} has the shape {list(shape)}; here it must be {list(experts or (1,))}")
-    factor, read = numbers_of(header, scale)[expert or 0], blocks.read_codes
+def times(blocks: Packed, factor: float) -> Packed:
+    """A tensor times a number, which codes keep as a factor."""
+    read = blocks.read_codes
     assert blocks.coded_as and read
 
     def read_codes(rows: tuple[torch.Tensor, ...], columns: torch.Tensor, group: int, wide: int) -> CodedRows:

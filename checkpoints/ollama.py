@@ -44,8 +44,7 @@ def find_blob(model: str) -> tuple[str, dict[str, Any]]:
             f"{model} is not in {home} nor in {SYSTEM_STORE}, as far as this user may read them; Ollama has "
             f"{', '.join(sorted(names)) or 'no model':.800} there"
         )
-    manifest = read_json(str((store / path).parent), path.name)
-    layers = manifest.get("layers")
+    layers = read_json(str((store / path).parent), path.name).get("layers")
     blobs: dict[str, list[str]] = {}
     for layer in layers if isinstance(layers, list) else ():
         kind, digest = (str(layer.get(key)) if isinstance(layer, dict) else "" for key in ("mediaType", "digest"))

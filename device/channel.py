@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from worker import Worker
 
 HEAD = 4096  # bytes of a message that travel with its length, so that most messages take one exchange
-SENT = 8  # messages that may be on their way for each rank
+MOST_SENDING = 8  # sends that may be on their way for each rank; a message longer than HEAD is two
 GOODBYE = 1 << 40  # beats
 ROLL_CALL = 4 * BEAT  # seconds in which ranks that live say so after an exchange has failed
 
@@ -111,10 +111,10 @@ class Channel:
                 x = torch.frombuffer(bytearray(data), dtype=torch.uint8)
                 with self._exchange(rank):
                     self.sent.append((rank, dist.isend(x, rank, self.link), x))
-        self._wait(SENT * self.group.world_size)
+        self._wait(MOST_SENDING * self.group.world_size)
 
     def _wait(self, most: int) -> None:
-        """Wait until no more than so many messages are on their way. gloo tells only who waits that one has gone."""
+        """Wait until at most so many sends are on their way. gloo tells only who waits that one has gone."""
         while len(self.sent) > most:
             rank, work, _ = self.sent.popleft()
             with self._exchange(rank):

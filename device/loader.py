@@ -215,7 +215,8 @@ def slices_of(whole: Stored, part: TensorPart, kind: str = "") -> list[Stored]:
 
 def skipped(saved: str, model: Transformer) -> bool:
     """Whether a tensor that nobody wants may stand in a checkpoint."""
-    row, sources, saved = model.row, model.config.kv_sources, WRAPPERS.sub("", saved)
+    saved = WRAPPERS.sub("", saved)
+    row, sources = model.row, model.config.kv_sources
     if saved.removeprefix("model.").startswith(("v_head.", "value_head.")):
         warn_once("the checkpoint has a value head, which only training uses: it is left out")
         return True

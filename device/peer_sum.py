@@ -50,7 +50,8 @@ def add_peer_sum(group: Group, disabled: bool) -> None:
     """Let a group sum in this way where its GPUs can. All ranks of all stages call this, before a graph is captured."""
     if group.device != "cuda" or group.world_size == 1:
         return
-    why, peer_sum = "disable_custom_all_reduce" if disabled else obstacle(group), None
+    why = "disable_custom_all_reduce" if disabled else obstacle(group)
+    peer_sum: PeerSum | None = None
     if group.min(not why) and group.size > 1:
         try:
             peer_sum = new_peer_sum(group)

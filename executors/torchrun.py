@@ -46,10 +46,10 @@ class ExternalExecutor(UniExecutor):
     on_this_machine = False
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig):
-        self.roll_call = call_roll(0, config)
-        with self.roll_call.watch():
+        roll_call = call_roll(0, config)
+        with roll_call.watch():
             super().__init__(config, model_config, "env://")
-            self.codec, self.channel = Codec(), self.roll_call.channel(self.worker)
+            self.codec, self.channel = Codec(), roll_call.channel(self.worker)
         self.overlaps = False
         self.size, self.stages = config.world_size, config.pipeline_parallel_size
         self.last = self.size - config.tensor_parallel_size  # the rank that tells what was sampled

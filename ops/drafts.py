@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-KNOWN = 2048  # tokens that a program looks at together
+TOKENS, MATCHES = 2048, 256  # that a program looks at together
 
 
 @triton.jit(do_not_specialize=["ids_stride"], do_not_specialize_on_alignment=["slots"])
@@ -95,11 +95,11 @@ def look_up(
     drafts = torch.empty(rows, most, dtype=torch.int32, device=slots.device)
 
     match_kernel[(rows, size)](
-        token_ids, num_known, slots, clients, matches, token_ids.stride(0), longest, KNOWN, num_warps=8,
+        token_ids, num_known, slots, clients, matches, token_ids.stride(0), longest, TOKENS, num_warps=8,
     )  # fmt: skip
     follow_kernel[(rows,)](
         token_ids, num_known, num_drafts, slots, matches, drafts, token_ids.stride(0), size, factor,
-        token_ids.shape[1], shortest, most, 256, triton.next_power_of_2(most), num_warps=1,
+        token_ids.shape[1], shortest, most, MATCHES, triton.next_power_of_2(most), num_warps=1,
     )  # fmt: skip
     return drafts
 

@@ -160,8 +160,8 @@ def _load_numbers(
 ):  # fmt: skip
     """The numbers [N, BLOCK_K] of the codes of step i_k, in the rows p_row [N, 1], of which there are m_n [N, 1].
 
-    An element is a byte, which is a code, or a word of 16 bits, which has four codes, see `arrange`. For a thread's
-    numbers to be the left operand of the matrix unit, they only change their names.
+    An element is a byte, which is a code, or a word of 16 bits, which has four codes, see `arrange`. A thread loads the
+    numbers that it needs for the left operand of the matrix unit, so the reshapes below move no data.
     """
     PER: tl.constexpr = 1 if KIND == "int8" or KIND == "fp8" else 4  # codes of an element
     WIDTH: tl.constexpr = BLOCK_K // PER
@@ -250,7 +250,7 @@ def _weight_only_part(
     GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
     FINE: tl.constexpr = WIDE > 0 or (GROUP < BLOCK_K and GROUP < K)
     FACTORS: tl.constexpr = 2 if zeros is not None else 1  # of WIDE inputs
-    LAST: tl.constexpr = WIDE >= K and zeros is None  # a row's one factor multiplies its sum
+    ONE_FACTOR: tl.constexpr = WIDE >= K and zeros is None  # a row's one factor multiplies its sum
     FOLD: tl.constexpr = FINE and KIND == "fp4" and zeros is None and x.dtype.element_ty == tl.bfloat16
     UNROLL: tl.constexpr = 1 if BLOCK_M > 16 or FINE or KIND == "int8" or KIND == "fp8" else 2  # more take registers
     dtype: tl.constexpr = tl.float16 if x.dtype.element_ty == tl.float32 else x.dtype.element_ty
@@ -267,7 +267,7 @@ def _weight_only_part(
             o_g = i_k * BLOCK_K // GROUP + tl.arange(0, BLOCK_K // GROUP)
             o_t, m_t = o_table[:, None] + o_g[None, :], m_n[:, None] & _inside(o_g, GROUPS, BLOCK_K // GROUP)[None, :]
             o_f = o_t if WIDE == 0 else (o_wide[:, None] + (o_g * GROUP // WIDE)[None, :]) * FACTORS
-            b_small = _load_scales(scales, None if LAST else factors, o_t, o_f, m_t, SCALES)
+            b_small = _load_scales(scales, None if ONE_FACTOR else factors, o_t, o_f, m_t, SCALES)
             b_scale = b_small.to(b_w.dtype)
             b_scale = _spread(b_scale * 2.0**63 if FOLD else b_scale, BLOCK_K)
             if zeros is not None:
@@ -290,7 +290,7 @@ def _weight_only_part(
             b_y += _dot(b_w, b_x, tl.zeros([BLOCK_N, BLOCK_M], tl.float32)) * b_scale
     if FOLD:
         b_y *= 2.0**63
-    if LAST:
+    if ONE_FACTOR:
         b_y *= tl.load(factors + o_n, mask=m_n, other=0.0)[:, None]
     elif GROUP >= K and not FINE:
         b_y *= _load_scales(scales, None, o_table, o_table, m_n, SCALES)[:, None]

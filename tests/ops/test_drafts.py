@@ -68,7 +68,7 @@ def test_look_up(
     clients = [of[slot % len(of)] for slot in range(len(texts))]
     options = (ints(*clients, 99).to(place), factor) if shared else ()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(kernels.look_up.__globals__, "KNOWN", block)
+        patch.setitem(kernels.look_up.__globals__, "TOKENS", block)
         got = ops.look_up(ids, lengths, counts, ints(*slots).to(place), shortest, longest, most, *options).cpu()
     assert got.dtype == torch.int32 and got.shape == (len(slots), most)
     assert (got[-1] == -1).all() and int(counts[-1]) == 7
