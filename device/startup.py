@@ -23,6 +23,7 @@ from device.coded import FP8_CAPABILITY
 from device.compile_guard import CompileGuard, check_compiler
 from device.memory import (
     CPU_KV_SHARE,
+    MemoryPlan,
     blocks_per_seq,
     check_room,
     gpu_bytes,
@@ -38,6 +39,7 @@ from device.pools import count_blocks, fit_states, new_host_pool, new_host_state
 from device.start import Start
 from device.upkeep import KeptWorker
 from device.warmup import rehearse, time_rows, warm_up
+from model import Transformer
 from model_config import ModelConfig
 from models.expert_ranks import ExpertGroup
 from models.pooling import settle_task
@@ -262,19 +264,26 @@ def print_plan(config: EngineConfig, model_config: ModelConfig, gib: float | Non
     total = int(gib * 2**30) if gib else gpu_bytes() if config.device != "cpu" else 0
     if config.device == "cuda" and not total:
         raise ValueError("device is 'cuda'; this machine has none: tell how many GiB it should have, as in --plan 80")
-    device = "cuda" if total else "cpu"
-    config, model_config = settle_options(settle_tokens(config, total), model_config)
-    with contextlib.suppress(ValueError):  # weights that are not there yet
-        model_config = settle_head(config.folder, model_config)
-    max_model_len = check_sizes(config, model_config, device)
-    dtype = pick_dtype(config.dtype, model_config.dtype, device, cpu_weights.is_small(config))
-    if total and lacking(("triton",)):
-        raise ValueError("the plan of a GPU is made with its kernels, which need Triton: `pip install triton`")
     ops = pick_ops("reference" if lacking(("triton",)) else "triton", "cuda")
-    stages = stage_layers(config, model_config, ops, dtype)
-    pipelines = [Pipeline(i, len(stages), layers) for i, layers in enumerate(stages)]
     fp8 = bool(total) and (bool(gib) or gpu_capability() >= FP8_CAPABILITY)
-    plans = [plan_stage(config, model_config, ops, dtype, max_model_len, stage, total, fp8) for stage in pipelines]
+    config, plans = plan_stages(config, model_config, ops, total, fp8)
     model, plan, room, where = min(plans, key=lambda planned: planned[2] // planned[1].block)
     for line in report(config, model, plan, room, where):
         print(line)
+
+
+def plan_stages(
+    config: EngineConfig, model_config: ModelConfig, ops: ModuleType, total: int, fp8: bool
+) -> tuple[EngineConfig, list[tuple[Transformer, MemoryPlan, int, str]]]:
+    """The options as they are settled, and what `plan_stage` says of each stage. A ValueError if none would start."""
+    config, model_config = settle_options(settle_tokens(config, total), model_config)
+    with contextlib.suppress(ValueError):  # weights that are not there yet
+        model_config = settle_head(config.folder, model_config)
+    max_model_len = check_sizes(config, model_config, "cuda" if total else "cpu")
+    dtype = pick_dtype(config.dtype, model_config.dtype, "cuda" if total else "cpu", cpu_weights.is_small(config))
+    if total and lacking(("triton",)):
+        raise ValueError("the plan of a GPU is made with its kernels, which need Triton: `pip install triton`")
+    stages = stage_layers(config, model_config, ops, dtype)
+    pipelines = [Pipeline(i, len(stages), layers) for i, layers in enumerate(stages)]
+    shape = model_config, ops, dtype, max_model_len
+    return config, [plan_stage(config, *shape, stage, total, fp8) for stage in pipelines]

@@ -226,13 +226,17 @@ class Child:
         self._close_pipes()
         self.process.returncode = 0  # not our child: there is nothing to wait for
 
-    def stop(self) -> None:
-        """End the process, for good."""
+    def hang_up(self) -> None:
+        """Let the process end, and do not wait for that."""
         self._close_pipes()
-        for end in self.owned:
-            end.close()
         if is_stopped(self.process.pid):
             self.process.kill()
+
+    def stop(self) -> None:
+        """End the process, for good."""
+        self.hang_up()
+        for end in self.owned:
+            end.close()
         try:
             self.process.wait(STOP_TIMEOUT)
         except subprocess.TimeoutExpired:

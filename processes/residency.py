@@ -123,10 +123,10 @@ class Residency:
         """The models that are asked for and not there, the first to be loaded first."""
         since = {}
         for name in self._in(ABSENT, DRAINING):
-            asked = usage.get(name, UNUSED).asked
-            asked = self.since[name] if asked is None and self.terms[name].pin else asked
-            if asked is not None and now >= self.not_before.get(name, now):
-                since[name] = asked
+            begun = usage.get(name, UNUSED).asked
+            begun = self.since[name] if begun is None and self.terms[name].pin else begun
+            if begun is not None and now >= self.not_before.get(name, now):
+                since[name] = begun
         return sorted(since, key=lambda name: since[name])
 
     def _make_room(self, now: float, usage: Mapping[str, Usage]) -> None:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from processes.child import ABSENT, DRAINING, READY, STARTING
@@ -136,6 +136,7 @@ def test_no_scenario_breaks_the_rules_and_nobody_waits_for_ever(data: st.DataObj
         assert world.now < deadline
 
 
+@settings(max_examples=40)
 @given(st.lists(needs, min_size=2, max_size=5), st.integers(0, 4))
 def test_under_a_load_that_never_ends_every_model_has_its_turn(sizes: list[int], spare: int) -> None:
     """Each model is asked all the time. Whatever is loaded serves for its least time, and then makes room."""

@@ -1,0 +1,100 @@
+"""Tells how much memory models need, before they are loaded: a process of its own, so that a server imports no torch.
+
+It reads a model's name and options from each line of standard input, and writes a line of JSON: the memory of this
+machine for models, the bytes that this one needs, where its files are, and options by which its engine takes just that
+much; or why it cannot be loaded. The arithmetic is that of `--plan`. A model of the hub is downloaded first.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from typing import Any
+
+from checkpoints.hub import find_model
+from config import EngineConfig
+from cpu import machine
+from device.coded import FP8_CAPABILITY
+from device.memory import CPU_KV_SHARE, MemoryPlan, check_pool, fit_pool, gpu_bytes, gpu_capability
+from device.startup import pick_ops, plan_stages
+from executor import end_with_parent, name_process
+from model import Transformer
+from model_config import ModelConfig
+from observe.logs import set_up
+
+OWN = 640 * 2**20  # bytes, an allowance for an engine process and its worker on a CPU: Python, torch, a step's tensors
+
+
+def machine_bytes(config: EngineConfig) -> int:
+    """Bytes that all models may take by default: what a GPU's engine may use of it, or what a CPU has free."""
+    total = 0 if config.device == "cpu" else gpu_bytes()
+    return int(total * config.gpu_memory_utilization) if total else machine.available_bytes()
+
+
+def need_of(config: EngineConfig, memory: int, budget: int | None) -> tuple[int, dict[str, Any]]:
+    """Bytes that a model takes of a device, and the options by which it takes no more.
+
+    Args:
+        memory: bytes that all models may take.
+        budget: bytes that this one may take; None: on a GPU as `gpu_memory_utilization` says, else a share of what
+            `memory` has beside the weights.
+
+    Raises:
+        ValueError: it cannot be loaded.
+    """
+    total = 0 if config.device == "cpu" else gpu_bytes()
+    model_config = ModelConfig.from_folder(config.folder, config.hf_overrides)
+    ops = pick_ops("triton" if total else "reference", "cuda")
+    config, stages = plan_stages(config, model_config, ops, total, bool(total) and gpu_capability() >= FP8_CAPABILITY)
+    pools = [fit_stage(config, model, plan, total, memory, budget) for model, plan, *_ in stages]
+    blocks = min(count for _, count in pools)
+    need = max(base + blocks * plan.block for (base, _), (_, plan, *_) in zip(pools, stages, strict=True))
+    options: dict[str, Any] = {"num_gpu_blocks_override": blocks}
+    model, plan = stages[0][:2]
+    if model.state_size and config.enable_prefix_caching:
+        options["num_state_snapshots"] = plan.states // (4 * model.state_size) - config.max_num_seqs
+    return need * (1 if total else config.world_size), options
+
+
+def fit_stage(
+    config: EngineConfig, model: Transformer, plan: MemoryPlan, total: int, memory: int, budget: int | None
+) -> tuple[int, int]:
+    """Bytes of a rank without its KV pool, and the number of blocks of that. For the rest see `need_of`."""
+    weights = plan.weights + plan.draft + plan.adapters
+    if total:
+        base = weights + plan.context + plan.step + plan.state + plan.states + plan.graphs
+        room = (int(total * config.gpu_memory_utilization) if budget is None else budget) - base
+    else:
+        base = weights * (1 + config.compile) + plan.step + plan.state + plan.states + OWN
+        base += int((config.swap_space or 0) * 2**30)
+        free = memory // config.world_size - base
+        room = (
+            int(CPU_KV_SHARE * free) if budget is None and free > 0 else (budget or memory) // config.world_size - base
+        )
+    check_pool(config, model, plan, room)
+    return base, fit_pool(config, model.layout.windows, max(0, room) // plan.block, model.max_model_len)[0]
+
+
+def main() -> None:
+    """Answer the lines of standard input until it ends."""
+    end_with_parent(signal.SIGKILL)
+    name_process("plan")
+    for line in sys.stdin:
+        message = json.loads(line)
+        config = EngineConfig(**message["options"])
+        set_up(config.log_level, config.log_format)
+        memory = message["memory"] or machine_bytes(config)
+        answer: dict[str, Any] = {"name": message["name"], "memory": memory}
+        try:
+            config = find_model(config)
+            need, options = need_of(config, memory, message["budget"])
+            options |= {name: getattr(config, name) for name in ("model", "snapshot", "speculative_config")}
+            answer |= {"need": need, "options": options}
+        except ValueError as error:
+            answer["failure"] = str(error)
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()
