@@ -45,6 +45,7 @@ UTILITIES = {  # the methods that clients may call by name, and the path from th
     "abort_requests": "abort_requests",
     "collective_rpc": "workers.collective_rpc",
     "do_log_stats": "stat_logger.log",
+    "facts": "facts.copy",
     "sleep": "sleep",
     "wake_up": "workers.wake_up",
     "is_sleeping": "workers.is_sleeping",
@@ -405,11 +406,10 @@ class EngineCore:
 
     def metrics(self) -> dict[str, Any]:
         """All of the engine's metrics, by their names in `observe.metrics.SERIES`."""
-        reports = self.scheduler.reports
-        metrics = engine_metrics(reports.metrics(), self.config, self.facts, self.workers.num_restarts)
+        metrics = engine_metrics(self.scheduler.reports.metrics(), self.config, self.facts, self.workers.num_restarts)
         if self.config.enable_lora:
             waiting = [request.lora.lora_name for request in self.adapters.waiting.values() if request.lora]
-            metrics["lora_requests_info"] = reports.adapters(waiting)
+            metrics["lora_requests_info"] = self.scheduler.reports.adapters(waiting)
         return metrics
 
     @undisturbed()

@@ -11,7 +11,6 @@ mistake before the first byte of the reply, and answer it with 400. The routes a
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import re
@@ -36,7 +35,6 @@ from flask import Flask, Response, g, request
 from werkzeug.exceptions import MethodNotAllowed, NotFound
 
 from api import batches
-from api.adapters import AdapterNames
 from api.checks import ApiError, Face
 from api.faces import FACES
 from api.generation import Caller, ClientGone, Events, log_request
@@ -62,12 +60,11 @@ from api.routes import Api
 from api.telemetry import Spans, check_telemetry
 from commands import batch, others, terminal
 from commands.flags import exit_on_mistake, split_command
-from commands.start import engines, read_configs, with_policy
-from processes.child import Board, listen
+from commands.models import OneModel, SeveralModels
+from commands.start import read_configs, with_policy
+from processes.child import listen
 from processes.fleet import prepare
 from processes.headless import follow_server
-from processes.suspects import Suspects
-from tokenizer import Tokenizer
 
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
 STATUS_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 415: {"Accept-Encoding": "gzip"}, 429: {"Retry-After": "1"}}
@@ -205,27 +202,23 @@ def serve(argv: list[str]) -> None:
         config = with_all_keys(config, os.environ)
         if config.otlp_traces_endpoint:
             check_telemetry(os.environ)
-        engine_config, secret = prepare(with_policy(engine_config, config))
+        engine_config = with_policy(engine_config, config)
         if engine_config.headless:
-            return follow_server(engine_config, secret)
-        tokenizer = Tokenizer(engine_config.folder, config.max_template_chars)
-        names = config.served_model_name or (engine_config.model_name,)
-        adapters = AdapterNames(config, names)
-        adapters.check_folders(engine_config)
+            return follow_server(*prepare(engine_config))
+        several = config.models is not None or config.models_dir is not None
+        served: OneModel | SeveralModels
+        served = SeveralModels(flags, engine_config, config) if several else OneModel(engine_config, config)
         listener = listen(config.host, config.port, "--host and --port")
         address = listener.getsockname()[0]
         check_address(config, address)
-    board = Board()
-    with engines("server", engine_config, board, secret) as fleet:
+    with served.running() as fleet:
         with exit_on_mistake(parser):
-            adapters.check(fleet)
+            served.check()
 
         def make_app() -> Flask:
             endpoint = config.otlp_traces_endpoint
             spans = Spans(endpoint) if endpoint else None  # here, because gevent must have patched the sockets before
-            client = fleet.new_client(config.api_server_count, Suspects())
-            facts = fleet.facts | {"options": dataclasses.asdict(engine_config)}
-            return create_app(Api(client, tokenizer, facts, config, names, board, adapters), spans, address)
+            return create_app(served.new_api(), spans, address)
 
         Gunicorn(make_app, listener, fleet, config).run()
 

@@ -17,11 +17,14 @@ from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
-from flask import Response, request, send_file
+import gevent
+from flask import Response, g, request, send_file
 
 from api.adapters import LOOK, MOST_NAME, Module
 from api.checks import ApiError, without_folders
+from api.generation import Caller
 from api.http import allowed_origin, body_of, reply
+from api.models import ModelsApi
 from api.openapi import Path
 from api.routes import Api
 from processes.child import DRAINING, READY, STARTING
@@ -191,8 +194,32 @@ def body_with(api: Api, *known: str) -> dict[str, Any]:
     return body
 
 
-def guarded(method: str, act: Callable[[Api], Any], about: str, below: str = "", **schemas: Any) -> Path:
-    """The control route of an `act`, by its name `below` a path, on all engines.
+def one_of(api: Api) -> Api:
+    """What answers for the model that this request's query names."""
+    return api.for_model(request.args.get("model"), g.client)
+
+
+def load_model(api: ModelsApi) -> dict[str, Any]:
+    """Wait until a model is loaded."""
+    return api.load(*named_model(api))
+
+
+def unload_model(api: ModelsApi) -> dict[str, Any]:
+    """Let a model end when its requests have ended, and wait for that."""
+    return api.unload(*named_model(api))
+
+
+def named_model(api: ModelsApi) -> tuple[str, Caller]:
+    """The model that the body names, and who asks."""
+    if not isinstance(name := body_with(api, "model").get("model"), str):
+        raise ApiError(400, f"model is {reprlib.repr(name)}; it must be a model's name", "model")
+    return name, Caller(g.name, g.client, getattr(gevent.getcurrent(), "response", None))
+
+
+def guarded(
+    method: str, act: Callable[[Any], Any], about: str, below: str = "", of_all: bool = False, **schemas: Any
+) -> Path:
+    """The control route of an `act`, by its name `below` a path, on all engines of a model, or `of_all` models.
 
     Pages of other origins are refused, because a browser asks nobody before it sends a POST without a body; and so are
     unknown parameters.
@@ -203,11 +230,13 @@ def guarded(method: str, act: Callable[[Api], Any], about: str, below: str = "",
         if "Origin" in request.headers and not allowed_origin(api.config):
             raise ApiError(403, "this page's origin may not call this route (allowed_origins)")
         for name, value in request.args.items():
+            if name == "model" and api.several and not of_all:
+                continue
             if name not in parameters:
                 raise ApiError(400, f"{name!r:.80} is unknown; known: {', '.join(parameters) or 'nothing'}", name)
             if value not in (allowed := [*map(str, parameters[name].get("enum", [value]))]):
                 raise ApiError(400, f"{name} is {value!r:.80}; it must be {' or '.join(allowed)}", name)
-        answer = act(api)
+        answer = act(api if of_all else one_of(api))
         return answer if isinstance(answer, Response) else reply(answer)
 
     return Path(method, f"{below}/{act.__name__}", act.__name__, about, view, control=True, **schemas)
@@ -241,4 +270,11 @@ CONTROL_PATHS = (  # with `enable_control_routes`
     guarded("POST", stop_profile, "End that, and write the files."),
     Path("GET", "/profiles/<name>", "profile", "One of these files.", profile, "application/octet-stream",
          control=True),
+)  # fmt: skip
+MODEL = {"model": {"type": "string"}}
+MODEL_PATHS = (  # of a server with several models
+    guarded("POST", load_model, "Load a model, and wait until it is loaded.", of_all=True,
+            body=MODEL)._replace(rule="/models/load"),
+    guarded("POST", unload_model, "Let a model end after the requests that run, and wait for that.", of_all=True,
+            body=MODEL)._replace(rule="/models/unload"),
 )  # fmt: skip

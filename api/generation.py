@@ -243,12 +243,17 @@ def log_request(
 # --- making texts -----------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def admitted(api: Api, answers: int, caller: Caller) -> Iterator[None]:
-    """A context in which so many answers are in flight, if there may be as many; the body is no longer needed."""
+def check_room(api: Api, answers: int, caller: Caller) -> None:
+    """Refuse a request if the server has no room for so many answers more."""
     if not api.answers.has_room(caller.client, answers):
         message = f"{api.board.in_flight} answers are in flight and {answers} would come"
         raise ApiError(429, f"{message}; at most {api.answers.limit} (max_queue)")
+
+
+@contextlib.contextmanager
+def admitted(api: Api, answers: int, caller: Caller) -> Iterator[None]:
+    """A context in which so many answers are in flight, if there may be as many; the body is no longer needed."""
+    check_room(api, answers, caller)
     caller.release()
     api.answers.take(caller.client, answers)
     try:

@@ -40,6 +40,7 @@ from executor import end_with_parent, name_process
 from observe.logs import Repeated, console, counted, logger
 from processes.client import EngineDeadError
 from processes.fleet import Fleet
+from processes.models import ModelSet
 from ring import nameless_file
 
 # Seconds in which signals count as one: Linux tells of a launcher's death (see `end_with_parent`) thread by thread.
@@ -250,7 +251,9 @@ class HttpWorker(ggevent.GeventWorker):
 class Gunicorn(BaseApplication):
     """Gunicorn on a bound socket with gevent workers, configured here alone. Each API process calls `make_app`."""
 
-    def __init__(self, make_app: Callable[[], Flask], listener: socket.socket, fleet: Fleet, config: ServerConfig):
+    def __init__(
+        self, make_app: Callable[[], Flask], listener: socket.socket, fleet: Fleet | ModelSet, config: ServerConfig
+    ):
         self.load, self.address = make_app, f"fd://{listener.detach()}"
         self.fleet, self.config = fleet, config
         super().__init__()

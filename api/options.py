@@ -27,15 +27,18 @@ class ServerConfig:
     """Options of the HTTP server. Each cap refuses with a 400 (413, 429) that names it."""
 
     GROUPS: ClassVar[dict[str, str]] = {  # titles in the help, and the first option of each
-        "server": "host", "adapters": "lora_modules", "tools and reasoning": "tool_call_parser",
-        "limits of a request": "allow_unknown_fields", "diagnostics": "otlp_traces_endpoint",
+        "server": "host", "several models": "models", "adapters": "lora_modules",
+        "tools and reasoning": "tool_call_parser", "limits of a request": "allow_unknown_fields",
+        "diagnostics": "otlp_traces_endpoint",
     }  # fmt: skip
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "port to listen on", 0, 65535)
     api_key: tuple[str, ...] = option(
         (), "key that clients must send, or several; `ps` may show it, but not api_key_file or MANTA_API_KEY"
     )
-    api_key_file: str | None = option(None, "file with more such keys, one a line; lines that begin with # are skipped")
+    api_key_file: str | None = option(
+        None, "file with more such keys, one a line; names of models after it are all that it opens; # begins a comment"
+    )
     admin_key: tuple[str, ...] = option(
         (), "key that alone opens routes which change the server for everybody, or several (also: MANTA_ADMIN_KEY)"
     )
@@ -68,6 +71,14 @@ class ServerConfig:
         "/v1/load_lora_adapter, /reset_prefix_cache, /abort_requests",
     )
     enable_tokenizer_info_endpoint: bool = option(False, "have /tokenizer_info, which shows the chat template")
+    models: str | None = option(None, "TOML file with a table for each of several models, which are loaded on demand")
+    models_dir: str | None = option(None, "folder with such models: folders in Hugging Face layout and GGUF files")
+    models_memory: float | None = option(
+        None,
+        "GiB that loaded models may take together (default: gpu_memory_utilization of a GPU, or what is free)",
+        0.1,
+    )
+    model_min_seconds: float = option(5.0, "seconds that a model serves before it makes room for others", 0.0, 1e6)
     lora_modules: tuple[str, ...] = option(
         (), "NAME=PATH of an adapter that requests name as their model, or vLLM's JSON object; or several"
     )
@@ -101,6 +112,8 @@ class ServerConfig:
     otlp_traces_endpoint: str | None = option(
         None, "URL, like http://localhost:4318/v1/traces, to which a span of each request is sent (OpenTelemetry)"
     )
+
+    models_of_key: tuple[str, ...] = option((), "")  # KEY MODEL MODEL ...: keys of the file that are for some models
 
     @property
     def shares(self) -> int:
@@ -138,7 +151,12 @@ def with_all_keys(config: ServerConfig, environ: MutableMapping[str, str]) -> Se
             lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"api_key_file is {path!r}, which cannot be read: {error}") from None
-        keys_of_file = [line for line in lines if line and not line.startswith("#")]
+        lines = [line for line in lines if line and not line.startswith("#")]
+        limited = tuple(line for line in lines if len(line.split()) > 1)
+        if limited and config.models is None and config.models_dir is None:
+            raise ValueError(f"api_key_file is {path!r}, and names models after a key; that needs --models")
+        config = dataclasses.replace(config, models_of_key=limited)
+        keys_of_file = [line.split()[0] for line in lines]
         if not keys_of_file:
             raise ValueError(f"api_key_file is {path!r}, which has no key; it must have at least one, each on a line")
         keys += keys_of_file

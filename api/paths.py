@@ -5,7 +5,7 @@ from __future__ import annotations
 from flask import Response, g, request
 
 from api.batches import BATCH_PATHS
-from api.control import CONTROL_PATHS, guarded, scale, scaling, server_info
+from api.control import CONTROL_PATHS, MODEL_PATHS, guarded, one_of, scale, scaling, server_info
 from api.generation import Events
 from api.http import PAGE, page, reply, stream
 from api.openapi import Path, openapi
@@ -28,9 +28,9 @@ def stored(api: Api, id: str) -> Response:
 PATHS = (
     *(Path("GET", path, "page", "The page: a chat, and the engine at work.", lambda api: page(), kind)
       for path, (kind, _) in PAGE.items()),
-    Path("GET", "/v1/models", "models", "The model's names.", lambda api: reply(api.models())),
+    Path("GET", "/v1/models", "models", "The model's names.", lambda api: reply(api.models(g.client))),
     Path("GET", "/v1/models/<path:name>", "model", "One of them.",
-         lambda api, name: reply(api.model(name.rstrip("/")))),
+         lambda api, name: reply(api.model(name.rstrip("/"), g.client))),
     *(Path(method, path, "health", "Whether the engine runs.", lambda api: reply(api.health()))
       for method, path in (("GET", "/health"), ("GET", "/ping"), ("POST", "/ping"))),  # the latter are SageMaker's
     Path("GET", "/load", "load", "How many answers are in flight.",
@@ -43,7 +43,7 @@ PATHS = (
     Path("GET", "/explain/<path:id>", "explain", "Where the time of a request went.",
          lambda api, id: reply(api.explain(id.rstrip("/"), g.client))),
     Path("GET", "/live", "live", "What the engines do, as it happens.",
-         lambda api: stream(api.live(g.client), api.config), "text/event-stream"),
+         lambda api: stream(api.live(g.client, request.args.get("model")), api.config), "text/event-stream"),
     Path("GET", "/openapi.json", "openapi", "This document.",
          lambda api: reply(openapi(api.config.root_path, paths_of(api)))),
     Path("GET", "/scale", "scaling", "How many engines there are, come and go.", lambda api: reply(scaling(api))),
@@ -51,7 +51,8 @@ PATHS = (
          stored, query=READ_AGAIN),
     Path("GET", "/v1/responses/<id>/input_items", "input_items", "What it was made from, by pages.",
          lambda api, id: reply(api.store.page(g.client, id, request.args)), query=PAGE_OF_ITEMS),
-    Path("POST", "/scale", "scale", "Have so many engines.", lambda api: reply(scale(api)), body=ENGINES, control=True),
+    Path("POST", "/scale", "scale", "Have so many engines.", lambda api: reply(scale(one_of(api))), body=ENGINES,
+         control=True),
     Path("DELETE", "/v1/responses/<id>", "delete_response", "Forget a stored response.",
          lambda api, id: reply(api.store.delete(g.client, id))),
     Path("POST", "/v1/responses/<id>/cancel", "cancel_response", "End a response that runs in the background.",
@@ -62,11 +63,12 @@ PATHS = (
 
 INFO_PATHS = (
     Path("GET", "/tokenizer_info", "tokenizer_info", "The model's tokenizer_config.json and its chat template.",
-         lambda api: reply(tokenizer_info(api))),
+         lambda api: reply(tokenizer_info(one_of(api)))),
 )  # fmt: skip
 
 
 def paths_of(api: Api) -> tuple[Path, ...]:
     """The paths that this server has."""
     info = INFO_PATHS if api.config.enable_tokenizer_info_endpoint else ()
-    return PATHS + info + (CONTROL_PATHS if api.config.enable_control_routes else ())
+    control = CONTROL_PATHS + (MODEL_PATHS if api.several else ()) if api.config.enable_control_routes else ()
+    return PATHS + info + control

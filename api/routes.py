@@ -31,23 +31,30 @@ class Api:
     """State that all routes share.
 
     The engine reports the `facts`: `max_model_len`, `vocab_size` and more. Replies say the first of the model's
-    `names`. All API processes have the same `board` and `adapters`.
+    `names`. All API processes have the same `board` and `adapters`. Where there are several models, each has one of
+    its own, behind that of `api/models.py`.
     """
+
+    several = False  # whether it stands for several models
 
     def __init__(
         self, client: EngineClient, tokenizer: Tokenizer, facts: dict[str, Any], config: ServerConfig,
         names: Sequence[str], board: Board, adapters: AdapterNames | None = None,
     ):  # fmt: skip
         self.client, self.tokenizer = client, tokenizer
-        self.facts, self.config = facts, config
-        self.names, self.board = names, board
+        self.facts, self.names = facts, names
         self.adapters = adapters or AdapterNames(config, names)
-        self.started = int(time.time())
         self.prompts = Prompts(tokenizer, facts)
         self.parsers = Parsers(config, tokenizer)
-        self.store = Store(config)
-        self.files = Files(config, board, facts["max_num_seqs"] * facts["data_parallel_size"])
         self.viewers = Viewers(client, config, board)
+        self.share(config, board, facts["max_num_seqs"] * facts["data_parallel_size"])
+
+    def share(self, config: ServerConfig, board: Board, num_seqs: int) -> None:
+        """Make what several models share; the engines run `num_seqs` sequences at a time."""
+        self.config, self.board = config, board
+        self.started = int(time.time())
+        self.store = Store(config)
+        self.files = Files(config, board, num_seqs)
         self.answers = ClientShares(config.max_queue, board, board.answers, config.api_server_count)
         self.bodies = ClientShares(config.max_body_bytes_in_flight, board, board.bytes, config.api_server_count)
 
@@ -55,6 +62,10 @@ class Api:
         """The reply to a request; an `ApiError` if it is refused. What else may end it is in `EngineCall.run`."""
         fields = read_fields(face, body, CheckContext(self.config, caller.ignored))
         del body  # it may be large
+        return self.answer_fields(face, fields, caller)
+
+    def answer_fields(self, face: Face, fields: dict[str, Any], caller: Caller) -> dict[str, Any] | Events:
+        """The reply to a request whose fields are checked; see `answer`."""
         caller.id = face.prefix + caller.name
         if module := self._adapter(fields["model"] or self.names[0]):
             caller.lora = request_of(module)
@@ -70,11 +81,16 @@ class Api:
         reply: dict[str, Any] | Events = face.answer(self, fields, caller)
         return reply
 
-    def models(self) -> dict[str, Any]:
+    def for_model(self, name: str | None, client: str) -> Api:
+        """What answers for the model that a client's query names; there is but one here."""
+        return self
+
+    def models(self, client: str = "") -> dict[str, Any]:
+        """The cards of all models that a client may use."""
         named = [self._card(name, None) for name in self.names]
         return {"object": "list", "data": [*named, *(self._card(each.name, each) for each in self.adapters.all())]}
 
-    def model(self, name: str) -> dict[str, Any]:
+    def model(self, name: str, client: str = "") -> dict[str, Any]:
         """The card of a model; an `ApiError` if there is none of that name."""
         return self._card(name, self._adapter(name))
 
@@ -93,9 +109,10 @@ class Api:
 
     def metrics(self) -> bytes:
         engines, replies = self.client.utility("metrics"), self.board.counted()
-        return exposition(engines, replies, self.config.metrics_prefix, self.names[0])
+        return exposition({self.names[0]: engines}, replies, self.config.metrics_prefix)
 
-    def live(self, client: str) -> Events:
+    def live(self, client: str, name: str | None = None) -> Events:
+        """The events of `/live`; of the model of this name, where there are several."""
         viewer = self.viewers.enter(client)
         return Events(self.viewers.events(viewer), partial(self.viewers.leave, viewer))
 
@@ -114,7 +131,11 @@ class Api:
             return None
         if module := self.adapters.find(name):
             return module
-        names = [*self.names, *self.adapters.given()]  # not the ones in `lora_dir`, which would have to be looked for
-        rest = f" and {len(names) - MOST_LISTED} more" if len(names) > MOST_LISTED else ""
-        message = f"there is no model {reprlib.repr(name)} here; there is {', '.join(names[:MOST_LISTED])}{rest}"
-        raise ApiError(404, message, "model", "model_not_found")
+        raise no_model(name, [*self.names, *self.adapters.given()])  # those in `lora_dir` would have to be looked for
+
+
+def no_model(name: str, names: Sequence[str]) -> ApiError:
+    """The refusal of a name that no model and no adapter has; there are these."""
+    rest = f" and {len(names) - MOST_LISTED} more" if len(names) > MOST_LISTED else ""
+    message = f"there is no model {reprlib.repr(name)} here; there is {', '.join(names[:MOST_LISTED])}{rest}"
+    return ApiError(404, message, "model", "model_not_found")

@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain, groupby, repeat
 from operator import neg
 from typing import Any
@@ -44,10 +44,15 @@ class Viewer:
 
 
 class Viewers:
-    """The viewers of this process, and the thread that asks for them; gevent makes it a greenlet."""
+    """The viewers of this process, and the thread that asks for them; gevent makes it a greenlet.
 
-    def __init__(self, client: EngineClient, config: ServerConfig, board: Board):
-        self.client, self.board = client, board
+    What `beside` says is a part of each event.
+    """
+
+    def __init__(
+        self, client: EngineClient, config: ServerConfig, board: Board, beside: Callable[[], dict[str, Any]] = dict
+    ):
+        self.client, self.board, self.beside = client, board, beside
         self.lock = threading.Lock()
         self.viewers: set[Viewer] = set()
         self.shares = ClientShares(config.max_live_viewers, board, [0] * Board.PLACES)  # of this process alone
@@ -97,7 +102,7 @@ class Viewers:
 
     def _tick(self) -> float:
         """Ask the engines and send everybody an event; returns how long an engine was kept from its steps."""
-        event: dict[str, Any] = {"time": time.monotonic(), "engines": []}
+        event: dict[str, Any] = {"time": time.monotonic(), "engines": []} | self.beside()
         try:
             engines = list(self.client.utility("live", self.totals).values())
         except (EngineDeadError, TimeoutError, ValueError) as error:

@@ -23,13 +23,14 @@ from commands.start import engines, read_configs, with_policy
 from config import EngineConfig
 from observe.logs import console
 from processes.child import Board
-from processes.fleet import prepare
+from processes.fleet import launch, prepare
 from tokenizer import Tokenizer
 
 LINES_PER_SEQUENCE = 2  # lines in flight for each sequence that runs, so that the next ones wait in the engine
 # Options of the server that mean nothing where there is no HTTP.
 HTTP_ONLY = (
     *(name for name in option_groups(ServerConfig)["server"] if name != "served_model_name"),
+    *option_groups(ServerConfig)["several models"],
     "otlp_traces_endpoint", "max_queue", "body_timeout", "write_timeout",
 )  # fmt: skip
 SERVER_ONLY = (
@@ -89,7 +90,7 @@ def main(argv: list[str]) -> None:
         adapters.check_folders(engine_config)
         file, answers = open_files(flags.input_file, flags.output_file)
     board = Board()
-    with engines("batch", engine_config, board, secret) as fleet:
+    with engines("batch", launch(engine_config, board, secret)) as fleet:
         with exit_on_mistake(parser):
             adapters.check(fleet)
         # Each line is a greenlet, as each request is in an API process. Those are gunicorn's workers, which it patches.

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from api.options import ServerConfig, with_all_keys
 from checkpoints.hub import find_model
-from commands.flags import OptionParser, exit_on_mistake, from_flags, split_command
+from commands.flags import OptionParser, exit_on_mistake, from_flags, refuse_given, split_command
 from config import PACKAGES as OF_ENGINES
 from config import PROG, EngineConfig, lacking
 from model_config import ModelConfig
@@ -67,6 +67,7 @@ def show_plan(parser: OptionParser, flags: argparse.Namespace) -> None:
             if getattr(flags, "model", size) != size:
                 raise ValueError(f"--plan is followed by {size!r}, and the model is {flags.model!r}; give one of them")
             flags.model, size = size, None
+        refuse_given(flags, ("models", "models_dir"), "--plan is for one MODEL; /v1/models tells what several need")
         options = from_flags(EngineConfig, flags)
         with_all_keys(from_flags(ServerConfig, flags), os.environ)
         set_up(options.log_level, options.log_format)

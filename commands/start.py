@@ -8,6 +8,8 @@ import dataclasses
 import signal
 import sys
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import TypeVar
 
 from api.options import ServerConfig
 from api.prompts import check_parsers
@@ -15,8 +17,8 @@ from commands.flags import from_flags
 from config import EngineConfig
 from executor import name_process
 from observe.logs import set_up
-from processes.child import Board
-from processes.fleet import Fleet, launch
+
+T = TypeVar("T")
 
 
 def read_configs(flags: argparse.Namespace) -> tuple[EngineConfig, ServerConfig]:
@@ -36,12 +38,13 @@ def with_policy(engine_config: EngineConfig, config: ServerConfig) -> EngineConf
 
 
 @contextlib.contextmanager
-def engines(name: str, config: EngineConfig, board: Board, secret: str) -> Iterator[Fleet]:
-    """Run the engines for a process of this name. SIGTERM and Ctrl-C end it with 128 and the signal's number."""
+def engines(name: str, launched: AbstractContextManager[T]) -> Iterator[T]:
+    """Run what `launched` starts for a process of this name: the engines of a model, or of several. SIGTERM and Ctrl-C
+    end it with 128 and the signal's number."""
     name_process(name)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # while it starts, which leaves no trace
     try:
-        with launch(config, board, secret) as fleet:
+        with launched as fleet:
             yield fleet
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)

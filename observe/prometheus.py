@@ -18,40 +18,44 @@ FAMILIES = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily, "histogr
 
 
 def exposition(
-    engines: Mapping[int, dict[str, Any]], replies: Mapping[str, int], prefix: str, model_name: str
+    models: Mapping[str, Mapping[int, dict[str, Any]]], replies: Mapping[str, int], prefix: str, several: bool = False
 ) -> bytes:
     """All series in Prometheus' text format.
 
     In OpenMetrics, prometheus_client (0.26) writes an underscore for the colon of vLLM's names.
 
     Args:
-        engines: what `EngineCore.metrics` returned, by rank.
+        models: what `EngineCore.metrics` returned, by the model's name and the engine's rank.
         replies: how often each "STATUS ROUTE" was answered.
+        several: whether there may be several models.
     """
     about = "HTTP requests that were answered, refused ones as well."
     requests = CounterMetricFamily(prefix + "http_requests", about, labels=["status", "route"])
     for name, count in replies.items():
         requests.add_metric(name.split(" "), count)
-    series = [*families(engines, prefix, model_name), requests]
+    series = [*families(models, prefix, several), requests]
     return generate_latest(SimpleNamespace(collect=lambda: series))
 
 
-def families(engines: Mapping[int, dict[str, Any]], prefix: str, model_name: str) -> Iterator[Metric]:
-    """The series that engines have counted."""
-    for name in next(iter(engines.values())):
-        series, values = SERIES[name], {str(rank): metrics[name] for rank, metrics in engines.items()}
+def families(models: Mapping[str, Mapping[int, dict[str, Any]]], prefix: str, several: bool) -> Iterator[Metric]:
+    """The series that engines have counted. Where there are several models, all of them say whose they are."""
+    engines = [(model, str(rank), metrics) for model, by_rank in models.items() for rank, metrics in by_rank.items()]
+    for name in dict.fromkeys(name for *_, metrics in engines for name in metrics):
+        series = SERIES[name]
+        values = [(model, engine, metrics[name]) for model, engine, metrics in engines if name in metrics]
         if series.kind in ("info", "moment"):
-            first = next(iter(values.values()))
-            info = GaugeMetricFamily(prefix + name, series.help, labels=["engine", *first])
-            for engine, labels in values.items():
-                info.add_metric([engine, *labels.values()], time.time() if series.kind == "moment" else 1)
+            labels = [*(["model_name"] if several else []), "engine", *values[0][2]]
+            info = GaugeMetricFamily(prefix + name, series.help, labels=labels)
+            for model, engine, facts in values:
+                whose = [model, engine] if several else [engine]
+                info.add_metric([*whose, *facts.values()], time.time() if series.kind == "moment" else 1)
             yield info
             continue
         labels = ["model_name", "engine", *([series.label] if series.label else [])]
         family = FAMILIES[series.kind](prefix + name, series.help, labels=labels)
-        for engine, value in values.items():
+        for model, engine, value in values:
             for label, one in value.items() if series.label else [(None, value)]:
-                mine = [model_name, engine, *([label] if series.label else [])]
+                mine = [model, engine, *([label] if series.label else [])]
                 family.add_metric(mine, *(buckets(one) if series.kind == "histogram" else (one,)))
         yield family
 

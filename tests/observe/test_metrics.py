@@ -79,7 +79,7 @@ def families(text: str) -> dict[str, Any]:
 
 
 def test_vllms_series_have_its_names_types_labels_and_buckets(llm: LLM) -> None:
-    series = families(exposition({0: llm.get_metrics()}, {}, "vllm:", "demo").decode())
+    series = families(exposition({"demo": {0: llm.get_metrics()}}, {}, "vllm:").decode())
     for name, (kind, label, bounds) in VLLM.items():
         family = series["vllm:" + name]
         assert family.type == kind and family.documentation, name
@@ -100,7 +100,7 @@ def test_the_adapters_of_requests_are_told_with_the_time() -> None:
     """As in vLLM, where of several lines the latest one counts."""
     labels = {"max_lora": "1", "waiting_lora_adapters": "", "running_lora_adapters": "sing,whisper"}
     before = time.time()
-    text = exposition({0: {"lora_requests_info": labels}}, {}, "vllm:", "demo").decode()
+    text = exposition({"demo": {0: {"lora_requests_info": labels}}}, {}, "vllm:").decode()
     (sample,) = families(text)["vllm:lora_requests_info"].samples
     assert sample.labels == labels | {"engine": "0"} and before <= sample.value <= time.time()
 
@@ -108,7 +108,7 @@ def test_the_adapters_of_requests_are_told_with_the_time() -> None:
 def test_each_engine_has_its_values_under_one_head() -> None:
     histogram = {"bounds": [0.1, 2.5], "counts": [3, 0, 4], "sum": 41.5}
     engines = {rank: {"prompt_tokens_total": rank + 5, "e2e_request_latency_seconds": histogram} for rank in (0, 2)}
-    text = exposition(engines, {}, "", 'a "b"').decode()
+    text = exposition({'a "b"': engines}, {}, "").decode()
     lines = text.splitlines()
     assert sum(line.startswith("# TYPE") for line in lines) == sum(line.startswith("# HELP") for line in lines) == 3
     assert lines[2:4] == [

@@ -1,0 +1,424 @@
+"""Several models behind one server, as an API process sees them; the parent's side is `processes/models.py`.
+
+    ServedModel   one model: whether it is loaded, its `Api` while it is, and the requests that wait for it
+    ModelsApi     the `Api` before all of them, which finds a request's model and waits until it is loaded
+
+A request's fields are checked first, so that a mistake loads nothing. Once its model is there, the request runs in the
+model's own `Api`. One that waits is seen by the parent in its place of the model's row; when its client hangs up, it
+waits no more. The reply to a stream that waits long begins with comments, so that no proxy takes it for dead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import os
+import queue
+import signal
+import socket
+import time
+from collections.abc import Callable, Generator, Iterator
+from functools import partial
+from typing import Any, cast
+
+import gevent
+from gevent.lock import RLock
+
+from api.adapters import AdapterNames
+from api.checks import ApiError, CheckContext, Face, read_fields, without_folders
+from api.generation import Caller, ClientGone, EngineClient, Events, as_api_error, check_room, watch
+from api.options import ServerConfig
+from api.replies import sse, typed_event
+from api.routes import Api, no_model
+from api.viewers import Viewers
+from observe.prometheus import exposition
+from processes.child import ABSENT, DRAINING, READY, STARTING, Board, ClientShares
+from processes.client import EngineDeadError, MPClient, Stream
+from processes.models import ModelBoard, ModelEntry, ModelRow, ModelSet
+from processes.suspects import Suspects
+from tokenizer import Tokenizer
+
+LOOK = 0.05  # seconds between two looks at a model that is waited for
+COMMENTS = 5.0  # seconds until a stream that waits begins, and between two of its comments
+STATES = {ABSENT: "unloaded", STARTING: "loading", READY: "loaded", DRAINING: "unloading"}
+
+
+class ServedModel:
+    """One of the models: its row of the board, and what is known of its engine while it is loaded.
+
+    Attributes:
+        api: answers for it; None: this process is not connected to its engine.
+        running: how many requests and answers of this process hold the engine.
+    """
+
+    def __init__(
+        self, entry: ModelEntry, row: ModelRow, address: socket.socket, config: ServerConfig, board: ModelBoard,
+        adapters: AdapterNames,
+    ):  # fmt: skip
+        self.entry, self.row, self.address = entry, row, address
+        self.config, self.board, self.adapters = dataclasses.replace(config, **entry.served), board, adapters
+        self.api: Api | None = None
+        self.client: MPClient | None = None
+        self.loads = 0  # of the row, when this process connected
+        self.suspects, self.lock = Suspects(), RLock()
+        self.waiting: dict[object, float] = {}  # since when each request waits
+        self.running = 0
+        self.max_model_len = entry.config.max_model_len
+        self.viewers = Viewers(cast(EngineClient, self), config, board, lambda: {"model": self.card()})
+
+    @property
+    def name(self) -> str:
+        """The name that requests give as their model."""
+        return self.entry.name
+
+    def card(self) -> dict[str, Any]:
+        """The model's name and state, as `/v1/models` and `/live` show them."""
+        row, refused = self.row, time.monotonic() < self.row.refused_until
+        return {
+            "id": self.name, "state": STATES[row.state], "place": row.place or None, "memory_bytes": row.need or None,
+            "error": without_folders(row.why.decode(errors="replace")) if refused else None,
+        }  # fmt: skip
+
+    # --- the connection to its engine -----------------------------------------------------------------------------
+
+    def current(self) -> Api | None:
+        """What answers for the model, connected to its engine; None if it is not loaded.
+
+        Raises:
+            ApiError: its tokenizer cannot be read.
+            EngineDeadError, TimeoutError: the engine does not answer.
+        """
+        with self.lock:
+            if self.row.state == READY and not (self.api and self.loads == self.row.loads):
+                self.hang_up()
+                self.row.connected[self.board.mine] = True  # first, so that the parent sees it if it ends the model now
+                try:
+                    if self.row.state == READY:
+                        self._connect()
+                finally:
+                    if not self.api:
+                        self.hang_up()
+            return self.api
+
+    def _connect(self) -> None:
+        loads = self.row.loads
+        self.client = MPClient(self.address, 0, self.suspects)
+        (facts,) = self.client.utility("facts").values()
+        tokenizer, trouble = gevent.get_hub().threadpool.apply(self._read_tokenizer)
+        if not tokenizer:
+            raise ApiError(503, f"{self.name}: {without_folders(trouble)}")
+        facts |= {"options": dataclasses.asdict(self.entry.config)}
+        self.api = Api(self.client, tokenizer, facts, self.config, (self.name,), self.board, self.adapters)
+        self.loads, self.max_model_len = loads, facts["max_model_len"]
+
+    def _read_tokenizer(self) -> tuple[Tokenizer | None, str]:
+        """The tokenizer, or why there is none: gevent would write the traceback of what a thread raises to stderr."""
+        try:
+            return Tokenizer(os.fsdecode(self.row.folder), self.config.max_template_chars), ""
+        except ValueError as error:
+            return None, str(error)
+
+    def hang_up(self) -> None:
+        """Close the connection to the engine, if there is one."""
+        if self.api:
+            self.api.prompts.threads.kill()
+        if self.client:
+            self.client.shutdown()
+        self.api = self.client = None
+        self.row.connected[self.board.mine] = False
+
+    def look(self) -> None:
+        """Hang up on an engine that drains or has ended, once nothing of this process runs there."""
+        client, is_there = self.client, self.row.state == READY and self.loads == self.row.loads
+        if client and not (is_there or self.running or client.streams or client.calls or self.lock.locked()):
+            self.hang_up()
+
+    def utility(self, method: str, *args: Any) -> dict[int, Any]:
+        """Call one of the engine's utilities; an EngineDeadError if the model is not loaded."""
+        if not (api := self.current()):
+            raise EngineDeadError(f"{self.name} is {STATES[self.row.state]}")
+        return api.client.utility(method, *args)
+
+    # --- requests -------------------------------------------------------------------------------------------------
+
+    def count(self, more: int) -> None:
+        """Count so many requests or answers more, or less, that hold the engine."""
+        self.running += more
+        self.row.running[self.board.mine] = self.running
+        if not self.running:
+            self.row.used[self.board.mine] = time.monotonic()
+
+    def enter(self) -> bool:
+        """Count a request that is about to run; False, and no count, if the model is not there for new ones."""
+        self.count(1)  # first, so that the engine does not end between the look and the request
+        if self.api and self.row.state == READY and self.loads == self.row.loads:
+            return True
+        self.count(-1)
+        return False
+
+    def arrive(self, caller: Caller, timeout: float) -> Iterator[str]:
+        """Wait until `enter` lets a request in, and yield what it waits for meanwhile. Errors are those of `looks` and
+        `current`, and an ApiError where the model cannot be loaded."""
+        me = object()
+        self.waiting[me] = time.monotonic()
+        self._tell()
+        try:
+            for _ in looks(self.board, caller, timeout, f"{self.name} was not loaded"):
+                self.current()
+                if self.enter():
+                    return
+                if time.monotonic() < self.row.refused_until:
+                    raise ApiError(self.row.status, f"{self.name} cannot be loaded: {self.card()['error']}", "model")
+                yield f"{STATES[self.row.state]} {self.name}" + f", place {self.row.place}" * bool(self.row.place)
+        finally:
+            del self.waiting[me]
+            self._tell()
+
+    def _tell(self) -> None:
+        self.row.asked[self.board.mine] = min(self.waiting.values(), default=0.0)
+
+
+def looks(board: Board, caller: Caller, timeout: float, late: str) -> Iterator[None]:
+    """Yield every LOOK seconds.
+
+    Raises:
+        ApiError: `timeout` seconds are over, in which something has come too `late`; or the server is shutting down.
+        ClientGone: the caller has hung up.
+    """
+    end, news = time.monotonic() + timeout, Stream()
+    watcher = gevent.spawn(watch, caller.remote, news) if caller.remote else None
+    try:
+        while True:
+            yield
+            if board.draining:
+                raise ApiError(503, "the server is shutting down")
+            if time.monotonic() > end:
+                raise ApiError(503, f"{late} within {timeout:g} s (request_timeout)")
+            with contextlib.suppress(queue.Empty):
+                news.get(LOOK)
+    finally:
+        if watcher:
+            watcher.kill()  # before anybody else reads from the connection
+
+
+class ModelAnswers(ClientShares):
+    """The answers in flight of all models, each of which also holds its own model's engine."""
+
+    def __init__(self, shared: ClientShares, served: ServedModel):
+        self.shared, self.served, self.limit = shared, served, shared.limit
+
+    def has_room(self, client: str, more: int = 0) -> bool:
+        return self.shared.has_room(client, more)
+
+    def take(self, client: str, amount: int) -> None:
+        self.shared.take(client, amount)
+        self.served.count(amount)
+
+
+class ModelsApi(Api):
+    """What all models share, and the way from a request to its model."""
+
+    several = True
+    trouble = None  # that would concern all requests
+
+    def __init__(self, models: ModelSet, config: ServerConfig, adapters: dict[str, AdapterNames]):
+        configs = [entry.config for entry in models.entries.values()]
+        policies = {engine.scheduling_policy for engine in configs}
+        self.share(config, models.board, max(engine.max_num_seqs for engine in configs))
+        self.names = [*models.entries]
+        self.facts = {"max_model_len": 2**31, "scheduling_policy": policies.pop() if len(policies) == 1 else "several"}
+        self.served = {
+            name: ServedModel(entry, models.rows[name], models.ends[name][0], config, models.board, adapters[name])
+            for name, entry in models.entries.items()
+        }
+        self.client = cast(EngineClient, self)  # as far as the server asks for all of them
+        keys = [line.split() for line in config.models_of_key]
+        self.allowed = {self.board.tag("key", key): {*names} for key, *names in keys}  # names of models, by client
+        gevent.spawn(self._look)
+
+    def _look(self) -> None:
+        """Hang up where an engine is to end, and wake the parent while somebody waits."""
+        while True:
+            gevent.sleep(2 * LOOK)
+            for model in self.served.values():
+                model.look()
+            if any(model.waiting or model.row.unload or model.row.state == DRAINING for model in self.served.values()):
+                os.kill(os.getppid(), signal.SIGCHLD)
+
+    def fail(self, error: Exception) -> None:
+        """Raise this error for all who wait for an output."""
+        for model in self.served.values():
+            if model.client:
+                model.client.fail(error)
+
+    def _models_of(self, client: str) -> list[ServedModel]:
+        names = self.allowed.get(client, self.served)
+        return [self.served[name] for name in self.names if name in names]
+
+    def _model_of(self, name: str | None, client: str) -> ServedModel:
+        """The model of this name, or with an adapter of this name; None: the only one, or the one loaded last."""
+        models = self._models_of(client)
+        if name is None:
+            loaded = models if len(models) == 1 else [model for model in models if model.row.state == READY]
+            if not loaded:
+                there = ", ".join(model.name for model in models)
+                raise ApiError(400, f"model is missing; there is {there}", "model", "missing_required_parameter")
+            return max(loaded, key=lambda model: model.row.begun)
+        for model in models:
+            if name == model.name:
+                return model
+        for model in models:
+            if model.adapters.find(name):
+                return model
+        raise no_model(name, [model.name for model in models])
+
+    # --- requests -------------------------------------------------------------------------------------------------
+
+    def answer(self, face: Face, body: dict[str, Any], caller: Caller) -> dict[str, Any] | Events:
+        fields = read_fields(face, body, CheckContext(self.config, caller.ignored))
+        del body  # it may be large
+        model, begun = self._model_of(fields["model"], caller.client), time.monotonic()
+        arrival = self._arrive(model, caller)
+        for words in arrival:
+            if fields.get("stream") and time.monotonic() > begun + COMMENTS:
+                events = late_events(arrival, words, partial(self._run, model, face, fields, caller), face)
+                stack = contextlib.ExitStack()
+                stack.callback(arrival.close)
+                stack.callback(events.close)
+                return Events(events, stack.close)
+        return self._run(model, face, fields, caller)
+
+    def _arrive(self, model: ServedModel, caller: Caller) -> Generator[str, None, None]:
+        """See `ServedModel.arrive`; who waits counts as an answer in flight."""
+        if model.enter():
+            return
+        check_room(self, 1, caller)
+        self.answers.take(caller.client, 1)
+        try:
+            yield from model.arrive(caller, self.config.request_timeout)
+        finally:
+            self.answers.take(caller.client, -1)
+
+    def _run(self, model: ServedModel, face: Face, fields: dict[str, Any], caller: Caller) -> dict[str, Any] | Events:
+        """Answer a request that the model has let in."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(model.count, -1)
+            assert model.api
+            api = copy.copy(model.api)
+            api.store, api.files, api.bodies = self.store, self.files, self.bodies
+            api.answers = ModelAnswers(self.answers, model)
+            answer = api.answer_fields(face, fields, caller)
+            if isinstance(answer, Events):
+                stack.callback(answer.close)
+                return Events(answer.events, stack.pop_all().close)
+            return answer
+
+    # --- the other routes -----------------------------------------------------------------------------------------
+
+    def for_model(self, name: str | None, client: str) -> Api:
+        """What answers for this model; an `ApiError` if it is not loaded."""
+        model = self._model_of(name, client)
+        if not (api := model.current()):
+            raise ApiError(503, f"{model.name} is {STATES[model.row.state]}; POST /models/load, or a request, loads it")
+        return api
+
+    def load(self, name: str, caller: Caller) -> dict[str, Any]:
+        """Wait until a model is loaded, and return its card."""
+        model = self._model_of(name, caller.client)
+        for _ in self._arrive(model, caller):
+            pass
+        model.count(-1)
+        return model.card()
+
+    def unload(self, name: str, caller: Caller) -> dict[str, Any]:
+        """Wait until a model that ends after its last request has ended, and return its card."""
+        model, row = self._model_of(name, caller.client), self.served[name].row
+        if model.entry.pin:
+            raise ApiError(400, f"{name} is pinned, so it never ends", "model")
+        if row.state != ABSENT:
+            ends, row.unload = row.ends, True
+            for _ in looks(self.board, caller, self.config.request_timeout, f"{name} has not ended"):
+                if row.ends != ends:
+                    break
+        return model.card()
+
+    def models(self, client: str = "") -> dict[str, Any]:
+        cards = [card for model in self._models_of(client) for card in self._cards(model)]
+        return {"object": "list", "data": cards}
+
+    def model(self, name: str, client: str = "") -> dict[str, Any]:
+        return next(card for card in self._cards(self._model_of(name, client), name) if card["id"] == name)
+
+    def _cards(self, model: ServedModel, name: str = "") -> Iterator[dict[str, Any]]:
+        """The cards of a model and of its adapters, also of one of this `name` that is not listed."""
+        card = model.card() | {
+            "object": "model", "created": self.started, "owned_by": "manta", "root": model.name, "parent": None,
+            "max_model_len": model.max_model_len,
+        }  # fmt: skip
+        yield card
+        named = model.adapters.find(name) if name else None
+        for module in dict.fromkeys([*model.adapters.all(), *([named] if named else [])]):
+            yield card | {"id": module.name, "root": module.path, "parent": module.base_model_name or model.name}
+
+    def health(self) -> dict[str, Any]:
+        """Whether requests are taken; what a model lacks is told to those who ask for it."""
+        return {"status": "ok"}
+
+    def metrics(self) -> bytes:
+        engines = {}
+        for name, model in self.served.items():
+            with contextlib.suppress(EngineDeadError, TimeoutError, ApiError):  # it is not loaded, or ends just now
+                engines[name] = model.utility("metrics")
+        return exposition(engines, self.board.counted(), self.config.metrics_prefix, several=True)
+
+    def live(self, client: str, name: str | None = None) -> Events:
+        latest = max(self._models_of(client), key=lambda model: model.row.begun * (model.row.state == READY))
+        viewers = self._model_of(name or latest.name, client).viewers
+        viewer = viewers.enter(client)
+        return Events(viewers.events(viewer), partial(viewers.leave, viewer))
+
+    def explain(self, id: str, client: str) -> dict[str, Any]:
+        error = ApiError(404, f"there is no request {repr(id)[:100]} of a model that is loaded", "id")
+        for model in self._models_of(client):
+            try:
+                if api := model.current():
+                    return api.explain(id, client)
+            except (ApiError, EngineDeadError, TimeoutError) as missing:
+                error = missing if isinstance(missing, ApiError) else error
+        raise error
+
+
+def late_events(
+    arrival: Iterator[str], words: str, run: Callable[[], dict[str, Any] | Events], face: Face
+) -> Generator[bytes, None, None]:
+    """The events of a stream that has waited long: comments until its model is there, and then those of `run`. An
+    error is the last of them."""
+    yield f": {words}\n\n".encode()
+    commented = time.monotonic()
+    try:
+        for latest in arrival:
+            if time.monotonic() > commented + COMMENTS:
+                yield f": {latest}\n\n".encode()
+                commented = time.monotonic()
+        answer = run()
+    except ClientGone:
+        return
+    except Exception as error:
+        yield error_event(face, as_api_error(error))
+        return
+    assert isinstance(answer, Events)
+    try:
+        yield from answer.events
+    finally:
+        answer.close()
+
+
+def error_event(face: Face, error: ApiError) -> bytes:
+    """The end of a stream that fails before its first event, as the face's API writes it."""
+    body = face.error_body(error)
+    if face.error_body is not ApiError.body:
+        return typed_event("error", body)
+    if face.name == "responses":
+        return typed_event("error", {"sequence_number": 0} | body["error"])
+    return sse(body) + b"data: [DONE]\n\n"

@@ -1,0 +1,194 @@
+"""The models that a server serves: the one that its options name, or those of a table or a folder, loaded on demand."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import math
+import os
+import re
+import tomllib
+from collections.abc import Iterator
+from typing import Any
+
+from api.adapters import AdapterNames
+from api.models import ModelsApi
+from api.options import ServerConfig
+from api.prompts import check_parsers
+from api.routes import Api
+from commands.flags import flag_fields, refuse_given
+from commands.start import engines, with_policy
+from config import EngineConfig, nearest
+from processes.child import Board
+from processes.fleet import Fleet, launch, prepare
+from processes.models import MOST_MODELS, ModelEntry, ModelSet, running
+from processes.suspects import Suspects
+from tokenizer import Tokenizer
+
+SERVED = ("lora_modules", "lora_dir", "tool_call_parser", "reasoning_parser")  # options of the server in a table
+RESIDENCE = ("path", "pin", "ttl", "memory")  # keys of a table that are no options
+IN_A_TABLE = ("model", "revision", "served_model_name", "lora_modules", "lora_dir", "trace", "log_scheduler")
+ONE_HOST = {  # the values of options that concern several engines or hosts
+    "data_parallel_size": (1,), "data_parallel_size_max": (None,), "data_parallel_size_local": (None,),
+    "data_parallel_backend": ("mp",), "data_parallel_external_lb": (False,), "data_parallel_address": (None,),
+    "headless": (False,), "distributed_executor_backend": ("auto", "mp", "uni"),
+}  # fmt: skip
+LATER_PART = re.compile(r"-(?!0*1-)\d+-of-\d+\.gguf$")  # of a GGUF file in several parts
+NAME = re.compile(r"[\x21-\x7e]{1,200}")
+
+
+class OneModel:
+    """The model of a server that has one.
+
+    Raises:
+        ValueError: it cannot be served.
+    """
+
+    def __init__(self, engine_config: EngineConfig, config: ServerConfig):
+        self.engine_config, self.secret = prepare(engine_config)
+        self.config, self.board = config, Board()
+        self.tokenizer = Tokenizer(self.engine_config.folder, config.max_template_chars)
+        self.names = config.served_model_name or (self.engine_config.model_name,)
+        self.adapters = AdapterNames(config, self.names)
+        self.adapters.check_folders(self.engine_config)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[Fleet]:
+        """Its engines, which run within the `with` block."""
+        with engines("server", launch(self.engine_config, self.board, self.secret)) as self.fleet:
+            yield self.fleet
+
+    def check(self) -> None:
+        """Have the engines load its adapters; a ValueError names one that does not fit."""
+        self.adapters.check(self.fleet)
+
+    def new_api(self) -> Api:
+        """The routes of an API process."""
+        client = self.fleet.new_client(self.config.api_server_count, Suspects())
+        facts = self.fleet.facts | {"options": dataclasses.asdict(self.engine_config)}
+        return Api(client, self.tokenizer, facts, self.config, self.names, self.board, self.adapters)
+
+
+class SeveralModels:
+    """The models of `--models` and `--models-dir`; the engine's options of the command line are their defaults.
+
+    Raises:
+        ValueError: an option or a table is wrong.
+    """
+
+    def __init__(self, flags: argparse.Namespace, engine_config: EngineConfig, config: ServerConfig):
+        refuse_given(flags, IN_A_TABLE, "with several models it must be left out, or stand in a model's table")
+        check_one_host(engine_config)
+        self.config = config
+        tables = read_tables(config.models) if config.models is not None else {}
+        others = tables_of(config.models_dir) if config.models_dir is not None else {}
+        if twice := tables.keys() & others.keys():
+            raise ValueError(f"{config.models} and {config.models_dir} both have a model {min(twice)!r}")
+        tables |= others
+        if not 0 < len(tables) <= MOST_MODELS:
+            raise ValueError(f"there are {len(tables)} models; there must be from 1 to {MOST_MODELS}")
+        self.entries = [entry_of(name, table, engine_config, config) for name, table in tables.items()]
+        if len({entry.config.device == "cpu" for entry in self.entries}) > 1:
+            raise ValueError("device is 'cpu' for some models; it must be so for all or for none, as they share memory")
+        for line in config.models_of_key:
+            if unknown := [name for name in line.split()[1:] if name not in tables]:
+                raise ValueError(f"api_key_file names the model {unknown[0]!r}, of which there is no table")
+        self.adapters = {}
+        for entry in self.entries:
+            adapters = self.adapters[entry.name] = AdapterNames(dataclasses.replace(config, **entry.served), [*tables])
+            adapters.check_folders(entry.config)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[ModelSet]:
+        """Their engines, which come and go within the `with` block."""
+        self.models = ModelSet(
+            self.entries, int((self.config.models_memory or 0) * 2**30), self.config.model_min_seconds
+        )
+        with engines("server", running(self.models)):
+            yield self.models
+
+    def check(self) -> None:
+        """There is nothing to check before a model is loaded."""
+
+    def new_api(self) -> Api:
+        """The routes of an API process."""
+        return ModelsApi(self.models, self.config, self.adapters)
+
+
+def check_one_host(config: EngineConfig) -> None:
+    """Refuse options about several engines or hosts."""
+    for name, allowed in ONE_HOST.items():
+        config.allow("with several models, each of which has one engine on this host,", name, *allowed)
+
+
+def read_tables(path: str) -> dict[str, dict[str, Any]]:
+    """The table of each model in a TOML file, by name; a ValueError names the file and what is wrong.
+
+    A path may be relative to the file.
+    """
+    try:
+        with open(path, "rb") as file:
+            content = tomllib.load(file)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"{path} is no TOML: {error}") from None
+    tables = {}
+    for name, table in content.items():
+        if not isinstance(table, dict):
+            raise ValueError(f"{path}: {name} is {table!r:.80}; it must be a table, as [{name}] begins one")
+        table = {key.replace("-", "_"): value for key, value in table.items()}
+        if isinstance(place := table.get("path"), str):
+            beside = os.path.join(os.path.dirname(path), place)
+            table["path"] = beside if os.path.exists(beside) else place
+        tables[name] = table
+    return tables
+
+
+def tables_of(folder: str) -> dict[str, dict[str, Any]]:
+    """A table for each model in a folder; a ValueError if it cannot be read."""
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError as error:
+        raise ValueError(f"models_dir is {folder!r:.200}, which cannot be read: {error.strerror}") from None
+    tables = {}
+    for name in names:
+        path = os.path.join(folder, name)
+        files = os.listdir(path) if os.path.isdir(path) and os.access(path, os.R_OK) else []
+        is_file = name.endswith(".gguf") and os.path.isfile(path) and not LATER_PART.search(name)
+        if is_file or "config.json" in files or any(file.endswith(".gguf") for file in files):
+            tables[name.removesuffix(".gguf")] = {"path": path}
+    return tables
+
+
+def entry_of(name: str, table: dict[str, Any], engine_config: EngineConfig, config: ServerConfig) -> ModelEntry:
+    """The model that a table describes; a ValueError names the table and the key."""
+    where = f"{config.models or config.models_dir}: [{name}]"
+    if not NAME.fullmatch(name):
+        raise ValueError(f"{where} has a name of {len(name)} characters; it must be 1 to 200 of ASCII, without spaces")
+    options = {f.name for f in flag_fields(EngineConfig)} - {"model"}
+    for key in table:
+        if key not in options and key not in RESIDENCE + SERVED:
+            raise ValueError(f"{where} has no key {key!r}{nearest(key, (*options, *RESIDENCE, *SERVED))}")
+    path, pin = table.get("path"), table.get("pin", False)
+    if not isinstance(path, str) or not path:
+        raise ValueError(f"{where} path is {path!r}; it must be a folder, a GGUF file, or an id on the hub")
+    if not isinstance(pin, bool):
+        raise ValueError(f"{where} pin is {pin!r}; it must be true or false")
+    if pin and "ttl" in table:
+        raise ValueError(f"{where} ttl is {table['ttl']!r}; with pin it must be left out")
+    for key in ("ttl", "memory"):
+        if key in table and (type(table[key]) not in (int, float) or not 0 < table[key] < math.inf):
+            raise ValueError(f"{where} {key} is {table[key]!r}; it must be a number above 0")
+    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
+    served = {key: values[key] for key in SERVED if key in values}
+    try:
+        fields = {key: value for key, value in values.items() if key in options}
+        model_config = dataclasses.replace(engine_config, model=path, **fields)
+        check_one_host(model_config)
+        check_parsers(dataclasses.replace(config, **served))
+    except ValueError as error:
+        raise ValueError(f"{where} {error}") from None
+    ttl = table.get("ttl", math.inf)
+    return ModelEntry(name, with_policy(model_config, config), pin, ttl, table.get("memory"), served)

@@ -1,0 +1,389 @@
+"""Several models behind one app, with scripted engines; and a server whose models do not fit together."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import gevent
+import pytest
+
+from api.adapters import AdapterNames
+from api.checks import ApiError
+from api.generation import Caller, ClientGone
+from api.models import ModelAnswers, ModelsApi, looks
+from api.options import ServerConfig
+from config import DEMO, EngineConfig
+from engine import LLM
+from processes.child import ABSENT, DRAINING, READY, STARTING
+from processes.models import ModelBoard, ModelEntry
+from sampling_params import SamplingParams
+from scripted import BODIES, CHAT, COMPLETIONS, FACTS, ScriptedClient, events, refusal
+from served import Reader, Server, eventually, serving
+from server import create_app
+
+NAMES = ("one", "two")
+CONTROL = {"enable_control_routes": True}
+
+
+class LoadedEngine(ScriptedClient):
+    """A scripted engine of a model that may be unloaded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: dict[int, Any] = {}
+        self.is_open = True
+
+    def add_request(self, *args: Any) -> Any:
+        stream = super().add_request(*args)
+        self.streams.clear()  # all of its answer is there
+        return stream
+
+    def utility(self, method: str, *args: Any) -> dict[int, Any]:
+        return {0: dict(FACTS)} if method == "facts" else super().utility(method, *args)
+
+    def shutdown(self) -> None:
+        self.is_open = False
+
+
+class Models:
+    """An app with two models, whose states the test sets in the place of the parent."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, pin: bool = False, **config: Any):
+        self.engines: dict[str, LoadedEngine] = {}
+        self.prods = 0
+        monkeypatch.setattr("api.models.MPClient", lambda name, *_: self.engines.setdefault(name, LoadedEngine()))
+        monkeypatch.setattr("os.kill", self.count_prods)
+        entries = {name: ModelEntry(name, EngineConfig(DEMO, scheduling_policy="fcfs"), pin) for name in NAMES}
+        board = ModelBoard()
+        self.rows = dict(zip(NAMES, board.rows, strict=False))
+        parent = SimpleNamespace(
+            entries=entries, board=board, rows=self.rows, ends={name: (name, None) for name in NAMES}
+        )
+        options = ServerConfig(**config)
+        self.api = ModelsApi(parent, options, {name: AdapterNames(options, NAMES) for name in NAMES})
+        self.http = create_app(self.api).test_client()
+        self.timers: list[threading.Timer] = []
+
+    def count_prods(self, pid: int, number: int) -> None:
+        self.prods += 1
+
+    def enter(self, name: str, state: int) -> None:
+        row = self.rows[name]
+        row.loads, row.ends = row.loads + (state == READY), row.ends + (state == ABSENT)
+        row.state, row.begun, row.folder = state, time.monotonic(), DEMO.encode()
+
+    def later(self, act: Callable[..., None], *args: Any, seconds: float = 0.15) -> None:
+        self.timers.append(threading.Timer(seconds, act, args))
+        self.timers[-1].start()
+
+    def ask(self, name: str | None, path: str = COMPLETIONS, **fields: Any) -> Any:
+        return self.http.post(
+            path, json=BODIES.get(path, {}) | {"max_tokens": 4} | fields | ({"model": name} if name else {})
+        )
+
+    def asked(self, name: str) -> bool:
+        return any(self.rows[name].asked)
+
+
+@pytest.fixture
+def models(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Models]]:
+    made: list[Models] = []
+
+    def make(**options: Any) -> Models:
+        made.append(Models(monkeypatch, **options))
+        return made[-1]
+
+    yield make
+    for world in made:
+        for timer in world.timers:
+            timer.join()
+
+
+def test_a_request_waits_until_its_model_is_loaded(models: Callable[..., Models]) -> None:
+    world, seen = models(), []
+    world.later(lambda: seen.append((world.asked("one"), world.asked("two"))), seconds=0.1)
+    world.later(world.enter, "one", READY)
+    answer = world.ask("one")
+    assert answer.status_code == 200 and answer.json["model"] == "one" and seen == [(True, False)]
+    row = world.rows["one"]
+    assert not world.asked("one") and not any(row.running) and any(row.connected) and max(row.used) > 0
+    assert [*world.engines] == ["one"] and not world.api.board.in_flight
+
+
+def test_a_model_is_named_or_it_is_the_one_loaded_last(models: Callable[..., Models]) -> None:
+    world = models()
+    assert refusal(world.ask(None))["message"] == "model is missing; there is one, two"
+    message = refusal(world.ask("three"), 404)["message"]
+    assert "there is no model 'three' here; there is one, two" in message
+    world.enter("one", READY)
+    assert world.ask(None).json["model"] == "one"
+    world.enter("two", READY)
+    assert world.ask(None).json["model"] == "two" and world.ask("one").json["model"] == "one"
+    tokens = world.http.post("/tokenize", json={"prompt": "To be", "model": "one"})
+    assert tokens.status_code == 200 and tokens.json["count"]
+
+
+def test_a_mistake_loads_nothing(models: Callable[..., Models]) -> None:
+    world = models()
+    asked: list[str] = []
+    world.api.served["one"].arrive = lambda *_: asked.append("one") or iter(())  # type: ignore[method-assign]
+    assert "temperature" in refusal(world.ask("one", temperature="hot"))["message"]
+    assert not asked
+
+
+def test_a_long_wait_begins_a_stream_with_comments(
+    models: Callable[..., Models], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("api.models.COMMENTS", 0.06)
+    world = models()
+    world.enter("one", STARTING)
+    world.later(world.enter, "one", READY, seconds=0.4)
+    response = world.ask("one", CHAT, stream=True)
+    frames = response.data.split(b"\n\n")
+    comments = [frame for frame in frames if frame.startswith(b":")]
+    assert len(comments) >= 2 and comments[0] == b": loading one"
+    response.response = iter(())
+    assert frames[len(comments)].startswith(b"data: {") and frames[-2] == b"data: [DONE]"
+    assert not any(world.rows["one"].running) and not world.api.board.in_flight
+    assert len(events(world.ask("one", CHAT, stream=True))) > 1  # without a wait there is no comment
+
+
+@pytest.mark.parametrize(
+    ("path", "begins"),
+    [(CHAT, b'data: {"error"'), ("/v1/messages", b"event: error\ndata: "), ("/v1/responses", b"event: error\ndata: ")],
+)
+def test_an_error_after_a_wait_is_the_streams_last_event(
+    models: Callable[..., Models], monkeypatch: pytest.MonkeyPatch, path: str, begins: bytes
+) -> None:
+    monkeypatch.setattr("api.models.COMMENTS", 0.06)
+    world = models()
+    world.later(world.rows["one"].refuse, time.monotonic() + 60, 503, "/a/b/model has no weights", seconds=0.3)
+    body = {"/v1/responses": {"input": "Hi"}, "/v1/messages": {"messages": BODIES[CHAT]["messages"], "max_tokens": 4}}
+    response = world.http.post(path, json=body.get(path, BODIES[CHAT]) | {"model": "one", "stream": True})
+    last = [frame for frame in response.data.split(b"\n\n") if frame and frame != b"data: [DONE]"][-1]
+    assert last.startswith(begins) and b"one cannot be loaded: model has no weights" in last
+    assert not world.asked("one") and not world.api.board.in_flight
+
+
+def test_a_model_that_cannot_be_loaded_is_its_own_error(models: Callable[..., Models]) -> None:
+    world = models()
+    world.rows["one"].refuse(time.monotonic() + 60, 503, "/some/folder/x.json is missing")
+    assert refusal(world.ask("one"), 503)["message"] == "one cannot be loaded: x.json is missing"
+    world.enter("two", READY)
+    assert world.ask("two").status_code == 200 and world.http.get("/health").status_code == 200
+    world.rows["one"].refuse(float("inf"), 400, "it needs 9.00 GiB of memory")
+    assert "needs 9.00 GiB" in refusal(world.ask("one"), 400)["message"]
+    cards = {card["id"]: card for card in world.http.get("/v1/models").json["data"]}
+    assert "9.00 GiB" in cards["one"]["error"] and cards["two"]["error"] is None
+
+
+def test_a_process_hangs_up_when_nothing_runs_on_an_engine_that_drains(models: Callable[..., Models]) -> None:
+    world = models()
+    world.enter("one", READY)
+    served, row = world.api.served["one"], world.rows["one"]
+    world.ask("one")
+    assert served.enter()
+    world.enter("one", DRAINING)
+    served.look()
+    assert any(row.connected) and not served.enter()  # one request runs, and no other is let in
+    served.count(-1)
+    served.look()
+    assert not any(row.connected) and not world.engines["one"].is_open
+    world.engines.clear()
+    world.enter("one", READY)  # once more
+    assert world.ask("one").status_code == 200 and row.loads == 2
+
+
+def test_answers_hold_the_engine_as_long_as_they_are_in_flight(models: Callable[..., Models]) -> None:
+    """Also those of a response in the background, whose request has ended."""
+    world = models()
+    world.enter("one", READY)
+    world.ask("one")
+    answers = ModelAnswers(world.api.answers, world.api.served["one"])
+    answers.take("client", 2)
+    assert sum(world.rows["one"].running) == world.api.board.in_flight == 2
+    answers.take("client", -2)
+    assert sum(world.rows["one"].running) == world.api.board.in_flight == 0
+
+
+def test_the_list_has_states_and_a_limited_key_sees_its_models(models: Callable[..., Models]) -> None:
+    world = models(api_key=("all", "little"), models_of_key=("little two",))
+    world.enter("one", STARTING)
+    world.rows["two"].place, world.rows["two"].need = 1, 2**30
+    key = {"Authorization": "Bearer all"}
+    cards = world.http.get("/v1/models", headers=key).json["data"]
+    assert [(card["id"], card["state"], card["place"], card["memory_bytes"]) for card in cards] == [
+        ("one", "loading", None, None), ("two", "unloaded", 1, 2**30),
+    ]  # fmt: skip
+    key = {"Authorization": "Bearer little"}
+    assert [card["id"] for card in world.http.get("/v1/models", headers=key).json["data"]] == ["two"]
+    for response in (
+        world.http.get("/v1/models/one", headers=key),
+        world.http.post(COMPLETIONS, json={"model": "one", "prompt": "a"}, headers=key),
+        world.http.get("/live?model=one", headers=key),
+    ):
+        assert "there is two" in refusal(response, 404)["message"]
+    world.enter("two", READY)
+    assert world.http.post(COMPLETIONS, json={"model": "two", "prompt": "a"}, headers=key).status_code == 200
+    assert world.http.get("/v1/models/two", headers=key).json["max_model_len"] == FACTS["max_model_len"]
+
+
+def test_models_are_loaded_and_unloaded_by_hand(models: Callable[..., Models]) -> None:
+    world = models(**CONTROL)
+    world.later(world.enter, "one", READY)
+    loaded = world.http.post("/models/load", json={"model": "one"})
+    assert loaded.status_code == 200 and loaded.json["state"] == "loaded", loaded.text
+    assert not any(world.rows["one"].running)
+    world.later(world.enter, "one", ABSENT)
+    assert world.http.post("/models/unload", json={"model": "one"}).json["state"] == "unloaded"
+    assert world.rows["one"].unload and world.http.post("/models/unload", json={"model": "two"}).status_code == 200
+    assert "model is 3" in refusal(world.http.post("/models/load", json={"model": 3}))["message"]
+    assert refusal(world.http.post("/models/load", json={"model": "x"}), 404)
+    assert "two is unloaded" in refusal(world.http.post("/reset_prefix_cache?model=two"), 503)["message"]
+    pinned = models(pin=True, **CONTROL)
+    assert "pinned" in refusal(pinned.http.post("/models/unload", json={"model": "one"}))["message"]
+    assert refusal(models().http.post("/models/load", json={"model": "one"}), 404)
+
+
+def test_metrics_say_whose_they_are(models: Callable[..., Models]) -> None:
+    world = models()
+    assert "num_requests_running" not in world.http.get("/metrics").text
+    for name in NAMES:
+        world.enter(name, READY)
+    found = re.findall(
+        r'^manta_num_requests_running{engine="0",model_name="(\w+)"} 3.0$', world.http.get("/metrics").text, re.M
+    )
+    assert found == [*NAMES]
+
+
+def test_a_client_that_hangs_up_waits_no_more(models: Callable[..., Models]) -> None:
+    world = models()
+
+    class Gone:
+        sock = SimpleNamespace(recv=lambda *_: b"")
+
+        def probe(self) -> bool:
+            raise OSError
+
+    wait = world.api.served["one"].arrive(Caller("name", "client", Gone()), 60)
+    assert "one" in next(wait) and world.asked("one")
+    gevent.sleep(0)  # the watcher sees it
+    with pytest.raises(ClientGone):
+        next(wait)
+    assert not world.asked("one")
+
+
+def test_a_wait_has_an_end(models: Callable[..., Models]) -> None:
+    world = models(request_timeout=1)
+    assert "one was not loaded within 1 s" in refusal(world.ask("one"), 503)["message"]
+    board = world.api.board
+    board.draining = True
+    with pytest.raises(ApiError, match="shutting down"):
+        [*looks(board, Caller("name", "client"), 60, "late")]
+
+
+def test_what_waits_counts_as_an_answer_in_flight(models: Callable[..., Models]) -> None:
+    world = models(max_queue=1)
+    world.api.answers.take("other", 1)
+    assert "at most 1 (max_queue)" in refusal(world.ask("one"), 429)["message"]
+    assert not world.asked("one")
+
+
+# --- a server with processes ------------------------------------------------------------------------------------------
+
+
+QUESTION = {"prompt": "What is 23 + 58?", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+SMALL = 'load_format = "dummy"\nmemory = 0.8\nmax_num_seqs = 8\n'
+TABLE = f"""
+[one]
+path = "{DEMO}"
+{SMALL}seed = 1
+[two]
+path = "{DEMO}"
+{SMALL}seed = 2
+[three]
+path = "{DEMO}"
+{SMALL}seed = 3
+[broken]
+path = "missing"
+[large]
+path = "{DEMO}"
+memory = 9
+num_gpu_blocks_override = 100000
+"""
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, list[str]]:
+    """What each of the models answers by itself."""
+    answers = {}
+    for seed, name in enumerate(("one", "two", "three"), 1):
+        llm = LLM(DEMO, load_format="dummy", seed=seed, device="cpu", dtype="float32", max_num_seqs=8)
+        params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+        answers[name] = [output.outputs[0].text for output in llm.generate(QUESTION["prompt"], params, use_tqdm=False)]
+        llm.close()
+    assert len({text for texts in answers.values() for text in texts}) == 3
+    return answers
+
+
+@contextlib.contextmanager
+def serve_three(folder: Path, *flags: str) -> Iterator[Server]:
+    """A server with three models, two of which fit into its memory."""
+    (folder / "models.toml").write_text(TABLE)
+    options = ("--models-memory", "1.7", "--model-min-seconds", "0.2", "--threads", "1", "--enforce-eager")
+    with serving(
+        folder, "--models", str(folder / "models.toml"), *options, "--enable-control-routes", *flags
+    ) as server:
+        yield server
+        server.pids = [*{*server.pids, *server.family()}]
+        server.process.terminate()
+        server.process.wait(30)
+    server.assert_gone()
+
+
+def answer_of(server: Server, name: str) -> str:
+    status, text = server.post(COMPLETIONS, QUESTION | {"model": name})
+    assert status == 200, text
+    return json.loads(text)["choices"][0]["text"]
+
+
+def state_of(server: Server, name: str) -> str:
+    return json.loads(server.get(f"/v1/models/{name}")[1])["state"]
+
+
+def engine_pid(server: Server, name: str) -> int:
+    """The engine process of a model, as the log has it."""
+    return int(re.findall(rf"the engine of {name} is started \(pid (\d+)\)", server.log.read_text())[-1])
+
+
+def test_three_models_in_memory_for_two(tmp_path: Path, alone: dict[str, list[str]]) -> None:
+    """All are answered as alone, in random order from several clients; what is wrong with one is its error alone."""
+    with serve_three(tmp_path) as server:
+        order = ["one", "two", "three", "one"]
+        with ThreadPoolExecutor(4) as clients:
+            broken = clients.submit(server.post, COMPLETIONS, QUESTION | {"model": "broken"})
+            large = clients.submit(server.post, COMPLETIONS, QUESTION | {"model": "large"})
+            texts = [*clients.map(lambda name: answer_of(server, name), order)]
+        assert texts == [alone[name][0] for name in order]
+        assert broken.result()[0] == 503 and "missing" in broken.result()[1]
+        assert large.result()[0] == 400 and re.search(
+            r"needs [\d.]+ GiB of memory, and the models may take 1.70", large.result()[1]
+        )
+        states = [state_of(server, name) for name in ("one", "two", "three")]
+        assert states.count("loaded") <= 2 and server.get("/health")[0] == 200
+        loaded = next(name for name, state in zip(("one", "two", "three"), states, strict=True) if state == "loaded")
+        reader = Reader(server, model=loaded, prompt="To be")
+        eventually(lambda: reader.text)
+        assert server.post("/models/unload", {"model": loaded})[0] == 200  # while it is in use
+        reader.join(30)
+        assert reader.ended and not reader.error and len(reader.text) > 100
+        assert state_of(server, loaded) == "unloaded"
