@@ -6,6 +6,7 @@ import { readInks, soon } from "./paint.js";
 import { drawLatency, drawRates, drawSteps } from "./plots.js";
 import { fillFinished, fillRequests } from "./rows.js";
 import { ask, eventsOf, KeyWanted } from "./server.js";
+import { chosenModel } from "./settings.js";
 import { byId, duration, element, put, sentence, sleep, whole } from "./small.js";
 
 const FIRST_PAUSE = 0.5; // seconds before a lost stream is tried again; each pause is twice the one before, up to
@@ -35,7 +36,8 @@ async function readStream(signal, onEvent) {
   const silence = new AbortController();
   let timer = 0;
   try {
-    const response = await ask("live", { signal: AbortSignal.any([signal, silence.signal]) });
+    const query = chosenModel() && `?${new URLSearchParams({ model: chosenModel() })}`;
+    const response = await ask(`live${query}`, { signal: AbortSignal.any([signal, silence.signal]) });
     for await (const event of eventsOf(response)) {
       clearTimeout(timer);
       timer = setTimeout(() => silence.abort(), 1000 * SILENCE);
@@ -85,6 +87,10 @@ function showTabs(ranks) {
 }
 
 byId("reconnect").onclick = follow;
+byId("models").addEventListener("change", () => {
+  memories.clear(); // another model may have other engines
+  follow();
+});
 document.onvisibilitychange = () => (document.hidden ? following?.abort() : follow());
 
 // --- drawing ---------------------------------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ function askForKey(refused) {
   return keyQuestion;
 }
 
-/** The events of a stream, parsed. */
+/** The events of a stream, parsed, without its comments. */
 export async function* eventsOf(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   for (let rest = ""; ; ) {
@@ -56,6 +56,6 @@ export async function* eventsOf(response) {
     if (done) return;
     const parts = (rest + value).split("\n\n");
     rest = parts.pop();
-    for (const part of parts) if (part !== "data: [DONE]") yield JSON.parse(part.replace("data: ", ""));
+    for (const part of parts) if (part.startsWith("data: {")) yield JSON.parse(part.slice("data: ".length));
   }
 }

@@ -17,13 +17,18 @@ export function systemPrompt() {
   return byId("system").value.trim();
 }
 
+/** The model that was chosen, where there are several; else an empty text. */
+export function chosenModel() {
+  return byId("choice").hidden ? "" : byId("models").value;
+}
+
 /** The fields of a request. What is no number is sent as it was typed, and the server says what is wrong. */
 export function settings() {
   const body = {};
   for (const { name, value } of inputs) {
     if (value.trim()) body[name] = Math.abs(value) <= Number.MAX_SAFE_INTEGER ? Number(value) : value;
   }
-  if (!byId("choice").hidden) body.model = byId("models").value;
+  if (chosenModel()) body.model = chosenModel();
   if (byId("calculator").checked) body.tools = TOOLS;
   // Where the tokens are shown, what a model writes for itself stays among them.
   if (byId("logprobs").checked) Object.assign(body, { logprobs: true, top_logprobs: ALTERNATIVES, separate_reasoning: false });
@@ -73,6 +78,7 @@ export function offerModels(names) {
   const options = names.map((name) => element("option", { textContent: name, selected: name === model }));
   byId("models").replaceChildren(...options);
   byId("choice").hidden = names.length < 2;
+  if (names.length > 1) byId("models").dispatchEvent(new Event("change"));
 }
 
 for (const field of texts) field.value = kept()[field.name] ?? "";

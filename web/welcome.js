@@ -24,7 +24,7 @@ export async function showModel() {
     const { data } = await (await ask("v1/models")).json();
     const [{ id, root, max_model_len: longest }] = data;
     offerModels(data.map((model) => model.id));
-    put(byId("model"), `${id}, ${whole.format(longest)} tokens of context`);
+    put(byId("model"), longest ? `${id}, ${whole.format(longest)} tokens of context` : `${data.length} models, loaded on demand`);
     document.title = `${id} · Manta`;
     if (root === "demo") showExamples();
   } catch (error) {
