@@ -121,18 +121,20 @@ class ServedModel:
 
     def hang_up(self) -> None:
         """Close the connection to the engine, if there is one."""
-        if self.api:
+        if self.api and not self.running:
             self.api.prompts.threads.kill()
         if self.client:
             self.client.shutdown()
         self.api = self.client = None
         self.row.connected[self.board.mine] = False
 
-    def look(self) -> None:
-        """Hang up on an engine that drains or has ended, once nothing of this process runs there."""
+    def look(self) -> bool:
+        """Hang up on an engine that drains or has ended, once nothing of this process runs there; whether it did."""
         client, is_there = self.client, self.row.state == READY and self.loads == self.row.loads
-        if client and not (is_there or self.running or client.streams or client.calls or self.lock.locked()):
-            self.hang_up()
+        if not client or is_there or self.running or client.streams or client.calls or self.lock.locked():
+            return False
+        self.hang_up()
+        return True
 
     def utility(self, method: str, *args: Any) -> dict[int, Any]:
         """Call one of the engine's utilities; an EngineDeadError if the model is not loaded."""
@@ -160,26 +162,32 @@ class ServedModel:
     def arrive(self, caller: Caller, timeout: float) -> Iterator[str]:
         """Wait until `enter` lets a request in, and yield what it waits for meanwhile. Errors are those of `looks` and
         `current`, and an ApiError where the model cannot be loaded."""
+        self._check_refusal()  # first, so that nothing makes room for what is refused
         me = object()
         self.waiting[me] = time.monotonic()
         self._tell()
         try:
-            for _ in looks(self.board, caller, timeout, f"{self.name} was not loaded"):
-                self.current()
-                if self.enter():
-                    return
-                if time.monotonic() < self.row.refused_until:
-                    raise ApiError(self.row.status, f"{self.name} cannot be loaded: {self.card()['error']}", "model")
-                yield f"{STATES[self.row.state]} {self.name}" + f", place {self.row.place}" * bool(self.row.place)
+            with contextlib.closing(looks(self.board, caller, timeout, f"{self.name} was not loaded")) as waits:
+                for _ in waits:
+                    self.current()
+                    if self.enter():
+                        return
+                    self._check_refusal()
+                    doing = "loading" if self.row.state == STARTING else "waiting for"
+                    yield f"{doing} {self.name}" + f", place {self.row.place}" * bool(self.row.place)
         finally:
             del self.waiting[me]
             self._tell()
+
+    def _check_refusal(self) -> None:
+        if why := self.card()["error"]:
+            raise ApiError(self.row.status, f"{self.name} cannot be loaded: {why}", "model")
 
     def _tell(self) -> None:
         self.row.asked[self.board.mine] = min(self.waiting.values(), default=0.0)
 
 
-def looks(board: Board, caller: Caller, timeout: float, late: str) -> Iterator[None]:
+def looks(board: Board, caller: Caller, timeout: float, late: str) -> Generator[None, None, None]:
     """Yield every LOOK seconds.
 
     Raises:
@@ -241,9 +249,7 @@ class ModelsApi(Api):
         """Hang up where an engine is to end, and wake the parent while somebody waits."""
         while True:
             gevent.sleep(2 * LOOK)
-            for model in self.served.values():
-                model.look()
-            if any(model.waiting or model.row.unload or model.row.state == DRAINING for model in self.served.values()):
+            if any([model.look() or model.waiting or model.row.unload for model in self.served.values()]):
                 os.kill(os.getppid(), signal.SIGCHLD)
 
     def fail(self, error: Exception) -> None:
@@ -336,10 +342,11 @@ class ModelsApi(Api):
         model, row = self._model_of(name, caller.client), self.served[name].row
         if model.entry.pin:
             raise ApiError(400, f"{name} is pinned, so it never ends", "model")
-        if row.state != ABSENT:
-            ends, row.unload = row.ends, True
-            for _ in looks(self.board, caller, self.config.request_timeout, f"{name} has not ended"):
-                if row.ends != ends:
+        ends, row.unload = row.ends, row.state != ABSENT
+        why = f"{name} has not ended"
+        with contextlib.closing(looks(self.board, caller, self.config.request_timeout, why)) as waits:
+            for _ in waits:
+                if row.ends != ends or row.state == ABSENT:
                     break
         return model.card()
 

@@ -21,6 +21,7 @@ import select
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator, MutableSequence, Sequence
 from dataclasses import dataclass, field
@@ -125,16 +126,17 @@ class Planner:
     """
 
     def __init__(self, entries: Sequence[ModelEntry], memory: int):
-        pipe = subprocess.PIPE
-        self.process = run_file(str(PLANNER), stdin=pipe, stdout=pipe, bufsize=0, start_new_session=True)
         self.names, self.unread = {entry.name for entry in entries}, b""
-        assert self.process.stdin and self.process.stdout
-        self.output = self.process.stdout
-        with contextlib.suppress(BrokenPipeError), self.process.stdin as lines:
+        with tempfile.TemporaryFile() as lines:  # not a pipe, because this process must not wait until it is read
             for entry in entries:
                 budget = int(entry.memory * 2**30) if entry.memory else None
                 message = {"name": entry.name, "options": dataclasses.asdict(entry.config), "budget": budget}
                 lines.write(json.dumps(message | {"memory": memory}).encode() + b"\n")
+            lines.seek(0)
+            options = {"stdin": lines, "stdout": subprocess.PIPE, "bufsize": 0, "start_new_session": True}
+            self.process = run_file(str(PLANNER), **options)  # type: ignore[arg-type]
+        assert self.process.stdout
+        self.output = self.process.stdout
 
     def answers(self) -> Iterator[dict[str, Any]]:
         """What it has said since the last time; when it has ended, a failure for each model that has no answer."""
@@ -234,6 +236,9 @@ class ModelSet:
             self.entries[name] = dataclasses.replace(entry, config=config)
             row.need, row.folder = answer["need"], os.fsencode(config.folder)
             residency.add(name, Terms(row.need, entry.pin, entry.ttl), now)
+            for other, terms in residency.terms.items() if entry.pin else ():
+                if not terms.pin and (why := residency.refusal(terms.need)):
+                    self.rows[other].refuse(float("inf"), 400, why)
             of = f"{row.need / 2**30:,.2f} of {residency.memory / 2**30:,.2f} GiB"
             logger.info(f"{name} needs {of}{', and is pinned' if entry.pin else ''}")
 
@@ -290,9 +295,8 @@ class ModelSet:
         """Let an engine end; its memory counts as taken until it has."""
         engine = self.engines.pop(name)
         self._keep_weights(name, engine)
-        if self.rows[name].state != DRAINING:
-            self.residency.leaving.add(name)
-            self._enter(name, DRAINING, now)
+        self.residency.leaving.add(name)  # from here on it does not go on
+        self._enter(name, DRAINING, now)
         engine.hang_up()
         self.leaving[name] = engine, now + STOP_TIMEOUT
 

@@ -51,6 +51,8 @@ class Residency:
     Attributes:
         terms: of each model, by name; a model gets its entry when its size is known.
         states: ABSENT, STARTING, READY or DRAINING.
+        not_before: when a model that could not start may be tried again.
+        leaving: models that end whoever waits for them.
         queue: the models that wait for memory, in order.
     """
 
@@ -59,8 +61,8 @@ class Residency:
         self.terms: dict[str, Terms] = {}
         self.states: dict[str, int] = {}
         self.since: dict[str, float] = {}  # when each model came into its state
-        self.not_before: dict[str, float] = {}  # when a model that could not start is tried again
-        self.leaving: set[str] = set()  # models that drain whoever waits
+        self.not_before: dict[str, float] = {}
+        self.leaving: set[str] = set()
         self.queue: list[str] = []
 
     def add(self, name: str, terms: Terms, now: float) -> None:
@@ -70,7 +72,7 @@ class Residency:
 
     def refusal(self, need: int) -> str:
         """Why a model that needs so many bytes can never be loaded; empty if it can."""
-        pinned = sum(terms.need for terms in self.terms.values() if terms.pin)
+        pinned = self._sum(name for name, terms in self.terms.items() if terms.pin)
         if need <= self.memory - pinned:
             return ""
         sizes = [f"{size / 2**30:,.2f} GiB" for size in (need, self.memory, pinned)]
@@ -82,11 +84,6 @@ class Residency:
         self.states[name], self.since[name] = state, now
         if state == ABSENT:
             self.leaving.discard(name)
-
-    def failed(self, name: str, now: float, pause: float) -> None:
-        """Note that a model could not start; it is not tried again for `pause` seconds."""
-        self.enter(name, ABSENT, now)
-        self.not_before[name] = now + pause
 
     def unload(self, name: str) -> None:
         """Have the next decision let a model drain, whoever uses it."""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
+import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,7 +30,7 @@ from processes.child import ABSENT, DRAINING, READY, STARTING
 from processes.models import ModelBoard, ModelEntry
 from sampling_params import SamplingParams
 from scripted import BODIES, CHAT, COMPLETIONS, FACTS, ScriptedClient, events, refusal
-from served import Reader, Server, eventually, serving
+from served import Reader, Server, api_of, eventually, serving
 from server import create_app
 
 NAMES = ("one", "two")
@@ -360,6 +363,10 @@ def state_of(server: Server, name: str) -> str:
     return json.loads(server.get(f"/v1/models/{name}")[1])["state"]
 
 
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 def engine_pid(server: Server, name: str) -> int:
     """The engine process of a model, as the log has it."""
     return int(re.findall(rf"the engine of {name} is started \(pid (\d+)\)", server.log.read_text())[-1])
@@ -387,3 +394,71 @@ def test_three_models_in_memory_for_two(tmp_path: Path, alone: dict[str, list[st
         reader.join(30)
         assert reader.ended and not reader.error and len(reader.text) > 100
         assert state_of(server, loaded) == "unloaded"
+
+
+@pytest.mark.full
+def test_whatever_is_killed_other_models_go_on(tmp_path: Path, alone: dict[str, list[str]]) -> None:
+    """An engine, its worker, an API process, the process that plans: only their own requests notice."""
+    with serve_three(tmp_path, "--api-server-count", "2", "--step-timeout", "2") as server:
+        for name in ("one", "two"):
+            assert answer_of(server, name) == alone[name][0]
+        for victim in ("engine", "worker"):
+            other = Reader(server, model="two", prompt="To be", max_tokens=900)
+            mine = Reader(server, model="one", prompt="To be", max_tokens=900)
+            eventually(lambda mine=mine, other=other: mine.text and other.text)
+            engine = engine_pid(server, "one")
+            (worker,) = [pid for pid in server.family() if parent_of(pid) == engine]
+            os.kill(engine if victim == "engine" else worker, signal.SIGKILL)
+            for reader in (mine, other):
+                reader.join(60)
+            assert other.ended and not other.error
+            assert (mine.error is not None) == (victim == "engine")  # a worker is replaced, and the stream goes on
+            eventually(lambda: server.post(COMPLETIONS, QUESTION | {"model": "one"})[0] == 200)
+            assert answer_of(server, "one") == alone["one"][0] and answer_of(server, "two") == alone["two"][0]
+        os.kill(api_of(server)[0], signal.SIGKILL)
+        eventually(lambda: len(api_of(server)) == 2)
+        assert [answer_of(server, name) for name in ("three", "one", "two")] == [
+            alone[name][0] for name in ("three", "one", "two")
+        ]
+        assert server.post("/models/load", {"model": "three"})[0] == 200
+
+
+@pytest.mark.full
+def test_nothing_is_left_of_a_server_that_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "models.toml").write_text(TABLE)
+    flags = ("--models", str(tmp_path / "models.toml"), "--threads", "1", "--enforce-eager")
+    with serving(tmp_path, *flags) as server:
+        server.pids = server.family()  # with the process that plans
+        server.process.kill()
+        server.process.wait(30)
+        server.assert_gone()
+    with serving(tmp_path, *flags) as server:
+        answer_of(server, "one")
+        server.pids = [*{*server.pids, *server.family()}]
+        server.process.kill()
+        server.process.wait(30)
+        server.assert_gone()
+
+
+@pytest.mark.full
+def test_two_models_that_do_not_fit_together_take_turns(tmp_path: Path) -> None:
+    """Clients that alternate do not make them change places at each request, and a waiting stream has comments."""
+    with serve_three(tmp_path, "--model-min-seconds", "4", "--models-memory", "0.9") as server:
+        counts: Counter[str] = Counter()
+        end = time.monotonic() + 40
+
+        def ask(name: str) -> None:
+            while time.monotonic() < end:
+                answer_of(server, name)
+                counts[name] += 1
+
+        with ThreadPoolExecutor(4) as clients:
+            asked = [clients.submit(ask, name) for name in ("one", "two", "one", "two")]
+            sock = server.connect("POST", COMPLETIONS, QUESTION | {"model": "three", "stream": True})
+            with sock, sock.makefile("rb") as file:
+                text = b"".join(iter(file.readline, b"0\r\n")).decode()  # the last chunk is empty
+            for future in asked:
+                future.result()
+        loads = server.log.read_text().count("is ready, after")
+        assert min(counts["one"], counts["two"]) > 10 and loads <= 2 + 40 / 4
+        assert re.search(r": (waiting for|loading) three", text) and "data: [DONE]" in text

@@ -68,7 +68,8 @@ class World:
             if end <= self.now:
                 del self.starts[name]
                 if name in self.fails:
-                    self.residency.failed(name, self.now, 1.0)
+                    self.residency.enter(name, ABSENT, self.now)
+                    self.residency.not_before[name] = self.now + 1.0
                 elif self.state(name) == STARTING:
                     self.residency.enter(name, READY, self.now)
         self.let_in()
