@@ -173,17 +173,21 @@ def complete(parser: OptionParser) -> NoReturn:
     sys.exit(1)
 
 
-def read_options(path: str, known: Iterable[str]) -> dict[str, Any]:
-    """The options in a TOML file, by names with underscores; a ValueError names the file, and the key that is wrong."""
+def read_toml(path: str) -> dict[str, Any]:
+    """What a TOML file says; a ValueError names the file if it cannot be read."""
     try:
         with open(path, "rb") as file:
-            content = tomllib.load(file)
+            return tomllib.load(file)
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise ValueError(f"{path} is no TOML: {error}") from None
+
+
+def read_options(path: str, known: Iterable[str]) -> dict[str, Any]:
+    """The options in a TOML file, by names with underscores; a ValueError names the file, and the key that is wrong."""
     options: dict[str, Any] = {}
-    for key, value in content.items():
+    for key, value in read_toml(path).items():
         name = key.replace("-", "_")
         if name not in known:
             raise ValueError(f"{path}: there is no option {key!r}{nearest(name, known)}")

@@ -8,7 +8,6 @@ import dataclasses
 import math
 import os
 import re
-import tomllib
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +16,7 @@ from api.models import ModelsApi
 from api.options import ServerConfig
 from api.prompts import check_parsers
 from api.routes import Api
-from commands.flags import flag_fields, refuse_given
+from commands.flags import flag_fields, read_toml, refuse_given
 from commands.start import engines, with_policy
 from config import EngineConfig, nearest
 from processes.child import Board
@@ -127,15 +126,8 @@ def read_tables(path: str) -> dict[str, dict[str, Any]]:
 
     A path may be relative to the file.
     """
-    try:
-        with open(path, "rb") as file:
-            content = tomllib.load(file)
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise ValueError(f"{path} is no TOML: {error}") from None
     tables = {}
-    for name, table in content.items():
+    for name, table in read_toml(path).items():
         if not isinstance(table, dict):
             raise ValueError(f"{path}: {name} is {table!r:.80}; it must be a table, as [{name}] begins one")
         table = {key.replace("-", "_"): value for key, value in table.items()}

@@ -25,9 +25,8 @@ def exposition(
     In OpenMetrics, prometheus_client (0.26) writes an underscore for the colon of vLLM's names.
 
     Args:
-        models: what `EngineCore.metrics` returned, by the model's name and the engine's rank.
+        models: what `EngineCore.metrics` returned, by name and rank; `several`: whether there may be several models.
         replies: how often each "STATUS ROUTE" was answered.
-        several: whether there may be several models.
     """
     about = "HTTP requests that were answered, refused ones as well."
     requests = CounterMetricFamily(prefix + "http_requests", about, labels=["status", "route"])
@@ -41,14 +40,13 @@ def families(models: Mapping[str, Mapping[int, dict[str, Any]]], prefix: str, se
     """The series that engines have counted. Where there are several models, all of them say whose they are."""
     engines = [(model, str(rank), metrics) for model, by_rank in models.items() for rank, metrics in by_rank.items()]
     for name in dict.fromkeys(name for *_, metrics in engines for name in metrics):
-        series = SERIES[name]
-        values = [(model, engine, metrics[name]) for model, engine, metrics in engines if name in metrics]
+        series, values = SERIES[name], [(*whose, metrics[name]) for *whose, metrics in engines if name in metrics]
         if series.kind in ("info", "moment"):
-            labels = [*(["model_name"] if several else []), "engine", *values[0][2]]
-            info = GaugeMetricFamily(prefix + name, series.help, labels=labels)
+            labels, first = ["model_name", "engine", *values[0][2]], not several  # alone, it is not named here
+            info = GaugeMetricFamily(prefix + name, series.help, labels=labels[first:])
             for model, engine, facts in values:
-                whose = [model, engine] if several else [engine]
-                info.add_metric([*whose, *facts.values()], time.time() if series.kind == "moment" else 1)
+                moment = time.time() if series.kind == "moment" else 1
+                info.add_metric([model, engine, *facts.values()][first:], moment)
             yield info
             continue
         labels = ["model_name", "engine", *([series.label] if series.label else [])]

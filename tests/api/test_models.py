@@ -367,6 +367,10 @@ def parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
+def holds_a_model(pid: int) -> bool:
+    return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
+
+
 def engine_pid(server: Server, name: str) -> int:
     """The engine process of a model, as the log has it."""
     return int(re.findall(rf"the engine of {name} is started \(pid (\d+)\)", server.log.read_text())[-1])
@@ -403,11 +407,11 @@ def test_whatever_is_killed_other_models_go_on(tmp_path: Path, alone: dict[str, 
         for name in ("one", "two"):
             assert answer_of(server, name) == alone[name][0]
         for victim in ("engine", "worker"):
-            other = Reader(server, model="two", prompt="To be", max_tokens=900)
-            mine = Reader(server, model="one", prompt="To be", max_tokens=900)
+            other = Reader(server, model="two", prompt="To be", max_tokens=500)
+            mine = Reader(server, model="one", prompt="To be", max_tokens=500)
             eventually(lambda mine=mine, other=other: mine.text and other.text)
             engine = engine_pid(server, "one")
-            (worker,) = [pid for pid in server.family() if parent_of(pid) == engine]
+            (worker,) = [pid for pid in server.family() if parent_of(pid) == engine and holds_a_model(pid)]
             os.kill(engine if victim == "engine" else worker, signal.SIGKILL)
             for reader in (mine, other):
                 reader.join(60)

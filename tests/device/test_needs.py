@@ -44,6 +44,7 @@ def test_what_does_not_fit_says_by_how_much() -> None:
         need_of(EngineConfig(DEMO, device="cpu", dtype="float32"), 4 * GIB, GIB // 4)
 
 
+@pytest.mark.full
 def test_on_a_gpu_a_model_takes_its_utilization_or_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     monkeypatch.setattr(needs, "gpu_bytes", lambda: 8 * GIB)
