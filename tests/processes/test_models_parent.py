@@ -1,0 +1,194 @@
+"""The parent's side of several models, with engines that are no processes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from config import DEMO, EngineConfig
+from processes.child import ABSENT, DRAINING, READY, STARTING
+from processes.models import ModelEntry, ModelSet
+from processes.residency import Terms
+
+WEIGHTS = {"weights": "", "weights_stamp": "", "weights_version": 0}
+
+
+class Engine:
+    """An engine process as the parent sees one; the test says what becomes of it."""
+
+    def __init__(self, config: EngineConfig, *_: Any):
+        self.config, self.name, self.begun, self.starting = config, "", time.monotonic(), True
+        self.failure, self.weights = "", dict(WEIGHTS)
+        self.ready: bool | None = None
+        self.code: int | None = None
+        self.closed = self.stopped = False
+        self.process = SimpleNamespace(
+            pid=1, poll=lambda: self.code, kill=lambda: setattr(self, "code", -9), returncode=0
+        )
+
+    def progress(self) -> bool | None:
+        self.starting = self.starting and self.ready is None
+        return self.ready
+
+    def look(self) -> None:
+        assert not self.closed
+
+    def hang_up(self) -> None:
+        self.closed = True
+
+    def stop(self) -> None:
+        self.stopped = True
+
+
+class Parent:
+    """A set of models, its engines, and a clock."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, memory: int = 10, **needs: int):
+        self.engines: dict[str, list[Engine]] = {name: [] for name in needs}
+        monkeypatch.setattr("processes.models.EngineProcess", self.launch)
+        entries = [ModelEntry(name, EngineConfig("not/here", seed=i), name == "pinned") for i, name in enumerate(needs)]
+        self.models, self.now = ModelSet(entries, memory, 0.0), 100.0
+        monkeypatch.setattr("processes.models.time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr("processes.models.Planner", self.plan)
+        self.needs, self.rows, self.planned = needs, self.models.rows, list[str]()
+
+    def launch(self, config: EngineConfig, *_: Any) -> Engine:
+        self.engines[[*self.needs][config.seed]].append(engine := Engine(config))
+        return engine
+
+    def plan(self, entries: list[ModelEntry], memory: int) -> SimpleNamespace:
+        """A planner that knows what each model needs; below 0: it cannot be found."""
+        name = entries[0].name
+        self.planned.append(name)
+        answer = {"name": name, "need": self.needs[name], "options": {"model": DEMO}, "memory": memory}
+        answer |= {"failure": "there is no such folder"} if self.needs[name] < 0 else {}
+        return SimpleNamespace(names=set(), answers=lambda: [answer], stop=lambda: None)
+
+    def check(self, count: int = 3) -> None:
+        for _ in range(count):
+            self.now += 0.1
+            self.models.check()
+
+    def ask(self, name: str) -> None:
+        self.rows[name].asked[0] = self.now
+
+    def load(self, name: str) -> Engine:
+        """Ask for a model until it is loaded, and connect to it."""
+        self.ask(name)
+        self.check()
+        self.engines[name][-1].ready = True
+        self.check(1)
+        assert self.rows[name].state == READY
+        self.rows[name].asked[0], self.rows[name].connected[0] = 0.0, True
+        return self.engines[name][-1]
+
+
+@pytest.fixture
+def parent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Parent]]:
+    made: list[Parent] = []
+
+    def make(**needs: int) -> Parent:
+        made.append(Parent(monkeypatch, **needs))
+        return made[-1]
+
+    yield make
+    for world in made:
+        world.models.stop()
+        assert all(engine.closed and engine.stopped for engines in world.engines.values() for engine in engines)
+
+
+def test_an_engine_ends_when_all_have_hung_up_and_its_memory_is_free_when_it_has_ended(parent: Callable[..., Parent]):
+    world = parent(a=6, b=6)
+    engine = world.load("a")
+    assert engine.config.model == DEMO and world.rows["a"].need == 6
+    world.ask("b")
+    world.check()
+    assert world.rows["a"].state == DRAINING and world.rows["b"].place == 1 and not engine.closed
+    world.rows["a"].connected[0] = False
+    world.check()
+    assert engine.closed and not world.engines["b"]  # it has not ended yet
+    world.rows["b"].asked[0] = 0.0
+    world.check()
+    assert world.rows["a"].state == DRAINING  # it is too late to go on
+    engine.code = 0
+    world.ask("b")
+    world.check()
+    assert engine.stopped and world.rows["a"].state == ABSENT and world.rows["b"].state == STARTING
+
+
+def test_an_engine_that_does_not_end_is_killed(parent: Callable[..., Parent]):
+    world = parent(a=6)
+    engine = world.load("a")
+    world.rows["a"].unload, world.rows["a"].connected[0] = True, False
+    world.check()
+    assert engine.closed and engine.code is None
+    world.check(120)
+    assert engine.code == -9 and world.rows["a"].state == ABSENT and world.rows["a"].ends == 1
+
+
+def test_a_dead_engine_is_started_again_when_it_is_asked_for(parent: Callable[..., Parent]):
+    world = parent(a=6, b=2)
+    engine = world.load("a")
+    world.load("b")
+    engine.code = engine.process.returncode = -9
+    world.check()
+    assert (world.rows["a"].state, world.rows["b"].state) == (ABSENT, READY) and len(world.engines["a"]) == 1
+    world.load("a")
+    assert len(world.engines["a"]) == 2 and world.rows["a"].loads == 2
+
+
+def test_a_start_that_fails_is_refused_with_its_reason_and_tried_again_later(parent: Callable[..., Parent]):
+    world = parent(a=6)
+    world.ask("a")
+    world.check()
+    engine = world.engines["a"][0]
+    engine.ready, engine.failure, engine.code = False, "no such tensor", 2
+    world.check()
+    row = world.rows["a"]
+    assert (row.state, row.status, row.why) == (ABSENT, 503, b"no such tensor") and row.refused_until > world.now + 9
+    world.check(80)
+    assert len(world.engines["a"]) == 1
+    world.check(30)
+    assert len(world.engines["a"]) == 2
+
+
+def test_what_cannot_be_found_or_never_fits_is_refused(parent: Callable[..., Parent]):
+    world = parent(a=-1, b=20)
+    world.ask("a")
+    world.ask("b")
+    world.check(50)
+    assert (world.rows["a"].status, world.rows["a"].why) == (503, b"there is no such folder")
+    assert world.rows["b"].status == 400 and b"(models_memory)" in world.rows["b"].why
+    assert world.planned == ["a", "b"]
+    world.check(60)
+    assert world.planned == ["a", "b", "a"]  # perhaps it is there by now; b will never fit
+
+
+def test_what_does_not_fit_beside_a_pinned_model_is_refused(parent: Callable[..., Parent]):
+    world = parent(a=8, pinned=4)
+    world.models.residency.add("a", Terms(8), world.now)
+    world.check()
+    assert world.rows["a"].status == 400 and world.rows["a"].refused_until == float("inf")
+    assert world.rows["pinned"].state == STARTING
+
+
+def test_the_next_engine_has_the_weights_that_the_last_one_was_given(parent: Callable[..., Parent]):
+    world = parent(a=6)
+    engine = world.load("a")
+    engine.weights |= {"weights": "/new", "weights_version": 1}
+    world.rows["a"].unload, world.rows["a"].connected[0] = True, False
+    world.check()
+    engine.code = 0
+    assert world.load("a").config.weights == "/new"
+
+
+def test_a_server_that_drains_starts_nothing(parent: Callable[..., Parent]):
+    world = parent(a=6)
+    world.models.board.draining = True
+    world.ask("a")
+    world.check(20)
+    assert not world.engines["a"]
