@@ -466,3 +466,16 @@ def test_two_models_that_do_not_fit_together_take_turns(tmp_path: Path) -> None:
         loads = server.log.read_text().count("is ready, after")
         assert min(counts["one"], counts["two"]) > 10 and loads <= 2 + 40 / 4
         assert re.search(r": (waiting for|loading) three", text) and "data: [DONE]" in text
+
+
+@pytest.mark.full
+def test_what_runs_in_the_background_holds_its_model_and_what_waits_ends_with_the_server(tmp_path: Path) -> None:
+    with serve_three(tmp_path, "--models-memory", "0.9") as server:
+        body = {"model": "two", "input": "Hi", "background": True, "max_output_tokens": 400}
+        id = json.loads(server.post("/v1/responses", body)[1])["id"]
+        assert server.post("/models/unload", {"model": "two"})[0] == 200
+        assert json.loads(server.get(f"/v1/responses/{id}")[1])["status"] in ("completed", "incomplete")
+        with server.connect("POST", COMPLETIONS, QUESTION | {"model": "one"}) as sock:
+            eventually(lambda: state_of(server, "one") == "loading")
+            server.process.terminate()
+            assert b"HTTP/1.1 503" in sock.recv(100)
