@@ -386,14 +386,11 @@ class ModelsApi(Api):
         return Events(viewers.events(viewer), partial(viewers.leave, viewer))
 
     def explain(self, id: str, client: str) -> dict[str, Any]:
-        error = ApiError(404, f"there is no request {repr(id)[:100]} of a model that is loaded", "id")
         for model in self._models_of(client):
-            try:
+            with contextlib.suppress(ApiError, EngineDeadError, TimeoutError):  # it is not this model's
                 if api := model.current():
                     return api.explain(id, client)
-            except (ApiError, EngineDeadError, TimeoutError) as missing:
-                error = missing if isinstance(missing, ApiError) else error
-        raise error
+        raise ApiError(404, f"there is no request {repr(id)[:100]} of a model that is loaded", "id")
 
 
 def late_events(

@@ -44,9 +44,8 @@ def families(models: Mapping[str, Mapping[int, dict[str, Any]]], prefix: str, se
         if series.kind in ("info", "moment"):
             labels, first = ["model_name", "engine", *values[0][2]], not several  # alone, it is not named here
             info = GaugeMetricFamily(prefix + name, series.help, labels=labels[first:])
-            for model, engine, facts in values:
-                moment = time.time() if series.kind == "moment" else 1
-                info.add_metric([model, engine, *facts.values()][first:], moment)
+            for *whose, facts in values:
+                info.add_metric([*whose, *facts.values()][first:], time.time() if series.kind == "moment" else 1)
             yield info
             continue
         labels = ["model_name", "engine", *([series.label] if series.label else [])]

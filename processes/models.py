@@ -202,7 +202,10 @@ class ModelSet:
             usage = {name: row.usage() for name, row in self.rows.items()}
             self._carry_out(self.residency.decide(now, usage), now)
         for name, row in self.rows.items():
-            row.place = self.residency.queue.index(name) + 1 if name in self.residency.queue else 0
+            place = self.residency.queue.index(name) + 1 if name in self.residency.queue else 0
+            if place and not row.place:
+                logger.info(f"{name} waits for memory, at place {place} of the queue")
+            row.place = place
 
     # --- what models need -----------------------------------------------------------------------------------------
 
@@ -292,19 +295,14 @@ class ModelSet:
                 logger.info(f"{engine.name} goes on")
 
     def _end(self, name: str, now: float) -> None:
-        """Let an engine end; its memory counts as taken until it has."""
-        engine = self.engines.pop(name)
-        self._keep_weights(name, engine)
+        """Let an engine end; its memory is taken until it has. The next one loads the weights that it was given."""
+        engine, entry = self.engines.pop(name), self.entries[name]
+        if (weights := engine.weights)["weights"] != TENSORS:
+            self.entries[name] = dataclasses.replace(entry, config=dataclasses.replace(entry.config, **weights))
         self.residency.leaving.add(name)  # from here on it does not go on
         self._enter(name, DRAINING, now)
         engine.hang_up()
         self.leaving[name] = engine, now + STOP_TIMEOUT
-
-    def _keep_weights(self, name: str, engine: EngineProcess) -> None:
-        """Have the next engine load the weights that this one was given."""
-        if (weights := engine.weights)["weights"] != TENSORS:
-            entry = self.entries[name]
-            self.entries[name] = dataclasses.replace(entry, config=dataclasses.replace(entry.config, **weights))
 
     # --- as gunicorn's loop needs it ------------------------------------------------------------------------------
 
