@@ -17,7 +17,7 @@ from typing import Any
 from config import EngineConfig, HookError
 from model_config import ModelConfig
 from observe.logs import logger
-from plan import Call, CallError, PeersGone, Reply, StepPlan, StepResult
+from plan import Call, CallError, Reply, StepPlan, StepResult
 from ring import BEAT, Codec
 
 NEVER = 1e9  # seconds
@@ -81,7 +81,7 @@ def work(
         worker = new_worker(config, model_config, rank, rendezvous)
     except ValueError as error:
         return send(codec.encode(Reply(0, error=str(error))))
-    from parallel import RankGone
+    from parallel import PeersGone, RankGone
 
     send(codec.encode(Reply(0, worker.facts())))
     launched: deque[Any] = deque()
