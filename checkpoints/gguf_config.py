@@ -28,23 +28,25 @@ FIELDS = {  # values of most architectures, and the names that most families hav
     "attention.sliding_window": "sliding_window", "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping", "logit_scale": "logit_scale",
     "use_parallel_residual": "use_parallel_residual", "expert_weights_norm": "norm_topk_prob",
-    "expert_shared_feed_forward_length": "shared_expert_intermediate_size", "attention.clamp_kqv": "clip_qkv",
-    "attention.max_alibi_bias": "alibi_bias_max", "expert_shared_count": "n_shared_experts",
+    "attention.clamp_kqv": "clip_qkv", "attention.max_alibi_bias": "alibi_bias_max",
+    "expert_shared_count": "n_shared_experts",
     "leading_dense_block_count": "first_k_dense_replace", "expert_group_count": "n_group",
     "expert_group_used_count": "topk_group", "attention.q_lora_rank": "q_lora_rank",
     "attention.kv_lora_rank": "kv_lora_rank", "embedding_length_per_layer_input": "hidden_size_per_layer_input",
     "attention.shared_kv_layers": "num_kv_shared_layers", "altup.num_inputs": "altup_num_inputs",
     "altup.active_idx": "altup_active_idx",
     "embedding_scale": "embedding_multiplier", "residual_scale": "residual_multiplier",
+    "full_attention_interval": "full_attention_interval",
+}  # fmt: skip
+DELTA = {
     "ssm.conv_kernel": "linear_conv_kernel_dim", "ssm.state_size": "linear_key_head_dim",
     "ssm.group_count": "linear_num_key_heads", "ssm.time_step_rank": "linear_num_value_heads",
-    "full_attention_interval": "full_attention_interval",
 }  # fmt: skip
 SAMPLING = {  # values of a request that sets none itself, and generation_config.json's names for them
     "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "penalty_repeat": "repetition_penalty",
 }  # fmt: skip
 READ = re.compile(  # what is read below
-    r"rope\.scale_linear|rope\.scaling\.(type|factor|original_context_length|attn_factor|finetuned|yarn_.*)|"
+    r"rope\.scale_linear|rope\.scaling\.(type|factor|alpha|original_context_length|attn_factor|finetuned|yarn_.*)|"
     r"(rope\.dimension_count|attention\.(key|value)_length)(_swa|_mla)?|vocab_size|expert_(used_)?count|"
     r"expert_feed_forward_length|expert_weights_scale|expert_gating_func|attention\.sliding_window_pattern|"
     r"attention\.(scale|recurrent_layers|causal)|attention\.temperature_(scale|length)|ssm\.inner_size|pooling_type|"
@@ -57,6 +59,7 @@ HARMLESS = re.compile(  # what changes no number of a text's model
 )
 COUNTS = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size")
 SCORINGS = {1: "softmax", 2: "sigmoid", 3: "softmax"}  # llama.cpp's numbers; of 3 only the chosen experts' scores count
+UNUSED = {*DELTA, "expert_shared_feed_forward_length"}  # by families without such layers (Granite 4)
 POOLINGS = {1: "mean", 2: "cls", 3: "lasttoken"}  # and sentence-transformers' names for them
 RANK = 4  # the pooling of a classification head
 UNREAD = {"yarn_ext_factor": 1.0, "yarn_log_multiplier": 0.0, "attn_factor": 1.0}  # and what changes nothing
@@ -117,7 +120,9 @@ def plain_fields(first: Header, architecture: Architecture, row: Family) -> Fiel
     is, or named in one line of the log if it changes nothing."""
     names, prefix = FIELDS | dict(architecture.fields), f"{first.architecture}."
     if r := row.routing:
-        names |= {"expert_count": r.count, "expert_used_count": r.top_k, "expert_feed_forward_length": r.size}
+        names |= {"expert_count": r.count, "expert_used_count": r.top_k, "expert_feed_forward_length": r.size,
+                  "expert_shared_feed_forward_length": "shared_expert_intermediate_size"}  # fmt: skip
+    names |= DELTA if row.delta else {}
     ours, idle = {"rope_theta": 10000.0, **architecture.fixed}, list[str]()
     for full_name, value in first.metadata.items():
         name = full_name.removeprefix(prefix)
@@ -126,7 +131,7 @@ def plain_fields(first: Header, architecture: Architecture, row: Family) -> Fiel
             alike = isinstance(value, list) and value == value[:1] * len(value)
             ours[names[name]] = value[0] if alike and value else value
         elif full_name.startswith(prefix) and not read:
-            if not value or isinstance(value, str) or HARMLESS.fullmatch(name):
+            if not value or isinstance(value, str) or name in UNUSED or HARMLESS.fullmatch(name):
                 idle.append(f"{full_name} {value!r:.40}")
             else:
                 ours[full_name] = value
@@ -186,8 +191,8 @@ def layer_fields(first: Header, row: Family, ours: Fields, tensors: dict[str, Te
         if recurrent := first.get("attention.recurrent_layers"):
             kinds = {True: "linear_attention", False: "full_attention"}
             result["layer_types"] = [kinds[bool(here)] for here in recurrent[:layers]]
-    if first.architecture == "glm4" and any(first.get("rope.dimension_sections") or ()):  # then q and k are permuted
-        result["glm4.rope.dimension_sections"] = first.get("rope.dimension_sections")
+    if first.architecture == "glm4" and any(first.get("rope.dimension_sections") or ()):  # GLM-4.1V's q and k
+        result["rope_interleave"] = False
     if row.chunked and ours.get("attention_chunk_size") == 0:
         result |= {"no_rope_layers": [1] * layers, "attn_temperature_tuning": False}
     if row.qk_norm == "unit":
@@ -297,6 +302,8 @@ def rope_fields(headers: Sequence[Header], architecture: Architecture, row: Fami
     elif kind in ("none", "linear"):
         scaled = kind == "linear" and linear not in (None, 0, 1)
         rope = {"rope_type": "linear", "factor": linear} if scaled else {"rope_type": "default"}
+        if alpha := first.get("rope.scaling.alpha"):
+            rope = {"rope_type": "dynamic", "factor": 1.0, "alpha": alpha}
     else:
         defaults = row.defaults.get("rope_parameters", {})
         rope = {"rope_type": kind, "factor": factor, "original_max_position_embeddings": trained}
