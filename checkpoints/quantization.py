@@ -177,7 +177,7 @@ def read_awq(raw: dict[str, Any]) -> list[Format]:
     one_of(raw, "method", ("awq",), "awq")
     for name in ("version", "format", "checkpoint_format"):
         one_of(raw, name, ("gemm",), "gemm")
-    one_of(raw, "zero_point", (True,), True)
+    one_of(raw, "zero_point", (True, False), True)  # files have zero points in either case
     return [Format("awq", one_of(raw, "bits", (4,)), group_of(raw), False)]
 
 
