@@ -498,7 +498,7 @@ def test_a_file_that_is_damaged_is_one_line(small: Path):
     ("more", "says"),
     [
         (lambda w: w.add_string("general.architecture", "mamba"), "is of the architecture 'mamba'; of GGUF files"),
-        (lambda w: w.add_uint32("qwen3.ssm.state_size", 7), r"'linear_key_head_dim' is 7, and Manta does not know"),
+        (lambda w: w.add_uint32("qwen3.altup.num_inputs", 7), r"'altup_num_inputs' is 7, and Manta does not know"),
         (lambda w: w.add_uint32("qwen3.wkv.head_size", 7), r"--hf-overrides '\{\"qwen3\.wkv\.head_size\": null\}'"),
         (lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN) or w.add_rope_scaling_attn_factors(2.0),
             r"'qwen3\.rope\.scaling\.attn_factor' is \[2.0\], and Manta does"),
