@@ -71,8 +71,9 @@ MOST_LINES = {
 }  # fmt: skip
 STDLIB_ONLY = {
     "admission", "checkpoints.gguf_config", "checkpoints.gguf_file", "checkpoints.gguf_folder",
-    "checkpoints.gguf_tokenizer", "checkpoints.ollama", "checkpoints.quantization", "config", "kv_cache",
-    "lora.adapter", "model_config", "models.config_fields", "models.families", "models.family_row", "models.kv_layout",
+    "checkpoints.gguf_names", "checkpoints.gguf_tokenizer", "checkpoints.ollama", "checkpoints.quantization", "config",
+    "kv_cache", "lora.adapter", "model_config", "models.config_fields", "models.families", "models.family_row",
+    "models.kv_layout",
     "models.pooling", "models.read_config", "models.read_rope", "models.text_halves", "observe.freed_blocks",
     "observe.live", "observe.logs", "observe.metrics", "plan", "sampling_params", "scheduler",
     "scheduling.adapters", "scheduling.beam_search", "scheduling.classic", "scheduling.crash_isolation",
