@@ -58,12 +58,12 @@ def add_adapters(w: Worker, adapters: AdapterPool) -> None:
             adapters.move(run.plan.adapters)
 
     def choose_graph(run: StepRun) -> None:  # no graph has the products with changes
-        if adapters.slots_with_changes(w.state.adapted, run.plan.rows):
+        if adapters.slots_with_changes(w.state.adapter_numbers, run.plan.rows):
             run.graph = None
 
     def begin(run: StepRun) -> None:
         of_slots = w.state.adapters if run.shape.adapted else None
-        changed = adapters.slots_with_changes(w.state.adapted, run.plan.rows)
+        changed = adapters.slots_with_changes(w.state.adapter_numbers, run.plan.rows)
         adapters.begin(of_slots, run.batch.slots, run.batch.starts, run.shape, changed)
 
     w.making_logits = lambda slots: adapters.making_logits(slots.int())
@@ -164,7 +164,7 @@ def add_sanitizer(w: Worker, sanitizer: KVSanitizer) -> None:
 
     def follow(run: StepRun) -> None:
         w.state.apply(w.ops)
-        sanitizer.follow(run.plan, [adapter.digest for adapter in w.adapters.held] if w.adapters else ())
+        sanitizer.follow(run.plan, [adapter.digest for adapter in w.adapters.on_device] if w.adapters else ())
 
     def check(run: StepRun) -> None:
         batch = run.batch

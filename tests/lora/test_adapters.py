@@ -16,7 +16,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from adapters import ALL, PREFIX, ROOMY, asked, make_adapter, make_core, merge, reads_of, request, run, weights_of
+from adapters import (
+    ALL,
+    PREFIX,
+    ROOMY,
+    add_now,
+    asked,
+    make_adapter,
+    make_core,
+    merge,
+    reads_of,
+    request,
+    run,
+    weights_of,
+)
 from config import DEMO
 from core import EngineCore
 from engine import LLM, SamplingParams
@@ -279,8 +292,8 @@ def changed(tensors: dict[str, torch.Tensor], **more: Any) -> dict[str, torch.Te
 
 
 BAD: dict[str, tuple[Callable[[dict[str, torch.Tensor]], dict[str, Any]], str]] = {
-    "NaN": (lambda t: {f"{Q}A.weight": t[f"{Q}A.weight"] * float("nan")}, "q_proj.lora_A.weight has NaN or infinite"),
-    "too large": (lambda t: {f"{Q}B.weight": t[f"{Q}B.weight"] + 3e38}, "q_proj.lora_B.weight has NaN or infinite"),
+    "NaN": (lambda t: {f"{Q}A.weight": t[f"{Q}A.weight"] * float("nan")}, "q_proj.lora_A.weight' has NaN or infinite"),
+    "too large": (lambda t: {f"{Q}B.weight": t[f"{Q}B.weight"] + 3e38}, "q_proj.lora_B.weight' has NaN or infinite"),
     "only A": (lambda t: {f"{Q}B.weight": None}, "q_proj has only A, and lacks B"),
     "shape of A": (lambda t: {f"{Q}A.weight": t[f"{Q}A.weight"][:, 1:].contiguous()}, r"it must be \[8, 192\]"),
     "shape of B": (lambda t: {f"{Q}B.weight": t[f"{Q}B.weight"][1:].contiguous()}, r"it must be \[192, 8\]"),
@@ -290,23 +303,26 @@ BAD: dict[str, tuple[Callable[[dict[str, torch.Tensor]], dict[str, Any]], str]] 
         lambda t: {Q.replace(".0.", ".99.") + "A.weight": t[f"{Q}A.weight"].clone()},
         "is of a module that the model has not"),
     "shape of the embeddings": (
-        lambda t: {f"{EMBED}.lora_embedding_A": torch.zeros(8, 9)}, r"lora_embedding_A has shape .*be \[8, 1024\]"),
+        lambda t: {f"{EMBED}.lora_embedding_A": torch.zeros(8, 9)}, r"lora_embedding_A' has shape .*be \[8, 1024\]"),
     "embeddings as a linear layer": (
-        lambda t: {f"{EMBED}.lora_A.weight": torch.zeros(8, 192)}, "cannot have an adapter here"),
+        lambda t: {f"{EMBED}.lora_A.weight": torch.zeros(8, 192)}, "cannot have it here"),
     "a linear layer as embeddings": (
-        lambda t: {f"{PREFIX}lm_head.lora_embedding_A": torch.zeros(8, 192)}, "cannot have an adapter here"),
+        lambda t: {f"{PREFIX}lm_head.lora_embedding_A": torch.zeros(8, 192)}, "cannot have it here"),
     "more embeddings": (
         lambda t: {f"{EMBED}.base_layer.weight": torch.zeros(1030, 192)}, "has 1030 rows, the model has 1024, and"),
     "fewer embeddings": (
         lambda t: {f"{EMBED}.base_layer.weight": torch.zeros(900, 192)}, "has 900 rows, .* is 1024 tokens"),
     "a copy of a layer": (
-        lambda t: {Q.removesuffix("lora_") + "base_layer.weight": torch.zeros(2, 2)}, "base_layer.* trained whole"),
+        lambda t: {Q.removesuffix("lora_") + "base_layer.weight": torch.zeros(2, 2)},
+        r"base_layer.* cannot have it here; it may have \.lora_A\.weight, \.lora_B\.weight$"),
     "a norm": (
-        lambda t: {f"{PREFIX}model.norm.lora_A.weight": torch.zeros(8, 192)}, "cannot have an adapter here"),
-    "magnitudes": (lambda t: {f"{Q}magnitude_vector": torch.zeros(9)}, r"shape \[9\]; it must be \[192\]"),
+        lambda t: {f"{PREFIX}model.norm.lora_A.weight": torch.zeros(8, 192)}, "cannot have it here"),
+    "magnitudes": (lambda t: {f"{Q}magnitude_vector": torch.zeros(9)}, "magnitude_vector' is .* cannot have it"),
     "a saved module": (lambda t: {f"{PREFIX}lm_head.weight": torch.zeros(9)}, r"shape \[9\]; it must be \[9, 192\]"),
-    "a saved norm": (lambda t: {f"{PREFIX}model.norm.weight": torch.zeros(192)}, "and the head may be trained whole"),
-    "a head's bias alone": (lambda t: {f"{PREFIX}lm_head.bias": torch.zeros(1024)}, "only .* lacks whole"),
+    "a saved norm": (lambda t: {f"{PREFIX}model.norm.weight": torch.zeros(192)}, "here; it may have no adapter"),
+    "a head's bias alone": (
+        lambda t: {f"{PREFIX}lm_head.bias": torch.zeros(1024), f"{PREFIX}lm_head.base_layer.weight": None},
+        "only .* lacks whole"),
     "tokens that none names": (
         lambda t: {f"{EMBED}.token_adapter.trainable_tokens_delta": torch.zeros(2, 192)}, "token_indices None"),
     "another method": (lambda t: {f"{Q.removesuffix('lora_')}hada_w1_a": torch.zeros(9)}, "no name that PEFT gives"),
@@ -372,15 +388,15 @@ def test_an_adapter_whose_products_overflow_is_named_and_others_go_on(
     core = make_core(**fields)
     neighbours = [("with", folders[0], {}), ("without", None, {}), ("drawn", None, {"temperature": 1.0, "seed": 4})]
     for key, folder, options in neighbours:
-        core.add(request(key, folder, **options), at_once=True)
+        add_now(core, request(key, folder, **options))
     alone = run(core)[0]
     for turn in range(2):
         bad = [(f"bad{turn}", {}), (f"drawn{turn}", {"temperature": 1.0, "n": 3, "logprobs": 2, "top_p": 0.5})]
         bad += [(f"scored{turn}", {"max_tokens": 0, "prompt_logprobs": 1})]
         for key, folder, options in neighbours[:2]:
-            core.add(request(key, folder, **options), at_once=True)
+            add_now(core, request(key, folder, **options))
         for key, options in bad:
-            core.add(request(key, tmp_path / name, **options), at_once=True)
+            add_now(core, request(key, tmp_path / name, **options))
         core.add(request("drawn", None, **neighbours[2][2]))
         answers, errors, _ = run(core)
         check_integrity(core.scheduler)
@@ -418,7 +434,7 @@ def test_requests_for_adapters_that_cannot_be(llm: LLM, adapted: LLM, folders: l
 def test_crowded_requests_wait_in_order_and_go_on(folders: list[Path]) -> None:
     core = make_core(max_loras=1, max_cpu_loras=1)
     for name, folder in {"a": 0, "b": 1, "none": None, "c": 2, "a again": 0}.items():
-        core.add(request(name, folders[folder] if folder is not None else None), at_once=True)
+        add_now(core, request(name, folders[folder] if folder is not None else None))
     assert list(core.adapters.waiting) == ["b", "c", "a again"]  # that one too: it would hold up those before it
     answers, errors, ended = run(core)
     assert not errors and ended == ["a", "none", "b", "c", "a again"]
@@ -429,7 +445,7 @@ def test_crowded_requests_are_aborted_refused_and_passed(folders: list[Path], tm
     core = make_core(max_loras=1, max_cpu_loras=1)
     make_adapter(tmp_path / "gone", 9)
     for name, folder in {"a": folders[0], "b": folders[1], "c": tmp_path / "gone", "d": folders[3]}.items():
-        core.add(request(name, folder), at_once=True)
+        add_now(core, request(name, folder))
     with pytest.raises(ValueError, match="'b' is in use"):
         core.add(request("b", None))
     core.step()
@@ -437,8 +453,8 @@ def test_crowded_requests_are_aborted_refused_and_passed(folders: list[Path], tm
     core.abort("b")
     _, errors, ended = run(core)
     assert ended == ["a", "c", "d"] and errors.keys() == {"c"} and "cannot be read: No such file" in errors["c"]
-    core.add(request("e", folders[0]), at_once=True)
-    core.add(request("f", folders[1]), at_once=True)
+    add_now(core, request("e", folders[0]))
+    add_now(core, request("f", folders[1]))
     core.abort("e")
     core.abort("f")
     assert run(core) == ({}, {}, []) and not core.adapters.waiting and not core.has_work()
@@ -446,8 +462,8 @@ def test_crowded_requests_are_aborted_refused_and_passed(folders: list[Path], tm
 
 def test_crowded_requests_sleep_with_the_workers(folders: list[Path]) -> None:
     core = make_core(max_loras=1, max_cpu_loras=1)
-    core.add(request("a", folders[0]), at_once=True)
-    core.add(request("b", folders[1]), at_once=True)
+    add_now(core, request("a", folders[0]))
+    add_now(core, request("b", folders[1]))
     core.step()
     core.workers.sleep()
     while core.has_work():  # what is in flight lands, and then there is nothing to do
@@ -463,10 +479,10 @@ def test_crowded_requests_are_passed_by_some_and_not_for_ever(folders: list[Path
     folder = str(folders[0])
     for number in range(60):
         for adapter in range(2):
-            core.add(request(f"{adapter} {number}", folders[adapter], max_tokens=6), at_once=True)
+            add_now(core, request(f"{adapter} {number}", folders[adapter], max_tokens=6))
         if number == 3:
             for name, adapter in {"third": 2, "fourth": 3}.items():
-                core.add(request(name, folders[adapter], max_tokens=2), at_once=True)
+                add_now(core, request(name, folders[adapter], max_tokens=2))
             assert [*core.adapters.crowded[""].values()] == [str(folders[2]), str(folders[3])]
             assert core.adapters.add("explicit", folder) and core.adapters.add("explicit", folder + "/")
         for _ in range(2):
@@ -511,7 +527,7 @@ def test_more_adapters_than_rows_and_slots_take_turns(folders: list[Path]) -> No
     loaded = reads_of(core)
     alone: dict[int, list[int]] = {}
     for i in (0, 1, 0, 2, 0, 1):
-        core.add(request(f"{i}", folders[i]), at_once=True)
+        add_now(core, request(f"{i}", folders[i]))
         answer = run(core)[0][f"{i}"]
         assert alone.setdefault(i, answer) == answer
     assert loaded == ["a0", "a1", "a2", "a1"]
@@ -563,22 +579,22 @@ def test_an_adapter_that_new_workers_cannot_read_ends_its_requests_alone(
     core = make_core(max_loras=2, max_cpu_loras=2, distributed_executor_backend="mp")
     try:
         shutil.copytree(folders[1], tmp_path / "gone")
-        core.add(request("kept", folders[0], max_tokens=20), at_once=True)
-        core.add(request("gone", tmp_path / "gone", max_tokens=20), at_once=True)
+        add_now(core, request("kept", folders[0], max_tokens=20))
+        add_now(core, request("gone", tmp_path / "gone", max_tokens=20))
         core.step()
         second = dataclasses.replace(request("late", tmp_path / "gone"), params=SamplingParams(max_tokens=4))
-        core.add(second, at_once=True)
+        add_now(core, second)
         waiting = core.scheduler.requests["late"]
         core.scheduler.abort("late")
         waiting.grammar = Future()  # that is never compiled
         core.grammars.wait(waiting)
-        core.add(request("next", folders[2]), at_once=True)  # crowded
+        add_now(core, request("next", folders[2]))  # crowded
         shutil.rmtree(tmp_path / "gone")
         kill_after(core, [1])
         answers, errors, _ = run(core)
         assert errors.keys() == {"gone", "late"} and all("cannot be read" in error for error in errors.values())
         assert len(answers["kept"]) == 20 and len(answers["next"]) == 8 and not core.grammars.waiting
-        core.add(request("again", folders[2]), at_once=True)
+        add_now(core, request("again", folders[2]))
         assert run(core)[0]["again"] == answers["next"]
     finally:
         core.close()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from adapters import ALL, PREFIX, add_kind, make_adapter, make_core, merge, request, run
+from adapters import ALL, PREFIX, add_kind, add_now, make_adapter, make_core, merge, request, run
 from config import DEMO
 from core import EngineCore
 from engine import LLM, SamplingParams
@@ -104,9 +104,9 @@ def test_an_adapter_leaves_nothing_to_the_next_one(
     core = make_core(max_loras=1, max_cpu_loras=1)
     pool = core.executor.worker.adapters
     for kind in ("dora", "plain", "whole", "plain", "tokens"):
-        core.add(request(kind, folders[kind]), at_once=True)
+        add_now(core, request(kind, folders[kind]))
         assert run(core)[0] == {kind: alone[kind]}
-        assert bool(pool.read[0].changes) == bool(pool.held[0].changes) == (kind != "plain")
+        assert bool(pool.on_host[0].changes) == bool(pool.on_device[0].changes) == (kind != "plain")
 
 
 def test_a_step_with_changes_replays_no_graph(folders: dict[str, Path]) -> None:
@@ -142,15 +142,17 @@ def test_a_table_with_rows_of_padding_is_cut(
     save_file(tensors, folder / WEIGHTS)
     core = make_core()
     with pytest.raises(ValueError, match=r" has 1030 rows, the model has 1024, and there is no tokenizer"):
-        core.add(request("none", folder), at_once=True)
+        add_now(core, request("none", folder))
     shutil.copy(Path(DEMO, "tokenizer.json"), folder / "tokenizer.json")
     save_file(tensors, folder / WEIGHTS)  # so it is another adapter
-    core.add(request("whole", folder), at_once=True)
+    add_now(core, request("whole", folder))
     assert run(core)[0] == {"whole": alone["whole"]}
-    (folder / "added_tokens.json").write_text(json.dumps({"<new>": 1024}))
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["added_tokens"].append({"id": 1024, "content": "<new>"})
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     save_file(tensors, folder / WEIGHTS)
     with pytest.raises(ValueError, match=r"and there is 1025 tokens; an adapter cannot add tokens: merge"):
-        core.add(request("more", folder), at_once=True)
+        add_now(core, request("more", folder))
 
 
 @pytest.mark.parametrize(
@@ -163,7 +165,7 @@ def test_a_config_that_promises_more_than_the_file_has(
     folder = shutil.copytree(folders["plain"], tmp_path / "a")
     (folder / CONFIG).write_text(json.dumps(json.loads((folder / CONFIG).read_text()) | {field: True}))
     with pytest.raises(ValueError, match=words):
-        make_core().add(request("a", folder), at_once=True)
+        add_now(make_core(), request("a", folder))
 
 
 @pytest.mark.parametrize("ids", [[7, 2, 31], [7, 7, 31, 5], [7, 2, 31, 1024], [7, 2, 31, -1], [7, 2, 31, "5"], {}])
@@ -172,7 +174,7 @@ def test_tokens_that_do_not_fit_their_rows_are_refused(folders: dict[str, Path],
     config = json.loads((folder / CONFIG).read_text()) | {"trainable_token_indices": ids}
     (folder / CONFIG).write_text(json.dumps(config))
     with pytest.raises(ValueError, match=r"trainable_tokens_delta' has .*trainable_token_indices"):
-        make_core().add(request("a", folder), at_once=True)
+        add_now(make_core(), request("a", folder))
 
 
 def test_an_unchanged_table_beside_an_adapter_is_none_of_it(tmp_path: Path) -> None:
@@ -182,7 +184,7 @@ def test_an_unchanged_table_beside_an_adapter_is_none_of_it(tmp_path: Path) -> N
     name = next(name for name in own if name.endswith("embed_tokens.weight"))
     save_file(tensors | {f"base_model.model.{name}": own[name]}, tmp_path / "a" / WEIGHTS)
     worker = make_worker(Path(DEMO), enable_lora=True, max_loras=1, max_cpu_loras=1)
-    assert worker.adapters.load(0, str(tmp_path / "a")) == 0 and not worker.adapters.read[0].changes
+    assert worker.adapters.load(0, str(tmp_path / "a")) == 0 and not worker.adapters.on_host[0].changes
 
 
 @pytest.mark.parametrize("kind", ["dora", "bias"])
@@ -191,4 +193,4 @@ def test_kinds_that_single_experts_lack_are_named(tmp_path: Path, kind: str) -> 
     make_adapter(tmp_path / "a", 1, rank=3, modules=ALL[3:], base=base)
     add_kind(tmp_path / "a", kind, base)
     worker = make_worker(base, enable_lora=True, max_loras=1, max_cpu_loras=1)
-    assert "is of a module that cannot have an adapter here" in worker.adapters.load(0, str(tmp_path / "a"))
+    assert "is of a module that cannot have it here" in worker.adapters.load(0, str(tmp_path / "a"))

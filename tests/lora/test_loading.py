@@ -13,7 +13,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 import worker_functions
-from adapters import make_adapter, make_core, reads_of, request, run
+from adapters import add_now, make_adapter, make_core, reads_of, request, run
 from config import DEMO
 from core import EngineCore
 from forked import forked_workers
@@ -35,7 +35,7 @@ def alone(folders: list[Path]) -> list[list[int]]:
     """What each adapter answers."""
     core = make_core()
     for i, folder in enumerate(folders):
-        core.add(request(f"{i}", folder), at_once=True)
+        add_now(core, request(f"{i}", folder))
     answers = run(core)[0]
     assert len({str(tokens) for tokens in answers.values()}) == len(folders)
     return [answers[f"{i}"] for i in range(len(folders))]
@@ -75,7 +75,7 @@ def test_others_go_on_while_an_adapter_is_read(
     core, _ = slow_core(opened, folders[0])
     core.add(request("plain", None, max_tokens=40))
     core.add(request("slow", folders[0]))
-    core.add(request("there", folders[1]), at_once=True)
+    add_now(core, request("there", folders[1]))
     core.add(request("quick", folders[2]))
     assert some_steps(core)["plain"] >= 20 and [*core.adapters.waiting][:1] == ["slow"]
     deadline = time.monotonic() + 10
@@ -160,10 +160,10 @@ def test_all_that_wait_are_told_what_is_wrong(folders: list[Path], tmp_path: Pat
         core.add(request(f"{i}", bad))
     opened.set()
     _, errors, _ = run(core)
-    assert errors.keys() == {"0", "1"} and all(f"{name} has NaN" in error for error in errors.values())
+    assert errors.keys() == {"0", "1"} and all(f"{name}' has NaN" in error for error in errors.values())
     assert read == ["bad"] and core.metrics()["request_success_total"]["error"] == 2
     with pytest.raises(ValueError, match="has NaN"):
-        core.add(request("2", bad), at_once=True)
+        add_now(core, request("2", bad))
     shutil.copytree(folders[1], bad, dirs_exist_ok=True)
     core.add(request("3", bad))
     assert not run(core)[1]
@@ -206,7 +206,7 @@ def test_an_explicit_load_shares_a_read_that_has_begun(
     core.add(request("plain", None))
     assert some_steps(core) == {"plain": 8}
     threading.Timer(0.05, opened.set).start()
-    core.add(request("at once", folders[0]), at_once=True)
+    add_now(core, request("at once", folders[0]))
     assert opened.is_set() and core.adapters.add("name", str(folders[0]))
     answers = run(core)[0]
     assert answers == {"a": alone[0], "at once": alone[0]}
@@ -217,7 +217,7 @@ def test_an_explicit_load_shares_a_read_that_has_begun(
     while (there := core.adapters.add("name", str(folders[0]))) is None:
         pass
     assert there
-    core.add(request("a", folders[0]), at_once=True)
+    add_now(core, request("a", folders[0]))
     assert run(core)[0] == {"a": alone[0]} and read == ["a0", "a0"]
 
 

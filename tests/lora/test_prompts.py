@@ -158,7 +158,7 @@ def test_prompt_adapters_take_no_part_in_products() -> None:
     for i, ids in enumerate(([-9, 5], [5, 6])):
         state.enter(StepPlan(i, new=[NewRow(slot=i, token_ids=ids, blocks=[[i]], adapter=2)]))
     state.apply(reference)
-    assert state.adapted.tolist() == [0, 2] and state.adapters.tolist() == [0, 2]
+    assert state.adapter_numbers.tolist() == [0, 2] and state.adapters.tolist() == [0, 2]
 
 
 def test_prefixes_are_of_one_adapter_and_counted_with_its_tokens(
