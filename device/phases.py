@@ -5,6 +5,7 @@ Each function below is one option. It says where its phases go, and what they do
 
 from __future__ import annotations
 
+import time
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -54,6 +55,7 @@ def add_adapters(w: Worker, adapters: AdapterPool) -> None:
     """Adapters come to the device, and change the products of the model and of its head."""
 
     def move(run: StepRun) -> None:
+        adapters.stepped = time.monotonic()
         if run.plan.adapters:
             adapters.move(run.plan.adapters)
 
@@ -64,7 +66,7 @@ def add_adapters(w: Worker, adapters: AdapterPool) -> None:
     def begin(run: StepRun) -> None:
         of_slots = w.state.adapters if run.shape.adapted else None
         changed = adapters.slots_with_changes(w.state.adapter_numbers, run.plan.rows)
-        adapters.begin(of_slots, run.batch.slots, run.batch.starts, run.shape, changed)
+        adapters.begin(of_slots, run.batch, run.shape, changed)
 
     w.making_logits = lambda slots: adapters.making_logits(slots.int())
     put(w.plan_phases, w.enter, move)

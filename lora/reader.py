@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,10 +45,14 @@ class AdapterReader:
         parts: its weights, from `modules_of`.
         products: by their names, what may have adapters on this stage.
         source: the folder or file with the model's weights; "" if these are made up.
+        gently: goes through items so that steps beside them are not held up.
     """
 
-    def __init__(self, model: Transformer, parts: Parts, products: Mapping[str, Any], source: str):
-        self.model, self.parts, self.products, self.source = model, parts, products, source
+    def __init__(
+        self, model: Transformer, parts: Parts, products: Mapping[str, Any], source: str,
+        gently: Callable[[Iterable[Any]], Iterable[Any]],
+    ):  # fmt: skip
+        self.model, self.parts, self.products, self.source, self.gently = model, parts, products, source, gently
         self.table, self.head = (f"{model.row.name(part)}.weight" for part in ("embed", "head"))
         # PEFT takes Llama 4's inputs for outputs, because the class does not say that it stores its experts transposed.
         self.swaps_experts = bool(model.row.routing and model.row.routing.weigh_inputs)
@@ -62,7 +66,7 @@ class AdapterReader:
         """
         modules: dict[str, Module] = {}
         left_out = []
-        for saved in file.keys():  # noqa: SIM118 (a safetensors file is not a dict)
+        for saved in self.gently(file.keys()):
             what = f"{path}: tensor {saved!r:.200}"
             if not (match := TENSOR.fullmatch(saved)):
                 raise ValueError(f"{what} has no name that PEFT gives to one of LoRA, and no others are taken")
@@ -147,7 +151,7 @@ class AdapterReader:
             tied = {kind: table[kind] for kind in ("ids", "whole")}  # PEFT saves them once
             modules[self.head] = tied | modules.get(self.head, {})
         stored = self.stored(modules)
-        for name, tensors in modules.items():
+        for name, tensors in self.gently(modules.items()):
             what, part = f"{path}: {name.removesuffix('.weight')}", self.parts[name]
             copies = {
                 kind: stored.get(of) for kind, of in (("whole", name), ("bias", bias_of(name))) if kind in tensors

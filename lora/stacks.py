@@ -26,11 +26,12 @@ import contextlib
 import functools
 import hashlib
 import os
+import time
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -39,7 +40,7 @@ from batch_state import StepShape, to_device
 from checkpoints.storage import opened
 from config import EngineConfig
 from cpu import machine
-from layers import Owner, Weight, linear
+from layers import Batch, Owner, Weight, linear
 from lora.adapter import WEIGHTS, read_adapter
 from lora.changes import Change, Changes, Tokens
 from lora.reader import AdapterReader, Module
@@ -50,8 +51,11 @@ from models.shares import Parts, TensorPiece
 from observe.logs import logger
 
 ALIGNMENT = 64  # elements; where each matrix begins in a row of a pool is a multiple of it
-READERS = 4  # threads that read adapters
+READERS = 2  # threads that read adapters: one goes on while the other waits for its disk
+PAUSES = 3.0  # how long a reader rests beside steps, as a multiple of the time that it has worked
+BUSY = 0.5  # seconds after the beginning of a step in which more of them are expected
 MOST_CHANGED = 1024  # tokens with an adapter of experts that are computed at a time
+Item = TypeVar("Item")
 
 
 @dataclass(eq=False)
@@ -266,6 +270,14 @@ class AdapterPool:
         before: the pool that the model had before its weights were replaced; this one takes over its memory.
     """
 
+    pool: torch.Tensor  # [slots, elements] on the device
+    host: torch.Tensor  # [rows, elements] in the host's memory
+    on_device: list[AdapterRecord]  # the adapter in each slot of `pool`
+    on_host: list[AdapterRecord]  # the same of `host`
+    headed: torch.Tensor  # [1 + slots] int32 on the device: each adapter's own number, from 1, if it has a head, or 0
+    readers: ThreadPoolExecutor
+    loads: dict[int, Future[int | str]]  # by row of `host`, the result of `load`
+
     def __init__(self, config: EngineConfig, model: Transformer, parts: Parts, before: AdapterPool | None = None):
         self.ops, self.model, self.parts = model.ops, model, modules_of(model, parts)
         self.rank, self.virtual = config.max_lora_rank, config.max_prompt_adapter_token
@@ -277,22 +289,22 @@ class AdapterPool:
         for product in self.products:
             for name in product.covers:
                 self.products_of.setdefault(name, []).append(product)
-        self.reader = AdapterReader(model, self.parts, self.products_of, config.checkpoint)
+        self.reader = AdapterReader(model, self.parts, self.products_of, config.checkpoint, self.gently)
         begin, count = place(self.products, self.rank), prompt_size(model, self.virtual)
         self.size = begin + aligned(count)
+        self.stepped = 0.0  # when the latest step began, in `time.monotonic` seconds
         self.compiles = False  # whether steps run what adapters of experts need, with zeros: in the first of warm-up
         self.of_slots: torch.Tensor | None = None  # the adapter of each slot of the batch state, in steps with adapters
         self.changed_slots: list[int] = []  # the slots of the step's adapters that have changes
         self.step: StepAdapters | None = None  # None: none of the step's rows has an adapter
         self.head_step: StepAdapters | None = None  # while logits are made: the same, of adapters of the head
         slots, rows, none = config.max_loras, config.host_loras, AdapterRecord(0, False, {})
-        # [slots, elements] on the device, [rows, elements] in the host's memory, and the adapter in each of these
         self.pool, self.host = (before.pool, before.host) if before else self.new_pools(slots, rows, model)
         self.on_device, self.on_host = (before.on_device, before.on_host) if before else ([none] * slots, [none] * rows)
-        # [1 + slots] int32 on the device: each adapter's own number, from 1, if it has a head, or 0
         self.headed = before.headed if before else torch.zeros(1 + slots, dtype=torch.int32, device=model.device)
-        self.readers = before.readers if before else ThreadPoolExecutor(READERS)
-        self.loads: dict[int, Future[int | str]] = before.loads if before else {}  # by row of `host`, of `load`
+        # Each has one of torch's threads, because more would keep those of a step waiting.
+        self.readers = before.readers if before else ThreadPoolExecutor(READERS, "lora", torch.set_num_threads, (1,))
+        self.loads = before.loads if before else {}
         self.prompts, self.host_prompts = (  # [.., M, hidden]; None: this stage has none
             pool[:, begin : begin + count].unflatten(1, (self.virtual, model.config.hidden_size)) if count else None
             for pool in (self.pool, self.host)
@@ -329,15 +341,12 @@ class AdapterPool:
         of_rows = {*numbers[[slot for slot, _ in rows]].tolist()} if numbers.any() else ()
         return [number - 1 for number in of_rows if number and self.on_device[number - 1].changes]
 
-    def begin(
-        self, of_slots: torch.Tensor | None, slots: torch.Tensor, starts: torch.Tensor, shape: StepShape,
-        changed_slots: list[int],
-    ) -> None:  # fmt: skip
+    def begin(self, of_slots: torch.Tensor | None, batch: Batch, shape: StepShape, changed_slots: list[int]) -> None:
         """A step begins. Without `of_slots` none of its rows has an adapter with matrices. The `changed_slots` are the
         `slots_with_changes`; graphs are captured without any."""
         self.of_slots, self.changed_slots, self.step = of_slots, changed_slots, None
         if of_slots is not None:
-            self.step = self.plan_step(of_slots, slots, starts, shape.tokens)
+            self.step = self.plan_step(of_slots, batch.slots, batch.starts, shape.tokens)
             if self.pool.is_meta or self.compiles:
                 zeros = {stack.shape: self.new_stack(stack, self.pool.device) for stack in self.stacks}
                 self.step.changes.append((slice(None), {stack.number: zeros[stack.shape] for stack in self.stacks}))
@@ -355,7 +364,7 @@ class AdapterPool:
         """A step of one row with so many tokens and without an adapter."""
         of_slots, slots = torch.zeros(2, 1, dtype=torch.int32, device=self.pool.device)
         starts = torch.tensor([0, tokens], dtype=torch.int32, device=self.pool.device)
-        return self.plan_step(of_slots, slots, starts, tokens)
+        return StepAdapters(self.ops.plan_lora(of_slots, slots, starts, tokens, len(self.pool)), [])
 
     def new_stack(self, stack: TargetProduct, device: torch.device) -> Change:
         """A and B of zeros for all experts of a stack."""
@@ -415,7 +424,17 @@ class AdapterPool:
 
     def finished_loads(self) -> dict[int, int | str]:
         """The results of `load` by row, of each `begin_load` that is done."""
+        torch.set_num_threads(torch.get_num_threads())  # new threads begin with the number that was set last
         return {row: load.result() for row, load in self.loads.items() if load.done()}
+
+    def gently(self, items: Iterable[Item]) -> Iterator[Item]:
+        """Go through items in a reader's thread, and rest after each while steps run: these need the same interpreter
+        and the same cores."""
+        for item in items:
+            begun = time.monotonic()
+            yield item
+            if self.stepped > begun - BUSY:
+                time.sleep(PAUSES * (time.monotonic() - begun))
 
     def fill_row(self, row: int, state: str) -> int:
         """Read an adapter, whose folder has this `state_of`, into a row of the host's memory; returns how many virtual
@@ -431,7 +450,7 @@ class AdapterPool:
                     self.host_prompts[row, : config.virtual] = embeddings
                 return config.virtual
             modules, changes = self.reader.read(file, path, config), Changes()
-            for name, tensors in modules.items():
+            for name, tensors in self.gently(modules.items()):
                 self.fill(host_row, name, tensors, changes)
         changes = {number: change for number, change in changes.items() if change}
         if self.pool.is_cuda:
