@@ -5,7 +5,6 @@ Each function below is one option. It says where its phases go, and what they do
 
 from __future__ import annotations
 
-import time
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -54,11 +53,6 @@ def put(phases: list[Phase], place: Phase, phase: Phase, after: int = 1) -> None
 def add_adapters(w: Worker, adapters: AdapterPool) -> None:
     """Adapters come to the device, and change the products of the model and of its head."""
 
-    def move(run: StepRun) -> None:
-        adapters.stepped = time.monotonic()
-        if run.plan.adapters:
-            adapters.move(run.plan.adapters)
-
     def choose_graph(run: StepRun) -> None:  # no graph has the products with changes
         if adapters.slots_with_changes(w.state.adapter_numbers, run.plan.rows):
             run.graph = None
@@ -69,7 +63,7 @@ def add_adapters(w: Worker, adapters: AdapterPool) -> None:
         adapters.begin(of_slots, run.batch, run.shape, changed)
 
     w.making_logits = lambda slots: adapters.making_logits(slots.int())
-    put(w.plan_phases, w.enter, move)
+    put(w.plan_phases, w.enter, lambda run: adapters.move(run.plan.adapters))
     put(w.row_phases, w.enter_rows, choose_graph)
     put(w.forward_phases, w.prepare_batch, begin)
 

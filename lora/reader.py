@@ -18,7 +18,7 @@ from lora.changes import factors_of
 from model import Transformer
 from models.families import is_of_another_half, our_name
 from models.shares import Parts
-from observe.logs import logger
+from observe.logs import warn_once
 
 TOKENS = ".token_adapter.trainable_tokens_delta"
 KINDS = {  # what a tensor is, by the end of its name
@@ -36,6 +36,7 @@ RENAMED = {  # transformers' names of modules, and those in checkpoints
 PROMPT = "prompt_embeddings"
 ROUNDED = 2**-8, 2**-24  # by how much a copy may differ that was rounded to 16 bits, relative and absolute
 Module = dict[str, torch.Tensor]  # a module's tensors, by kind
+Gently = Callable[[Iterable[Any]], Iterable[Any]]
 
 
 class AdapterReader:
@@ -48,10 +49,7 @@ class AdapterReader:
         gently: goes through items so that steps beside them are not held up.
     """
 
-    def __init__(
-        self, model: Transformer, parts: Parts, products: Mapping[str, Any], source: str,
-        gently: Callable[[Iterable[Any]], Iterable[Any]],
-    ):  # fmt: skip
+    def __init__(self, model: Transformer, parts: Parts, products: Mapping[str, Any], source: str, gently: Gently):
         self.model, self.parts, self.products, self.source, self.gently = model, parts, products, source, gently
         self.table, self.head = (f"{model.row.name(part)}.weight" for part in ("embed", "head"))
         # PEFT takes Llama 4's inputs for outputs, because the class does not say that it stores its experts transposed.
@@ -65,7 +63,6 @@ class AdapterReader:
         ids [n], whole [n, in], bias [n]      rows of the table or the head that take the places of the model's
         """
         modules: dict[str, Module] = {}
-        left_out = []
         for saved in self.gently(file.keys()):
             what = f"{path}: tensor {saved!r:.200}"
             if not (match := TENSOR.fullmatch(saved)):
@@ -73,7 +70,7 @@ class AdapterReader:
             module, ending = match.groups()
             name = self.find(key := config.parameter_of(module) or "") or self.find(f"{(key := module)}.weight")
             if name is None and is_of_another_half(module, self.model.row):
-                left_out.append(saved)
+                warn_once(f"{path}: tensors of a tower are left out, because only the text of this model is served")
                 continue
             if name is None:
                 raise ValueError(f"{what} is of a module that the model has not")
@@ -92,9 +89,6 @@ class AdapterReader:
                 tensors["ids"], order = ids.sort()
                 tensor = tensor[order]
             tensors[kind] = tensor
-        if left_out:
-            count = f"{len(left_out)} of its tensors, such as {left_out[0]!r:.200}"
-            logger.warning(f"{path}: {count}, are left out, because only the text of this model is served")
         self.settle(modules, path, config.fields)
         if not any(modules.values()):
             raise ValueError(f"{path} has no LoRA matrices")
@@ -146,19 +140,18 @@ class AdapterReader:
     def settle(self, modules: dict[str, Module], path: str, fields: dict[str, Any]) -> None:
         """Drop copies of the model's own weights, check that each module is complete, and make of its tensors what
         `read` says."""
-        table = modules.get(self.table, {})
-        if self.model.config.tie_word_embeddings and "ids" in table and self.head in self.parts:
-            tied = {kind: table[kind] for kind in ("ids", "whole")}  # PEFT saves them once
-            modules[self.head] = tied | modules.get(self.head, {})
-        stored = self.stored(modules)
+        stored, table = self.stored(modules), modules.get(self.table, {})
         for name, tensors in self.gently(modules.items()):
-            what, part = f"{path}: {name.removesuffix('.weight')}", self.parts[name]
-            copies = {
-                kind: stored.get(of) for kind, of in (("whole", name), ("bias", bias_of(name))) if kind in tensors
-            }
-            if all(own is not None and equal(own, tensors[kind], *ROUNDED) for kind, own in copies.items()):
+            bases = {"whole": stored.get(name), "bias": stored.get(bias_of(name))}
+            copies = {kind: bases[kind] for kind in bases.keys() & tensors.keys()}
+            if all(base is not None and equal(base, tensors[kind], *ROUNDED) for kind, base in copies.items()):
                 for kind in copies:  # saved with the adapter, and not trained
                     del tensors[kind]
+        if self.model.config.tie_word_embeddings and {"ids", "whole"} <= table.keys() and self.head in self.parts:
+            tied, head = {kind: table[kind] for kind in ("ids", "whole")}, modules.get(self.head, {})
+            modules[self.head] = head if "whole" in head else tied | head  # PEFT saves them once
+        for name, tensors in self.gently(modules.items()):
+            what, part = f"{path}: {name.removesuffix('.weight')}", self.parts[name]
             if "whole" in tensors and "ids" not in tensors:
                 self.fit(what, tensors, part.shape[0], os.path.dirname(path))
             low_rank = {KINDS[ending] for ending in self.shapes(name, 1, fields)} - {"whole", "bias"}

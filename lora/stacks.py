@@ -31,7 +31,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -53,9 +53,8 @@ from observe.logs import logger
 ALIGNMENT = 64  # elements; where each matrix begins in a row of a pool is a multiple of it
 READERS = 2  # threads that read adapters: one goes on while the other waits for its disk
 PAUSES = 3.0  # how long a reader rests beside steps, as a multiple of the time that it has worked
-BUSY = 0.5  # seconds after the beginning of a step in which more of them are expected
+BUSY = 2.0  # seconds from the beginning of a step, in which it may run, or the next one
 MOST_CHANGED = 1024  # tokens with an adapter of experts that are computed at a time
-Item = TypeVar("Item")
 
 
 @dataclass(eq=False)
@@ -193,15 +192,16 @@ class AdaptedExperts:
     and B of gate and up come before the activation, and the op for these has it inside.
     """
 
-    def __init__(self, mlp: ExpertMlp, gate_up: TargetProduct, down: TargetProduct, adapters: AdapterPool):
-        self.mlp, self.meet, self.gate_up, self.down, self.adapters = mlp, mlp.meet, gate_up, down, adapters
+    def __init__(self, mlp: ExpertMlp, adapters: AdapterPool):
+        self.mlp, self.meet, self.adapters = mlp, mlp.meet, adapters
+        self.stacks = {stack.name: stack for stack in adapters.stacks if stack.owner is mlp}
         self.numbers = torch.arange(1, mlp.count + 1, dtype=torch.int32, device=adapters.pool.device)
 
     def __call__(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """The experts' results [T, hidden] for tokens x [T, hidden] with their choices [T, k]."""
         y = self.meet(x, weights, ids)
         for tokens, changes in self.adapters.step.changes if self.adapters.step else ():
-            if changes.keys() & {self.gate_up.number, self.down.number}:
+            if any(stack.number in changes for stack in self.stacks.values()):
                 for part in torch.arange(len(x), device=x.device)[tokens].split(MOST_CHANGED):
                     y[part] = self.changed(x[part], weights[part], ids[part], changes)
         return y
@@ -211,32 +211,28 @@ class AdaptedExperts:
         mlp, experts, before = self.mlp, ids.flatten(), self.mlp.r.weigh_inputs
         factors, rows = weights.flatten()[:, None], x.repeat_interleave(ids.shape[1], 0)
         rows = (rows * factors).to(x.dtype) if before else rows
-        h = self.multiply(rows, experts, self.gate_up, changes)
+        h = self.multiply(rows, experts, "gate_up", changes)
         if mlp.config.activation == "swigluoai":  # see `reference.expert_gate_up`
             gate, up = h.float().chunk(2, dim=1)
             gate = gate.clamp(max=7)
             h = ((up.clamp(-7, 7) + 1) * gate * (1.702 * gate).sigmoid()).to(x.dtype)
         else:
             h = mlp.ops.act_mul(h, mlp.config.activation)
-        y = self.multiply(h, experts, self.down, changes)
+        y = self.multiply(h, experts, "down", changes)
         y = y if before else y * factors
         return y.view(*ids.shape, -1).sum(1).to(x.dtype)
 
-    def multiply(
-        self, x: torch.Tensor, experts: torch.Tensor, product: TargetProduct, changes: Changes
-    ) -> torch.Tensor:
+    def multiply(self, x: torch.Tensor, experts: torch.Tensor, name: str, changes: Changes) -> torch.Tensor:
         """W_e x[p] + bias_e + B_e A_e x[p] for each row p of x [P, in], whose expert is e = experts[p]; [P, out]."""
         mlp, ops, count = self.mlp, self.mlp.ops, len(experts)
-        weight, bias = getattr(mlp, product.name), getattr(mlp, f"{product.name}_bias")
         plan = ops.plan_experts(
             torch.ones(count, 1, device=x.device), experts[:, None], mlp.count, mlp.first, False, mlp.batch_invariant
         )
-        y: torch.Tensor = ops.expert_down(x, operand(weight), bias, plan)
-        if change := changes.get(product.number):
+        y: torch.Tensor = ops.expert_down(x, operand(getattr(mlp, name)), getattr(mlp, f"{name}_bias"), plan)
+        if change := changes.get(self.stacks[name].number):
             starts = torch.arange(count + 1, dtype=torch.int32, device=x.device)
             plan = ops.plan_lora(self.numbers, experts, starts, count, mlp.count)
-            outputs = change["b"].shape[1]
-            bounds = tuple(bound for bound in product.bounds if bound <= outputs)  # those of one expert
+            bounds = tuple(bound for bound in self.stacks[name].bounds if bound <= change["b"].shape[1])  # of an expert
             ops.lora_expand(y, ops.lora_shrink(x, change["a"], plan), change["b"], bounds, plan)
         return y
 
@@ -290,7 +286,8 @@ class AdapterPool:
             for name in product.covers:
                 self.products_of.setdefault(name, []).append(product)
         self.reader = AdapterReader(model, self.parts, self.products_of, config.checkpoint, self.gently)
-        begin, count = place(self.products, self.rank), prompt_size(model, self.virtual)
+        begin, hidden = place(self.products, self.rank), model.config.hidden_size
+        count = self.virtual * hidden * model.group.pipeline.first
         self.size = begin + aligned(count)
         self.stepped = 0.0  # when the latest step began, in `time.monotonic` seconds
         self.compiles = False  # whether steps run what adapters of experts need, with zeros: in the first of warm-up
@@ -306,7 +303,7 @@ class AdapterPool:
         self.readers = before.readers if before else ThreadPoolExecutor(READERS, "lora", torch.set_num_threads, (1,))
         self.loads = before.loads if before else {}
         self.prompts, self.host_prompts = (  # [.., M, hidden]; None: this stage has none
-            pool[:, begin : begin + count].unflatten(1, (self.virtual, model.config.hidden_size)) if count else None
+            pool[:, begin : begin + count].unflatten(1, (self.virtual, hidden)) if count else None
             for pool in (self.pool, self.host)
         )
 
@@ -328,13 +325,11 @@ class AdapterPool:
         for product in self.products:
             if product is self.table:
                 self.model.adapt_embeddings = AdaptedTable(product, self)
-            elif product.experts:
-                if isinstance(mlp := product.owner, ExpertMlp) and product.name == "gate_up":
-                    down = next(of for of in self.stacks if of.owner is mlp and of is not product)
-                    mlp.meet = AdaptedExperts(mlp, product, down, self)  # type: ignore[method-assign]
-            else:
+            elif not product.experts:
                 weight = getattr(product.owner, product.name)
                 setattr(product.owner, product.name, AdaptedLinear(weight, product, self))
+            elif isinstance(mlp := product.owner, ExpertMlp) and product.name == "gate_up":
+                mlp.meet = AdaptedExperts(mlp, self)  # type: ignore[method-assign]
 
     def slots_with_changes(self, numbers: np.ndarray, rows: list[tuple[int, int]]) -> list[int]:
         """The slots of the planned `rows`' adapters that have changes, by `BatchState.adapter_numbers`."""
@@ -388,7 +383,10 @@ class AdapterPool:
         return self.of_slots is not None and bool(self.headed[self.of_slots[slots].long()].any())
 
     def move(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy adapters to the device, for each pair of a row of the host's pool and a slot."""
+        """Copy a step's adapters to the device, for each pair of a row of the host's pool and a slot."""
+        self.stepped = time.monotonic()
+        if not pairs:
+            return
         self.ops.swap_blocks(self.host, self.pool, to_device(np.array(pairs, dtype=np.int64), str(self.pool.device)))
         to_pool = functools.partial(torch.Tensor.to, device=self.pool.device, non_blocking=True)
         for row, slot in pairs:
@@ -411,12 +409,10 @@ class AdapterPool:
 
     def begin_load(self, row: int, state: str) -> None:
         """Have a thread do what `load` does, beside the steps; no step uses the row meanwhile."""
-        copied = None
-        if self.pool.is_cuda:  # steps that were launched may have yet to copy what the row has held
-            copied = torch.cuda.current_stream().record_event()
+        copied = torch.cuda.current_stream().record_event() if self.pool.is_cuda else None
 
         def load() -> int | str:
-            if copied:
+            if copied:  # steps that were launched may have yet to copy what the row has held
                 copied.synchronize()
             return self.load(row, state)
 
@@ -427,7 +423,7 @@ class AdapterPool:
         torch.set_num_threads(torch.get_num_threads())  # new threads begin with the number that was set last
         return {row: load.result() for row, load in self.loads.items() if load.done()}
 
-    def gently(self, items: Iterable[Item]) -> Iterator[Item]:
+    def gently(self, items: Iterable[Any]) -> Iterator[Any]:
         """Go through items in a reader's thread, and rest after each while steps run: these need the same interpreter
         and the same cores."""
         for item in items:
@@ -515,11 +511,6 @@ def outputs_of(tensor: torch.Tensor, at: tuple[slice | int, ...], view: tuple[in
     return tensor.view(*view[:-1], *tensor.shape[1:])[at].reshape(-1, *tensor.shape[1:])
 
 
-def prompt_size(model: Transformer, virtual: int) -> int:
-    """Elements of an adapter's row that are for its virtual tokens on this stage."""
-    return virtual * model.config.hidden_size * model.group.pipeline.first
-
-
 def place(products: list[TargetProduct], rank: int) -> int:
     """Give the products of an adapter of this rank their places in a row of a pool; returns the row's elements."""
     size = 0
@@ -529,15 +520,6 @@ def place(products: list[TargetProduct], rank: int) -> int:
         product.b = product.a + aligned(slices * rank * inputs)
         size = product.b + aligned(out * rank)
     return size
-
-
-def adapter_bytes(config: EngineConfig, model: Transformer) -> int:
-    """Bytes of an adapter on a rank, for a model whose weights are not packed; 0 where none are served."""
-    if not config.enable_lora:
-        return 0
-    products = find_products(model, modules_of(model, model.parameters()))
-    prompts = aligned(prompt_size(model, config.max_prompt_adapter_token))
-    return (place(products, config.max_lora_rank) + prompts) * model.dtype.itemsize
 
 
 def aligned(count: int) -> int:

@@ -177,6 +177,18 @@ def test_tokens_that_do_not_fit_their_rows_are_refused(folders: dict[str, Path],
         add_now(make_core(), request("a", folder))
 
 
+def test_tokens_are_also_a_tied_heads_beside_a_copy_of_it(tmp_path: Path) -> None:
+    """PEFT saves the copy beside A and B of the head, and the tokens once."""
+    base = DATA / "families" / "gemma3"
+    make_adapter(tmp_path / "a", 1, rank=3, modules=("q_proj", "lm_head"), base=base)
+    add_kind(tmp_path / "a", "tokens", base)
+    worker = make_worker(base, enable_lora=True, max_loras=1, max_cpu_loras=1)
+    assert worker.adapters.load(0, str(tmp_path / "a")) == 0
+    changes = worker.adapters.on_host[0].changes
+    assert [change["rows"].tolist() for change in changes.values()] == [[2, 5, 7, 31]] * 2
+    assert worker.adapters.head.number in changes and worker.adapters.on_host[0].has_head
+
+
 def test_an_unchanged_table_beside_an_adapter_is_none_of_it(tmp_path: Path) -> None:
     """PEFT saves tables that were resized, or that it was told to save, also if nobody trained them."""
     make_adapter(tmp_path / "a", 1, modules=ALL[:3])
