@@ -51,7 +51,7 @@ from models.shares import Parts, TensorPiece
 from observe.logs import logger
 
 ALIGNMENT = 64  # elements; where each matrix begins in a row of a pool is a multiple of it
-READERS = 2  # threads that read adapters: one goes on while the other waits for its disk
+READERS = 4  # threads that read adapters: others go on while one waits for its disk
 PAUSES = 3.0  # how long a reader rests beside steps, as a multiple of the time that it has worked
 BUSY = 2.0  # seconds from the beginning of a step, in which it may run, or the next one
 MOST_CHANGED = 1024  # tokens with an adapter of experts that are computed at a time
