@@ -1,10 +1,11 @@
-"""The engine's options, and how processes start and read JSON.
+"""The engine's options, users' classes by their names, and how processes start and read JSON.
 
 Standard library only: every process reads this file, and most of them never import torch.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -14,6 +15,7 @@ import inspect
 import json
 import math
 import os
+import pkgutil
 import re
 import subprocess
 import sys
@@ -83,11 +85,7 @@ def option(default: Any, help: str, low: float | None = None, high: float | None
 
 
 def check_fields(record: Any) -> None:
-    """Check each field of a dataclass of `option`s against its annotation and range.
-
-    Raises:
-        ValueError: names the field, the value received and what is allowed.
-    """
+    """Check each field of a dataclass of `option`s against its annotation and range; a ValueError if one is wrong."""
     hints = get_type_hints(type(record))
     for f in dataclasses.fields(record):
         value, hint = getattr(record, f.name), hints[f.name]
@@ -521,6 +519,22 @@ def load_module(option: str, name: str) -> Any:
     return getattr(loaded, attribute) if attribute else loaded
 
 
+def reference_to(function: Callable[..., Any]) -> str:
+    """`module:name` of a function, as sockets carry no pickles; a ValueError if another program does not find it."""
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
+    reference = f"{module}:{name}"
+    try:
+        resolved = pkgutil.resolve_name(reference) if module != "__main__" else None
+    except (AttributeError, ImportError, ValueError):
+        resolved = None
+    if resolved is not function:
+        raise ValueError(
+            f"method is {function!r:.200}, which the engine's process cannot import; it must be the name of a method "
+            "of the worker, or a function of a module other than the script itself"
+        )
+    return reference
+
+
 def load_named(option: str, name: str, checks: Mapping[str, Check | None], base: type = object) -> Any:
     """The class that an option names as MODULE:CLASS, whose methods raise nothing but a `HookError` or its fatal kind.
 
@@ -573,11 +587,7 @@ def guarded(owner: type, name: str, check: Check | None) -> Callable[..., Any]:
 
 
 def stamp_of(source: str) -> str:
-    """A hash of the names, sizes and times of the safetensors in a folder, or of one such file.
-
-    Raises:
-        ValueError: there are none.
-    """
+    """A hash of the names, sizes and times of a folder's safetensors, or of one file; a ValueError if it has none."""
     path = Path(source)
     try:
         files = [path] if path.is_file() else sorted(path.glob("*.safetensors*"))
@@ -598,6 +608,16 @@ def run_file(
     """
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **(environment or {})}
     return subprocess.Popen([sys.executable, "-P", os.path.abspath(path), *args], env=variables, **options)
+
+
+def visible_gpus() -> list[str] | None:
+    """The GPUs by CUDA_VISIBLE_DEVICES, or by the driver's tool (torch takes seconds to load); None: it is missing."""
+    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return [name for name in visible.split(",") if name not in ("", "-1")]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        command = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.split()
+    return None
 
 
 def read_json(folder: str, name: str, default: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -394,11 +394,7 @@ class EngineCore:
     # --- utilities, which clients call by name ------------------------------------------------------------------------
 
     def utility(self, method: str, *args: Any) -> Any:
-        """Call one of `UTILITIES`; returns its result.
-
-        Raises:
-            ValueError: none has that name. The method may raise errors of its own.
-        """
+        """Call one of `UTILITIES`, and return or raise what it does; a ValueError if none has that name."""
         if method not in UTILITIES:
             raise ValueError(f"no utility {method!r}; there are {', '.join(UTILITIES)}")
         return operator.attrgetter(UTILITIES[method])(self)(*args)

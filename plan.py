@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 import operator
 import pickle
-import pkgutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -262,11 +261,7 @@ class Call:
 
     @classmethod
     def of(cls, call_id: int, method: Method, args: Sequence[Any], kwargs: Kwargs) -> Call:
-        """The call of a method of `Worker`, or of a function, which another process imports by its module's name.
-
-        Raises:
-            ValueError: the function cannot be sent.
-        """
+        """The call of a method of `Worker`, or of a function; a ValueError if no other process could import that."""
         if isinstance(method, str):
             return cls(call_id, method, [*args], dict(kwargs or {}))
         try:
@@ -303,30 +298,6 @@ class Call:
 
 class CallError(ValueError):
     """A call failed after it had begun, so the worker may be half changed."""
-
-
-def reference_to(function: Callable[..., Any]) -> str:
-    """`module:name` of a function, because nothing is pickled on sockets.
-
-    Raises:
-        ValueError: another program does not find it.
-    """
-    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
-    reference = f"{module}:{name}"
-    try:
-        resolved = pkgutil.resolve_name(reference) if module != "__main__" else None
-    except (AttributeError, ImportError, ValueError):
-        resolved = None
-    if resolved is not function:
-        raise ValueError(
-            f"method is {function!r:.200}, which the engine's process cannot import; it must be the name of a method "
-            "of the worker, or a function of a module other than the script itself"
-        )
-    return reference
-
-
-class PeersGone(ConnectionError):
-    """Another engine that shares the experts is gone, or late."""
 
 
 @dataclass(slots=True)

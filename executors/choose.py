@@ -6,8 +6,8 @@ import contextlib
 import os
 from typing import Any
 
-from config import EngineConfig
-from executor import MpExecutor, UniExecutor, local_backend, new_local_executor, visible_gpus
+from config import EngineConfig, visible_gpus
+from executor import MpExecutor, UniExecutor, local_backend, new_local_executor
 from executors.ray_executor import RayExecutor, join_cluster
 from executors.torchrun import ExternalExecutor, lead_or_follow
 from model_config import ModelConfig

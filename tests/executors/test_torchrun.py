@@ -253,7 +253,8 @@ def test_a_task_of_slurm_takes_the_gpu_of_its_local_id(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda *args, **kwargs: None)
     monkeypatch.setattr(torchrun, "end_with_parent", lambda number: None)
-    monkeypatch.setattr(torchrun, "follow", lambda config, model, rank: Group.connect(rank, 7, "env://", "cuda"))
+    meet = ("env://", "cuda", 1, 60.0)
+    monkeypatch.setattr(torchrun, "follow", lambda config, model, rank: Group.connect(rank, 7, *meet))
     with patch.dict(os.environ, TASK):
         torchrun.lead_or_follow(EngineConfig(), None)
     assert taken == [1] and "RANK" not in os.environ
