@@ -192,8 +192,10 @@ def forked() -> Iterator[None]:
 
 
 def test_new_workers_have_the_prompts(
-    make_llm: Callable[..., LLM], adapters: list[Any], wanted: Callable[..., Any], forked: None
-) -> None:
+    make_llm: Callable[..., LLM], adapters: list[Any], wanted: Callable[..., Any], forked: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("lora.stacks.PAUSES", 0.0)  # else the second death may come while the new ones still read
     fields = ROOMY | {"distributed_executor_backend": "mp"}
     llm = make_llm(**ROOM, max_loras=2, max_cpu_loras=3, **fields)
     try:
