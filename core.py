@@ -155,7 +155,7 @@ class EngineCore:
     # --- the loop -----------------------------------------------------------------------------------------------------
 
     def add(self, request: EngineCoreRequest, at_once: bool = False) -> None:
-        """Queue a request; with `at_once`, wait for its grammar, so that a bad one raises here.
+        """Queue a request; with `at_once`, wait for its adapter and its grammar, so that a bad one raises here.
 
         Raises:
             ValueError: it can never run; see `Scheduler.add` and `check_pooling`.
@@ -167,7 +167,7 @@ class EngineCore:
             self.paused[r.request_id] = r
             return
         try:
-            adapter = self.adapters.take(r) if r.lora else None
+            adapter = self.adapters.take(r, at_once) if r.lora else None
             if r.lora and not adapter:
                 return
             # Also without an adapter: whatever the salt is, it is none of an adapter's.

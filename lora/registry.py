@@ -16,6 +16,7 @@ from plan import Adapter, EngineCoreRequest
 from sampling_params import LoRARequest
 
 LOOK = 0.1  # seconds between two looks at what workers have read, where these run steps and would be held up
+PAUSE = 0.002  # the same where nothing but an adapter is waited for
 RETRY_FAILED_AFTER = 1.0  # seconds in which an adapter that could not be read is refused unread
 
 
@@ -55,17 +56,19 @@ class HostAdapters:
         if self.reading:
             self._ask()
         folder = os.path.realpath(folder)
-        if Adapter(state_of(folder), -1) in self.loaded or self._find(LoRARequest(name, 1, folder)):
+        if Adapter(state_of(folder), -1) in self.loaded or self._find(LoRARequest(name, 1, folder), False):
             return True
         return None if Adapter(state_of(folder), -1) in self.reading else False
 
-    def take(self, request: EngineCoreRequest) -> Adapter | None:
-        """The adapter that a request asks for; None: the request has to `wait` until it is read, or for room. A
-        ValueError if there is no such adapter for this model."""
+    def take(self, request: EngineCoreRequest, at_once: bool = False) -> Adapter | None:
+        """The adapter that a request asks for; None: the request has to `wait` until it is read, or for room. With
+        `at_once` this call waits until it is read. A ValueError if there is no such adapter for this model."""
         assert request.lora
         folder = os.path.realpath(request.lora.lora_path)  # one folder may have several paths
         request.lora = dataclasses.replace(request.lora, lora_path=folder)
-        if not (adapter := None if folder in self.lines else self._find(request.lora)):
+        if at_once:
+            self._read_to_end(folder)
+        if not (adapter := None if folder in self.lines else self._find(request.lora, at_once)):
             self.wait(request)
         return adapter
 
@@ -85,7 +88,7 @@ class HostAdapters:
                 if (line := lines.get(name)) and line.pop(request_id, None) is not None and not line:
                     del lines[name]
 
-    def _find(self, lora: LoRARequest) -> Adapter | None:
+    def _find(self, lora: LoRARequest, at_once: bool) -> Adapter | None:
         if not self.enabled:
             raise ValueError(f"lora_request is {lora.lora_name!r:.200}; it needs an engine with enable_lora")
         if lora.lora_path in self.reading.values():
@@ -107,7 +110,16 @@ class HostAdapters:
         self.reading[adapter] = lora.lora_path
         with contextlib.suppress(ValueError):  # new workers read nothing yet, and the caller sees that in `reading`
             self.call("adapters.begin_load", adapter.row, adapter.key)
-        return None
+        if not at_once:
+            return None
+        self._read_to_end(lora.lora_path)
+        return self._find(lora, at_once)
+
+    def _read_to_end(self, folder: str) -> None:
+        """Wait until the workers do not read a folder any more."""
+        while folder in self.reading.values():
+            time.sleep(PAUSE)
+            self._ask()
 
     def _make_room(self) -> bool:
         """Whether a row is free, or becomes so because no request uses its adapter."""

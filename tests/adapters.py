@@ -6,7 +6,6 @@ import json
 import math
 import re
 import shutil
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -169,13 +168,6 @@ def request(name: str, folder: Path | None, **params: Any) -> EngineCoreRequest:
     """A request of three tokens for eight more, with the adapter in a folder or without one."""
     given = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True} | params
     return EngineCoreRequest(name, [5, 6, 7], SamplingParams(**given), lora=folder and asked(folder))
-
-
-def add_now(core: EngineCore, request: EngineCoreRequest) -> None:
-    """Add a request once its adapter is read, if there is room for that."""
-    while request.lora and core.adapters.add(request.lora.lora_name, request.lora.lora_path) is None:
-        time.sleep(0.002)
-    core.add(request)
 
 
 def run(core: EngineCore) -> tuple[dict[str, list[int]], dict[str, str], list[str]]:

@@ -20,7 +20,6 @@ from adapters import (
     ALL,
     PREFIX,
     ROOMY,
-    add_now,
     asked,
     make_adapter,
     make_core,
@@ -388,15 +387,15 @@ def test_an_adapter_whose_products_overflow_is_named_and_others_go_on(
     core = make_core(**fields)
     neighbours = [("with", folders[0], {}), ("without", None, {}), ("drawn", None, {"temperature": 1.0, "seed": 4})]
     for key, folder, options in neighbours:
-        add_now(core, request(key, folder, **options))
+        core.add(request(key, folder, **options), at_once=True)
     alone = run(core)[0]
     for turn in range(2):
         bad = [(f"bad{turn}", {}), (f"drawn{turn}", {"temperature": 1.0, "n": 3, "logprobs": 2, "top_p": 0.5})]
         bad += [(f"scored{turn}", {"max_tokens": 0, "prompt_logprobs": 1})]
         for key, folder, options in neighbours[:2]:
-            add_now(core, request(key, folder, **options))
+            core.add(request(key, folder, **options), at_once=True)
         for key, options in bad:
-            add_now(core, request(key, tmp_path / name, **options))
+            core.add(request(key, tmp_path / name, **options), at_once=True)
         core.add(request("drawn", None, **neighbours[2][2]))
         answers, errors, _ = run(core)
         check_integrity(core.scheduler)
@@ -434,7 +433,7 @@ def test_requests_for_adapters_that_cannot_be(llm: LLM, adapted: LLM, folders: l
 def test_crowded_requests_wait_in_order_and_go_on(folders: list[Path]) -> None:
     core = make_core(max_loras=1, max_cpu_loras=1)
     for name, folder in {"a": 0, "b": 1, "none": None, "c": 2, "a again": 0}.items():
-        add_now(core, request(name, folders[folder] if folder is not None else None))
+        core.add(request(name, folders[folder] if folder is not None else None), at_once=True)
     assert list(core.adapters.waiting) == ["b", "c", "a again"]  # that one too: it would hold up those before it
     answers, errors, ended = run(core)
     assert not errors and ended == ["a", "none", "b", "c", "a again"]
@@ -445,7 +444,7 @@ def test_crowded_requests_are_aborted_refused_and_passed(folders: list[Path], tm
     core = make_core(max_loras=1, max_cpu_loras=1)
     make_adapter(tmp_path / "gone", 9)
     for name, folder in {"a": folders[0], "b": folders[1], "c": tmp_path / "gone", "d": folders[3]}.items():
-        add_now(core, request(name, folder))
+        core.add(request(name, folder), at_once=True)
     with pytest.raises(ValueError, match="'b' is in use"):
         core.add(request("b", None))
     core.step()
@@ -453,8 +452,8 @@ def test_crowded_requests_are_aborted_refused_and_passed(folders: list[Path], tm
     core.abort("b")
     _, errors, ended = run(core)
     assert ended == ["a", "c", "d"] and errors.keys() == {"c"} and "cannot be read: No such file" in errors["c"]
-    add_now(core, request("e", folders[0]))
-    add_now(core, request("f", folders[1]))
+    core.add(request("e", folders[0]), at_once=True)
+    core.add(request("f", folders[1]), at_once=True)
     core.abort("e")
     core.abort("f")
     assert run(core) == ({}, {}, []) and not core.adapters.waiting and not core.has_work()
@@ -462,8 +461,8 @@ def test_crowded_requests_are_aborted_refused_and_passed(folders: list[Path], tm
 
 def test_crowded_requests_sleep_with_the_workers(folders: list[Path]) -> None:
     core = make_core(max_loras=1, max_cpu_loras=1)
-    add_now(core, request("a", folders[0]))
-    add_now(core, request("b", folders[1]))
+    core.add(request("a", folders[0]), at_once=True)
+    core.add(request("b", folders[1]), at_once=True)
     core.step()
     core.workers.sleep()
     while core.has_work():  # what is in flight lands, and then there is nothing to do
@@ -479,10 +478,10 @@ def test_crowded_requests_are_passed_by_some_and_not_for_ever(folders: list[Path
     folder = str(folders[0])
     for number in range(60):
         for adapter in range(2):
-            add_now(core, request(f"{adapter} {number}", folders[adapter], max_tokens=6))
+            core.add(request(f"{adapter} {number}", folders[adapter], max_tokens=6), at_once=True)
         if number == 3:
             for name, adapter in {"third": 2, "fourth": 3}.items():
-                add_now(core, request(name, folders[adapter], max_tokens=2))
+                core.add(request(name, folders[adapter], max_tokens=2), at_once=True)
             assert [*core.adapters.crowded[""].values()] == [str(folders[2]), str(folders[3])]
             assert core.adapters.add("explicit", folder) and core.adapters.add("explicit", folder + "/")
         for _ in range(2):
@@ -527,7 +526,7 @@ def test_more_adapters_than_rows_and_slots_take_turns(folders: list[Path]) -> No
     loaded = reads_of(core)
     alone: dict[int, list[int]] = {}
     for i in (0, 1, 0, 2, 0, 1):
-        add_now(core, request(f"{i}", folders[i]))
+        core.add(request(f"{i}", folders[i]), at_once=True)
         answer = run(core)[0][f"{i}"]
         assert alone.setdefault(i, answer) == answer
     assert loaded == ["a0", "a1", "a2", "a1"]
@@ -582,22 +581,22 @@ def test_an_adapter_that_new_workers_cannot_read_ends_its_requests_alone(
     core = make_core(max_loras=2, max_cpu_loras=2, distributed_executor_backend="mp")
     try:
         shutil.copytree(folders[1], tmp_path / "gone")
-        add_now(core, request("kept", folders[0], max_tokens=20))
-        add_now(core, request("gone", tmp_path / "gone", max_tokens=20))
+        core.add(request("kept", folders[0], max_tokens=20), at_once=True)
+        core.add(request("gone", tmp_path / "gone", max_tokens=20), at_once=True)
         core.step()
         second = dataclasses.replace(request("late", tmp_path / "gone"), params=SamplingParams(max_tokens=4))
-        add_now(core, second)
+        core.add(second, at_once=True)
         waiting = core.scheduler.requests["late"]
         core.scheduler.abort("late")
         waiting.grammar = Future()  # that is never compiled
         core.grammars.wait(waiting)
-        add_now(core, request("next", folders[2]))  # crowded
+        core.add(request("next", folders[2]), at_once=True)  # crowded
         shutil.rmtree(tmp_path / "gone")
         kill_after(core, [1])
         answers, errors, _ = run(core)
         assert errors.keys() == {"gone", "late"} and all("cannot be read" in error for error in errors.values())
         assert len(answers["kept"]) == 20 and len(answers["next"]) == 8 and not core.grammars.waiting
-        add_now(core, request("again", folders[2]))
+        core.add(request("again", folders[2]), at_once=True)
         assert run(core)[0]["again"] == answers["next"]
     finally:
         core.close()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from adapters import ALL, PREFIX, add_kind, add_now, make_adapter, make_core, merge, request, run
+from adapters import ALL, PREFIX, add_kind, make_adapter, make_core, merge, request, run
 from config import DEMO
 from core import EngineCore
 from engine import LLM, SamplingParams
@@ -104,7 +104,7 @@ def test_an_adapter_leaves_nothing_to_the_next_one(
     core = make_core(max_loras=1, max_cpu_loras=1)
     pool = core.executor.worker.adapters
     for kind in ("dora", "plain", "whole", "plain", "tokens"):
-        add_now(core, request(kind, folders[kind]))
+        core.add(request(kind, folders[kind]), at_once=True)
         assert run(core)[0] == {kind: alone[kind]}
         assert bool(pool.on_host[0].changes) == bool(pool.on_device[0].changes) == (kind != "plain")
 
@@ -142,17 +142,17 @@ def test_a_table_with_rows_of_padding_is_cut(
     save_file(tensors, folder / WEIGHTS)
     core = make_core()
     with pytest.raises(ValueError, match=r" has 1030 rows, the model has 1024, and there is no tokenizer"):
-        add_now(core, request("none", folder))
+        core.add(request("none", folder), at_once=True)
     shutil.copy(Path(DEMO, "tokenizer.json"), folder / "tokenizer.json")
     save_file(tensors, folder / WEIGHTS)  # so it is another adapter
-    add_now(core, request("whole", folder))
+    core.add(request("whole", folder), at_once=True)
     assert run(core)[0] == {"whole": alone["whole"]}
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     tokenizer["added_tokens"].append({"id": 1024, "content": "<new>"})
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     save_file(tensors, folder / WEIGHTS)
     with pytest.raises(ValueError, match=r"and there is 1025 tokens; an adapter cannot add tokens: merge"):
-        add_now(core, request("more", folder))
+        core.add(request("more", folder), at_once=True)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_a_config_that_promises_more_than_the_file_has(
     folder = shutil.copytree(folders["plain"], tmp_path / "a")
     (folder / CONFIG).write_text(json.dumps(json.loads((folder / CONFIG).read_text()) | {field: True}))
     with pytest.raises(ValueError, match=words):
-        add_now(make_core(), request("a", folder))
+        make_core().add(request("a", folder), at_once=True)
 
 
 @pytest.mark.parametrize("ids", [[7, 2, 31], [7, 7, 31, 5], [7, 2, 31, 1024], [7, 2, 31, -1], [7, 2, 31, "5"], {}])
@@ -174,7 +174,7 @@ def test_tokens_that_do_not_fit_their_rows_are_refused(folders: dict[str, Path],
     config = json.loads((folder / CONFIG).read_text()) | {"trainable_token_indices": ids}
     (folder / CONFIG).write_text(json.dumps(config))
     with pytest.raises(ValueError, match=r"trainable_tokens_delta' has .*trainable_token_indices"):
-        add_now(make_core(), request("a", folder))
+        make_core().add(request("a", folder), at_once=True)
 
 
 def test_tokens_are_also_a_tied_heads_beside_a_copy_of_it(tmp_path: Path) -> None:

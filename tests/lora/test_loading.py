@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import worker_functions
-from adapters import add_now, make_adapter, make_core, reads_of, request, run
+from adapters import make_adapter, make_core, reads_of, request, run
 from config import DEMO
 from core import EngineCore
 from forked import forked_workers
@@ -37,7 +37,7 @@ def alone(folders: list[Path]) -> list[list[int]]:
     """What each adapter answers."""
     core = make_core()
     for i, folder in enumerate(folders):
-        add_now(core, request(f"{i}", folder))
+        core.add(request(f"{i}", folder), at_once=True)
     answers = run(core)[0]
     assert len({str(tokens) for tokens in answers.values()}) == len(folders)
     return [answers[f"{i}"] for i in range(len(folders))]
@@ -77,7 +77,7 @@ def test_others_go_on_while_an_adapter_is_read(
     core, _ = slow_core(opened, folders[0])
     core.add(request("plain", None, max_tokens=40))
     core.add(request("slow", folders[0]))
-    add_now(core, request("there", folders[1]))
+    core.add(request("there", folders[1]), at_once=True)
     core.add(request("quick", folders[2]))
     assert some_steps(core)["plain"] >= 20 and [*core.adapters.waiting][:1] == ["slow"]
     deadline = time.monotonic() + 10
@@ -165,7 +165,7 @@ def test_all_that_wait_are_told_what_is_wrong(folders: list[Path], tmp_path: Pat
     assert errors.keys() == {"0", "1"} and all(f"{name}' has NaN" in error for error in errors.values())
     assert read == ["bad"] and core.metrics()["request_success_total"]["error"] == 2
     with pytest.raises(ValueError, match="has NaN"):
-        add_now(core, request("2", bad))
+        core.add(request("2", bad), at_once=True)
     shutil.copytree(folders[1], bad, dirs_exist_ok=True)
     core.add(request("3", bad))
     assert not run(core)[1]
@@ -208,7 +208,7 @@ def test_an_explicit_load_shares_a_read_that_has_begun(
     core.add(request("plain", None))
     assert some_steps(core) == {"plain": 8}
     threading.Timer(0.05, opened.set).start()
-    add_now(core, request("at once", folders[0]))
+    core.add(request("at once", folders[0]), at_once=True)
     assert opened.is_set() and core.adapters.add("name", str(folders[0]))
     answers = run(core)[0]
     assert answers == {"a": alone[0], "at once": alone[0]}
@@ -219,7 +219,7 @@ def test_an_explicit_load_shares_a_read_that_has_begun(
     while (there := core.adapters.add("name", str(folders[0]))) is None:
         pass
     assert there
-    add_now(core, request("a", folders[0]))
+    core.add(request("a", folders[0]), at_once=True)
     assert run(core)[0] == {"a": alone[0]} and read == ["a0", "a0"]
 
 
