@@ -18,8 +18,8 @@ from kv_cache import Entry
 from plan import Adapter, NewRow, StepPlan
 from scheduling.adapters import AdapterSlots
 from scheduling.crash_isolation import CrashIsolation
+from scheduling.disk import DiskSpaceManager
 from scheduling.fair import Fair
-from scheduling.host_memory import TieredSpaceManager
 from scheduling.policy import CHECKS, Policy, Priority, SequenceQueue, place
 from scheduling.reserve import Reserve, allowance
 from scheduling.samples import Samples
@@ -45,13 +45,14 @@ class Admission:
         counters: the scheduler's, by name, which this adds to.
     """
 
-    def __init__(self, config: EngineConfig, space: TieredSpaceManager, counters: dict[str, float]):
+    def __init__(self, config: EngineConfig, space: DiskSpaceManager, counters: dict[str, float]):
         self.config, self.counters = config, counters
         self.space, self.blocks = space, space.device
         self.waiting = self.policy = policy_of(config.scheduling_policy)(config)  # one object: a policy is a queue
         self.swapped = SequenceQueue(Status.SWAPPED)
         self.isolation = CrashIsolation()
         self.deferred = SequenceQueue(Status.DEFERRED)  # sequences that wait while suspects run alone
+        self.reading = SequenceQueue(Status.READING)  # and others until blocks have come from disk
         self.samples = Samples(space, self.wait)
         self.adapters = AdapterSlots(config.max_loras, config.max_prompt_adapter_token)
         self.reserve = Reserve(config, space)
@@ -66,15 +67,23 @@ class Admission:
         self.preempted: list[tuple[str, str, str]] = []  # in this step: (sequence, how, for which request)
         self.obstacle: tuple[str, ...] = ()  # (sequence, why): the first that could not come in
         self.urgent: Sequence | None = None  # a waiting sequence for which others are preempted in this step
+        for seq in self.space.take_ready():
+            self._queue(self.reading.pop(seq, Status.HELD), now)
 
     # --- the queues -------------------------------------------------------------------------------------------------
 
     def wait(self, seq: Sequence, now: float) -> None:
-        """Have a sequence wait."""
-        seq.timeline.enter("waiting", now, waits=True)
-        self._queue(seq)
+        """Have a sequence wait, and before that for what only the disk has of its prefix."""
+        if not self.space.read_ahead(seq):
+            return self._queue(seq, now)
+        seq.timeline.enter("reading", now)
+        self.reading.push(seq)
 
-    def _queue(self, seq: Sequence) -> None:
+    def _queue(self, seq: Sequence, now: float) -> None:
+        seq.timeline.enter("waiting", now, waits=True)
+        self._choose_queue(seq)
+
+    def _choose_queue(self, seq: Sequence) -> None:
         alone = self.isolation.isolated
         (self.waiting if not alone or seq.group in alone else self.deferred).push(seq)
 
@@ -82,11 +91,11 @@ class Admission:
         """Choose which suspects run alone next; all others are deferred. Nothing may run or be swapped now."""
         self.isolation.next_turn()
         for seq in [queue.pop(seq, Status.HELD) for queue in (self.waiting, self.deferred) for seq in [*queue]]:
-            self._queue(seq)
+            self._choose_queue(seq)
 
     def uses_adapter(self, adapter: Adapter) -> bool:
         """Whether an unfinished group has this adapter."""
-        queues = (self.waiting, self.swapped, self.deferred)
+        queues = (self.waiting, self.swapped, self.deferred, self.reading)
         return adapter in self.adapters.users or any(adapter in queue.lines for queue in queues)
 
     def withdraw(self, seq: Sequence) -> None:
@@ -97,7 +106,8 @@ class Admission:
         elif seq.status is Status.HELD:
             seq.group.held.remove(seq)
         else:
-            (self.waiting if seq.status is Status.WAITING else self.deferred).pop(seq, Status.FINISHED)
+            queues = (self.waiting, self.deferred, self.reading)
+            next(queue for queue in queues if queue.status is seq.status).pop(seq, Status.FINISHED)
 
     def drop_swapped(self, now: float) -> None:
         """Have swapped sequences compute their tokens again."""
@@ -287,15 +297,15 @@ class Admission:
     def _admit(self, seq: Sequence, plan: StepPlan, most: int, kept: int) -> bool:
         """Give a waiting sequence its blocks, if they can be had."""
         group = seq.group
-        entry, num_moved = self._entry(seq, plan, most), len(plan.swap_in)
+        entry = self._entry(seq, plan, most)
         if not self.space.admit(seq, entry, kept, plan):
             return False
         if group.time_in_queue is None:
             group.time_in_queue, group.num_cached = self.now - group.arrival, entry.cached
             self.counters["prefix_cache_queries_total"] += group.num_prompt
             self.counters["prefix_cache_hits_total"] += entry.cached
-            num_brought_back = len(plan.swap_in) - num_moved
-            self.counters["host_cache_hits_total"] += num_brought_back * self.config.block_size
+            for tier in ("host", "disk"):
+                self.counters[f"{tier}_cache_hits_total"] += group.cached_by_tier.get(tier, 0)
         self.policy.admitted(seq, len(seq.tokens) - entry.cached, allowance(seq))
         seq.timeline.enter("running", self.now, cached_tokens=entry.cached)
         if group.score is not None and self.config.enable_prefix_caching:

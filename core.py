@@ -81,7 +81,7 @@ def scheduler_sizes(config: EngineConfig, model_config: ModelConfig, facts: dict
     names = ("num_blocks", "max_model_len", "vocab_size", "num_host_blocks", "windows", "swap_cost", "row_seconds")
     ends = () if config.makes_vectors else model_config.eos_token_ids
     room = StateRoom(**states) if (states := facts.get("states")) else None
-    return {name: facts[name] for name in names} | {"eos_token_ids": ends, "states": room}
+    return {name: facts[name] for name in names} | {"eos_token_ids": ends, "states": room, "disk": facts.get("kv_disk")}
 
 
 def may_plan_ahead(scheduler: Scheduler, ahead: int) -> bool:
@@ -175,7 +175,8 @@ class EngineCore:
             prompt = r.prompt_token_ids
             if adapter and adapter.num_virtual_tokens:
                 prompt = [PLACEHOLDER] * adapter.num_virtual_tokens + prompt
-            queued = SequenceGroup(r.request_id, prompt, r.params, salt, r.priority, r.client, r.pooling, adapter)
+            who = r.priority, r.client
+            queued = SequenceGroup(r.request_id, prompt, r.params, salt, *who, r.pooling, adapter, r.retention)
             queued.delay = time.monotonic() - r.arrival_time
             self._observe("tick")
             check_pooling(r.pooling, r.params, self.config, self.model_config)
@@ -425,7 +426,7 @@ class EngineCore:
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes."""
-        self.scheduler.space.reset_prefix_cache()
+        self.scheduler.space.forget_all(self.config)
         self._observe("reset_prefix_cache")
 
     def busy(self) -> bool:

@@ -21,6 +21,7 @@ from cpu import weights as cpu_weights
 from cpu.compiled import Builder, compile_ops
 from device.coded import FP8_CAPABILITY
 from device.compile_guard import CompileGuard, check_compiler
+from device.kv_disk import KVDisk, folder_of
 from device.memory import (
     CPU_KV_SHARE,
     blocks_per_seq,
@@ -76,12 +77,18 @@ def start_worker(config: EngineConfig, model_config: ModelConfig, rank: int = 0,
     if experts:
         experts.connect(start.config.expert_rendezvous, start.device, start.config.startup_timeout)
     with start.phase("warm-up"):
-        worker.info = facts(start, worker, *warm_up(start, worker))
+        speeds = warm_up(start, worker)
+        worker.info = facts(start, worker, *speeds)
         worker.info["row_seconds"] = time_rows(start, worker)
     if experts:
         experts.exchange(0)
     worker.take_sampled()  # of the warm-up
     pipeline.live = pipeline.stages > 1
+    if start.config.kv_disk:
+        with start.phase("KV disk"):
+            rank = pipeline.stage * start.group.size + start.group.rank
+            worker.disk = KVDisk(start.config, folder_of(start), rank, worker)
+            worker.info["kv_disk"] = worker.disk.facts(speeds[0], start.group)
     worker.info["startup"] = start.seconds
     worker.sanitize()
     return worker
@@ -175,6 +182,9 @@ def check_sizes(config: EngineConfig, model_config: ModelConfig, device: str) ->
     if config.num_state_snapshots and not model_config.delta:
         count, name = config.num_state_snapshots, model_config.architecture
         raise ValueError(f"num_state_snapshots is {count}; {name} has no recurrent states, so it must be 0 or left out")
+    if config.kv_disk and model_config.delta:
+        name = model_config.architecture
+        config.refuse("kv_disk", f"{name} has recurrent states, which are not kept on disk, so it must be left out")
     drafts, most = config.num_drafts, model_config.max_position
     max_model_len = config.max_model_len or most
     if drafts and max_model_len < 4 + drafts:

@@ -69,6 +69,8 @@ class KeptWorker(Worker):
         if KV_CACHE not in self.asleep:
             self.asleep.add(KV_CACHE)  # first, so that `wake_up` makes all of it anew if this fails
             self.take_sampled()  # what the last stage has sampled is on its way
+            if self.disk:
+                self.disk.give_up()
             self.rows = self.sanitizer = None
             self.pool, self.states = self.pool[:1].clone(), self.states[:0].clone()  # a block's size may be asked for
             if self.device == "cpu":  # what is pinned beside a GPU stays

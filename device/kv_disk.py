@@ -1,0 +1,244 @@
+"""Files of KV blocks: a worker's threads write blocks of host memory to disk behind the steps, and read them ahead.
+
+    DIR/<fingerprint>/<rank>/<name>     magic | name | length | CRC-32 of all else | the block's bytes of this rank
+
+The fingerprint is of all that must agree for bytes to mean the same, but for the weights, which are a part of the name
+(see `scheduling/disk.py`). A file is written under another name and then renamed. Nothing is synced: after a loss of
+power the checksum finds what is not whole. What is wrong with a file or the disk costs nothing but a hit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import statistics
+import struct
+import time
+import zlib
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from config import VERSION, EngineConfig, private_folder
+from device.start import Start
+from observe.logs import warn_once
+from parallel import Group
+from plan import StepPlan
+
+if TYPE_CHECKING:
+    from worker import Worker
+
+MAGIC = b"MantaKV1"  # with the number of this format
+HEADER = struct.Struct("<8s16sQI")
+PAUSE = 30.0  # seconds without a write after one that failed
+ROOM = 1 / 16  # share of the size to free once it is used up
+LISTINGS = 64  # the folder is listed each time that this part of its size was written, because others write there, too
+PROBES = 4  # files to measure with
+
+
+def folder_of(start: Start) -> str:
+    """The fingerprint of an engine, as a folder's name."""
+    c, path = start.config, Path(start.config.folder) / "config.json"
+    options = (
+        c.block_size, c.tensor_parallel_size, c.pipeline_parallel_size, c.pipeline_layer_partition, c.quantization,
+        c.hf_overrides, c.model_plugin, c.batch_invariant, c.sanitize_kv,
+    )  # fmt: skip
+    model = start.model_config.architecture, path.read_bytes() if path.is_file() else b""
+    types = str(start.dtype), str(start.model.kv_dtype), start.ops.BACKEND, start.device
+    return hashlib.sha256(repr((MAGIC, VERSION, options, model, types)).encode()).hexdigest()[:32]
+
+
+class KVDisk:
+    """The files of a rank.
+
+    Args:
+        config: which folder all files are in, and how large it may be.
+        fingerprint: the name of the engine's folder there.
+        rank: of this worker, among those of all stages.
+        worker: has the host's blocks, and perhaps a sanitizer, whose shadow of a block is a part of the file.
+    """
+
+    def __init__(self, config: EngineConfig, fingerprint: str, rank: int, worker: Worker):
+        if not len(worker.host_pool):
+            config.refuse("kv_disk", f"it needs host memory for blocks, and swap_space is {config.swap_space}")
+        self.root = Path(private_folder(config.kv_disk or ""))
+        self.folder = self.root / fingerprint / str(rank)
+        self.size, self.used, self.written = int(config.kv_disk_size * 2**30), 0, 0  # bytes; the latter since a listing
+        self.worker = worker
+        self.reader, self.writer = (ThreadPoolExecutor(1, f"manta-kv-{kind}") for kind in ("read", "write"))
+        self.moves: dict[int, Future[int]] = {}  # by ticket, those that were not reported
+        self.first = 0  # the lowest ticket that counts
+        self.paused_until = 0.0
+        with contextlib.suppress(OSError):
+            self.trim()
+
+    def facts(self, token_seconds: float, group: Group) -> dict[str, Any]:
+        """The folder of this engine's files, bytes of a block over all ranks, seconds to read one and to compute its
+        tokens, and whether reading pays: it takes less time, with a block of each kind of layers."""
+        kinds, nbytes = len(self.worker.model.layout.windows), self.worker.block_bytes()
+        read, compute = self.time_reads(nbytes), token_seconds * self.worker.config.block_size
+        return {
+            "folder": str(self.folder.parent), "bytes": group.sum(nbytes), "read_seconds": read,
+            "compute_seconds": compute, "pays": kinds * read < compute,
+        }  # fmt: skip
+
+    def time_reads(self, nbytes: int) -> float:
+        """Seconds that reading and checking a file takes that is not in the system's memory; infinite: it fails."""
+        seconds, block = [], bytearray(os.urandom(nbytes))
+        try:
+            for name in (os.urandom(16) for _ in range(PROBES)):
+                self.write_file(name, [memoryview(block)], 0.0)
+                with open(self.path(name), "rb") as file:
+                    os.fsync(file.fileno())
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                begun = time.perf_counter()
+                self.read_file(name, [memoryview(block)])
+                seconds.append(time.perf_counter() - begun)
+                self.path(name).unlink()
+        except OSError as error:
+            warn_once(f"kv_disk is {str(self.root)!r}: {error}; it is not used")
+            return float("inf")
+        return statistics.median(seconds)
+
+    # --- moves --------------------------------------------------------------------------------------------------------
+
+    def begin(self, plan: StepPlan, event: torch.cuda.Event | None) -> None:
+        """Begin a plan's moves; on a GPU they wait for an event, because steps in its queue move the same blocks."""
+        for ticket, name, block in plan.disk_in:
+            self.moves[ticket] = self.reader.submit(self.read, name, block, event)
+        for ticket, name, block, seconds in plan.disk_out:
+            self.moves[ticket] = self.writer.submit(self.write, name, block, seconds, event)
+
+    def wait(self, seconds: float) -> None:
+        """Wait until one of the moves has ended, or so long."""
+        wait(self.moves.values(), seconds, FIRST_COMPLETED)
+
+    def ended(self) -> list[tuple[int, int]]:
+        """The moves that have ended since the last call, see `StepResult.disk`."""
+        ended = [(ticket, move.result()) for ticket, move in self.moves.items() if move.done()]
+        for ticket, _ in ended:
+            del self.moves[ticket]
+        return ended
+
+    def give_up(self, first: int | None = None) -> None:
+        """Give up all moves if tickets below `first` do not count any more. No thread touches a block afterwards."""
+        if first is None or first > self.first:
+            wait([move for move in self.moves.values() if not move.cancel()])
+            self.moves.clear()
+            self.first = first or self.first
+
+    def views(self, block: int) -> list[memoryview]:
+        """The bytes of a host block, to read or to fill."""
+        tensors, sanitizer = [self.worker.host_pool[block]], self.worker.sanitizer
+        if sanitizer:
+            tensors.append(sanitizer.host_shadow.hashes[block])
+        return [tensor.view(torch.uint8).numpy().data for tensor in tensors]
+
+    def read(self, name: bytes, block: int, event: torch.cuda.Event | None) -> int:
+        """Fill a host block from its file, which is removed if it is bad. Returns the move's status."""
+        if event:
+            event.synchronize()
+        try:
+            if self.read_file(name, self.views(block)):
+                return 1
+            warn_once(f"kv_disk: {self.path(name)} is not what was written there, and is removed")
+            self.path(name).unlink()
+            return -1
+        except FileNotFoundError:  # it was the least recently used
+            return 0
+        except OSError as error:
+            warn_once(f"kv_disk: reading from {self.folder} fails: {error.strerror}")
+            return 0
+
+    def write(self, name: bytes, block: int, seconds: float, event: torch.cuda.Event | None) -> int:
+        """Write a host block to its file, which is to be kept for some seconds. Returns the move's status."""
+        if event:
+            event.synchronize()
+        if time.monotonic() < self.paused_until:
+            return 0
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                self.touch(name, seconds)
+                return 0
+            return int(self.write_file(name, self.views(block), seconds))
+        except OSError as error:
+            warn_once(f"kv_disk: writing to {self.folder} fails, and pauses: {error.strerror}")
+            self.paused_until = time.monotonic() + PAUSE
+            return 0
+
+    # --- files --------------------------------------------------------------------------------------------------------
+
+    def path(self, name: bytes) -> Path:
+        """The file of this name."""
+        return self.folder / name.hex()
+
+    def touch(self, name: bytes, seconds: float = 0.0) -> None:
+        """Have a file count as used in so many seconds, unless it does later already."""
+        at = time.time() + seconds
+        if os.stat(self.path(name)).st_mtime < at:
+            os.utime(self.path(name), (at, at))
+
+    def read_file(self, name: bytes, views: list[memoryview]) -> bool:
+        """Fill memory from a file; returns whether it is whole. Raises an OSError if it cannot be read."""
+        with open(self.path(name), "rb", buffering=0) as file:
+            header = file.read(HEADER.size)
+            if len(header) < HEADER.size or os.fstat(file.fileno()).st_size != HEADER.size + sum(map(len, views)):
+                return False
+            for view in views:
+                done = 0
+                while done < len(view):
+                    if not (count := file.readinto(view[done:])):
+                        return False
+                    done += count
+        if header != self.header(name, views):
+            return False
+        self.touch(name)
+        return True
+
+    def write_file(self, name: bytes, views: list[memoryview], seconds: float) -> bool:
+        """Make a file, and room for it; returns whether there is some. Raises an OSError."""
+        size = HEADER.size + sum(map(len, views))
+        if self.used + size > self.size or self.written > self.size / LISTINGS:
+            self.trim(size)
+        if self.used + size > self.size:
+            return False
+        for folder in (self.folder.parent, self.folder):
+            folder.mkdir(mode=0o700, exist_ok=True)
+        path, temporary = self.path(name), self.folder / f"{name.hex()}.{os.getpid()}"
+        try:
+            with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+                file.writelines([self.header(name, views), *views])
+            temporary.rename(path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+        self.used, self.written = self.used + size, self.written + size
+        self.touch(name, seconds)
+        return True
+
+    def header(self, name: bytes, views: list[memoryview]) -> bytes:
+        """The header of a file with these contents."""
+        facts = MAGIC, name, sum(map(len, views))
+        checksum = zlib.crc32(HEADER.pack(*facts, 0))
+        for view in views:
+            checksum = zlib.crc32(view, checksum)
+        return HEADER.pack(*facts, checksum)
+
+    def trim(self, coming: int = 0) -> None:
+        """Count what all engines have in the folder; if there is no room, remove what was used least recently."""
+        files = []
+        for path in self.root.glob("*/*/*"):
+            with contextlib.suppress(FileNotFoundError):
+                state = path.stat()
+                files.append((state.st_mtime, state.st_size, path))
+        self.used, self.written = sum(size for _, size, _ in files), 0
+        if self.used + coming <= self.size:
+            return
+        for _, size, path in sorted(files):
+            if self.used + coming <= self.size * (1 - ROOM):
+                return
+            path.unlink(missing_ok=True)
+            self.used -= size
