@@ -112,10 +112,13 @@ class DiskSpaceManager(TieredSpaceManager):
         if block is not None or self.looking is None:
             return block
         if key not in self.looking:
-            assert self.disk
-            file = os.path.join(self.disk["folder"], "0", self.name(key).hex())
-            self.looking[key] = key in self.reading or os.path.exists(file)
+            self.looking[key] = key in self.reading or self.has_file(self.name(key))
         return ON_DISK if self.looking[key] else None
+
+    def has_file(self, name: bytes) -> bool:
+        """Whether rank 0 has a file of this name."""
+        assert self.disk
+        return os.path.exists(os.path.join(self.disk["folder"], "0", name.hex()))
 
     def read_ahead(self, seq: Sequence) -> bool:
         """Begin to read what only the disk has of a sequence's prefix, as far as the host has room.
