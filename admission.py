@@ -68,22 +68,18 @@ class Admission:
         self.obstacle: tuple[str, ...] = ()  # (sequence, why): the first that could not come in
         self.urgent: Sequence | None = None  # a waiting sequence for which others are preempted in this step
         for seq in self.space.take_ready():
-            self._queue(self.reading.pop(seq, Status.HELD), now)
+            self.reading.pop(seq, Status.HELD).timeline.enter("waiting", now, waits=True)
+            self._queue(seq)
 
     # --- the queues -------------------------------------------------------------------------------------------------
 
     def wait(self, seq: Sequence, now: float) -> None:
-        """Have a sequence wait, and before that for what only the disk has of its prefix."""
-        if not self.space.read_ahead(seq):
-            return self._queue(seq, now)
-        seq.timeline.enter("reading", now)
-        self.reading.push(seq)
+        """Have a sequence wait, at first for what only the disk has of its prefix."""
+        reads = self.space.read_ahead(seq)
+        seq.timeline.enter("reading" if reads else "waiting", now, waits=not reads)
+        (self.reading.push if reads else self._queue)(seq)
 
-    def _queue(self, seq: Sequence, now: float) -> None:
-        seq.timeline.enter("waiting", now, waits=True)
-        self._choose_queue(seq)
-
-    def _choose_queue(self, seq: Sequence) -> None:
+    def _queue(self, seq: Sequence) -> None:
         alone = self.isolation.isolated
         (self.waiting if not alone or seq.group in alone else self.deferred).push(seq)
 
@@ -91,7 +87,7 @@ class Admission:
         """Choose which suspects run alone next; all others are deferred. Nothing may run or be swapped now."""
         self.isolation.next_turn()
         for seq in [queue.pop(seq, Status.HELD) for queue in (self.waiting, self.deferred) for seq in [*queue]]:
-            self._choose_queue(seq)
+            self._queue(seq)
 
     def uses_adapter(self, adapter: Adapter) -> bool:
         """Whether an unfinished group has this adapter."""

@@ -155,11 +155,7 @@ class EngineCore:
     # --- the loop -----------------------------------------------------------------------------------------------------
 
     def add(self, request: EngineCoreRequest, at_once: bool = False) -> None:
-        """Queue a request; with `at_once`, wait for its adapter and its grammar, so that a bad one raises here.
-
-        Raises:
-            ValueError: it can never run; see `Scheduler.add` and `check_pooling`.
-        """
+        """Queue a request; a ValueError if it can never run. With `at_once`, wait for its adapter and its grammar."""
         r = request
         if any(r.request_id in requests for requests in (*unfinished(self), self.searches.running)):
             raise ValueError(f"request id {r.request_id!r} is in use by a request in flight")
@@ -175,9 +171,8 @@ class EngineCore:
             prompt = r.prompt_token_ids
             if adapter and adapter.num_virtual_tokens:
                 prompt = [PLACEHOLDER] * adapter.num_virtual_tokens + prompt
-            who = r.priority, r.client
-            queued = SequenceGroup(r.request_id, prompt, r.params, salt, *who, r.pooling, adapter, r.retention)
-            queued.delay = time.monotonic() - r.arrival_time
+            queued = SequenceGroup(r.request_id, prompt, r.params, salt, r.priority, r.client, r.pooling, adapter)
+            queued.delay, queued.retention = time.monotonic() - r.arrival_time, r.retention
             self._observe("tick")
             check_pooling(r.pooling, r.params, self.config, self.model_config)
             if r.params.structured_outputs is not None:
@@ -395,11 +390,7 @@ class EngineCore:
     # --- utilities, which clients call by name ------------------------------------------------------------------------
 
     def utility(self, method: str, *args: Any) -> Any:
-        """Call one of `UTILITIES`; returns its result.
-
-        Raises:
-            ValueError: none has that name. The method may raise errors of its own.
-        """
+        """Call one of `UTILITIES`; returns its result. A ValueError if none has that name; else the method's errors."""
         if method not in UTILITIES:
             raise ValueError(f"no utility {method!r}; there are {', '.join(UTILITIES)}")
         return operator.attrgetter(UTILITIES[method])(self)(*args)

@@ -151,8 +151,7 @@ class StepResult:
     error: str | None = None  # why the step failed; then there are no tokens
     lasting: bool = False  # whether that ends all its requests, because a user's class has failed
     phases: list[tuple[str, str, float, float]] = field(default_factory=list)  # for `--trace`: row, name, begin, end
-    # (ticket, status) of moves to and from the disk that have ended: 1: made; 0: not made; -1: the file was bad
-    disk: list[tuple[int, int]] = field(default_factory=list)
+    disk: list[tuple[int, int]] = field(default_factory=list)  # (ticket, 1: moved, 0: not, -1: the file was bad)
 
 
 def joined(results: list[StepResult], stage_size: int) -> StepResult:
@@ -274,11 +273,7 @@ class Call:
 
     @classmethod
     def of(cls, call_id: int, method: Method, args: Sequence[Any], kwargs: Kwargs) -> Call:
-        """The call of a method of `Worker`, or of a function, which another process imports by its module's name.
-
-        Raises:
-            ValueError: the function cannot be sent.
-        """
+        """The call of a method of `Worker`, or of a function by its module's name; a ValueError if it has no such."""
         if isinstance(method, str):
             return cls(call_id, method, [*args], dict(kwargs or {}))
         try:
@@ -318,11 +313,7 @@ class CallError(ValueError):
 
 
 def reference_to(function: Callable[..., Any]) -> str:
-    """`module:name` of a function, because nothing is pickled on sockets.
-
-    Raises:
-        ValueError: another program does not find it.
-    """
+    """`module:name` of a function, as nothing is pickled on sockets; a ValueError if another program finds none."""
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
     reference = f"{module}:{name}"
     try:

@@ -118,11 +118,7 @@ class Scheduler:
     # --- requests come and go ---------------------------------------------------------------------------------------
 
     def add(self, group: SequenceGroup) -> None:
-        """Queue a request.
-
-        Raises:
-            ValueError: it can never run, see `RequestLimits.settle`.
-        """
+        """Queue a request; a ValueError if it can never run, see `RequestLimits.settle`."""
         assert group.request_id not in self.requests, f"request id {group.request_id!r} is in use"
         limit = self.limits.settle(group)
         if (place := group.beam and group.beam.place) is None:

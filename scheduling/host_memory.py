@@ -63,19 +63,22 @@ class TieredSpaceManager(BlockSpaceManager):
         """Where a block that is brought back comes from."""
         return "host"
 
-    def count_tiers(self, seq: Sequence, places: list[tuple[int, int]]) -> None:
-        """Note by tier how many tokens of a prompt were found, where these (column, kind) are brought back."""
+    def count_tiers(self, seq: Sequence, tables: list[list[int]], places: list[tuple[int, int]]) -> None:
+        """Note by tier how many tokens of a prompt were found, where these (column, kind) are brought back. What all
+        windows have passed is counted with what comes after it."""
         tiers = {i: self.tier_of(seq.hashes[i] + self.marks[kind]) for i, kind in places}
         if self.host.num_blocks and seq.group.time_in_queue is None:
-            counts = dict.fromkeys(("device", "host", "disk"), 0)
-            for i in range(0, -(-seq.num_reused // self.block_size)):
-                counts[tiers.get(i, "device")] += min(self.block_size, seq.num_reused - i * self.block_size)
+            counts, tier = dict.fromkeys(("device", "host", "disk"), 0), "device"
+            for i in reversed(range(-(-seq.num_reused // self.block_size))):
+                if any(table[i : i + 1] != [-1] for table in tables):
+                    tier = tiers.get(i, "device")
+                counts[tier] += min(self.block_size, seq.num_reused - i * self.block_size)
             seq.group.cached_by_tier = counts
 
     def bring_back(self, seq: Sequence, tables: list[list[int]], plan: StepPlan) -> None:
         """Bring blocks back from the host, in order of their tokens."""
         missing = [(i, kind) for kind, table in enumerate(tables) for i, block in enumerate(table) if block == ON_HOST]
-        self.count_tiers(seq, missing)
+        self.count_tiers(seq, tables, missing)
         for column, kind in missing:
             key = seq.hashes[column] + self.marks[kind]
             host_block = self.host.block_of[key]
