@@ -159,7 +159,7 @@ def joined(results: list[StepResult], stage_size: int) -> StepResult:
     if failed := [result for result in results if result.error]:
         return failed[0]
     result, stages = results[-stage_size], results[::stage_size]
-    result.disk = [ended for each in results for ended in each.disk]
+    result.disk = [ended for rank in results for ended in rank.disk]
     if len(stages) > 1:
         phases = ((i, *phase) for i, stage in enumerate(stages) for phase in stage.phases)
         result.phases = [(f"{row} {i}", name, begin, end) for i, row, name, begin, end in phases]

@@ -10,45 +10,28 @@ power the checksum finds what is not whole. What is wrong with a file or the dis
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import statistics
 import struct
 import time
 import zlib
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import torch
 
-from config import VERSION, EngineConfig, private_folder
-from device.start import Start
+from config import EngineConfig, private_folder
 from observe.logs import warn_once
-from parallel import Group
 from plan import StepPlan
 
-if TYPE_CHECKING:
-    from worker import Worker
-
+Views = Callable[[int], list[memoryview]]
 MAGIC = b"MantaKV1"  # with the number of this format
 HEADER = struct.Struct("<8s16sQI")
 PAUSE = 30.0  # seconds without a write after one that failed
 ROOM = 1 / 16  # share of the size to free once it is used up
 LISTINGS = 64  # the folder is listed each time that this part of its size was written, because others write there, too
 PROBES = 4  # files to measure with
-
-
-def folder_of(start: Start) -> str:
-    """The fingerprint of an engine, as a folder's name."""
-    c, path = start.config, Path(start.config.folder) / "config.json"
-    options = (
-        c.block_size, c.tensor_parallel_size, c.pipeline_parallel_size, c.pipeline_layer_partition, c.quantization,
-        c.hf_overrides, c.model_plugin, c.batch_invariant, c.sanitize_kv,
-    )  # fmt: skip
-    model = start.model_config.architecture, path.read_bytes() if path.is_file() else b""
-    types = str(start.dtype), str(start.model.kv_dtype), start.ops.BACKEND, start.device
-    return hashlib.sha256(repr((MAGIC, VERSION, options, model, types)).encode()).hexdigest()[:32]
 
 
 class KVDisk:
@@ -58,32 +41,20 @@ class KVDisk:
         config: which folder all files are in, and how large it may be.
         fingerprint: the name of the engine's folder there.
         rank: of this worker, among those of all stages.
-        worker: has the host's blocks, and perhaps a sanitizer, whose shadow of a block is a part of the file.
+        views: returns the memory of a host block, which is read from and written to a file.
     """
 
-    def __init__(self, config: EngineConfig, fingerprint: str, rank: int, worker: Worker):
-        if not len(worker.host_pool):
-            config.refuse("kv_disk", f"it needs host memory for blocks, and swap_space is {config.swap_space}")
+    def __init__(self, config: EngineConfig, fingerprint: str, rank: int, views: Views):
         self.root = Path(private_folder(config.kv_disk or ""))
         self.folder = self.root / fingerprint / str(rank)
         self.size, self.used, self.written = int(config.kv_disk_size * 2**30), 0, 0  # bytes; the latter since a listing
-        self.worker = worker
+        self.views = views
         self.reader, self.writer = (ThreadPoolExecutor(1, f"manta-kv-{kind}") for kind in ("read", "write"))
         self.moves: dict[int, Future[int]] = {}  # by ticket, those that were not reported
         self.first = 0  # the lowest ticket that counts
         self.paused_until = 0.0
         with contextlib.suppress(OSError):
             self.trim()
-
-    def facts(self, token_seconds: float, group: Group) -> dict[str, Any]:
-        """The folder of this engine's files, bytes of a block over all ranks, seconds to read one and to compute its
-        tokens, and whether reading pays: it takes less time, with a block of each kind of layers."""
-        kinds, nbytes = len(self.worker.model.layout.windows), self.worker.block_bytes()
-        read, compute = self.time_reads(nbytes), token_seconds * self.worker.config.block_size
-        return {
-            "folder": str(self.folder.parent), "bytes": group.sum(nbytes), "read_seconds": read,
-            "compute_seconds": compute, "pays": kinds * read < compute,
-        }  # fmt: skip
 
     def time_reads(self, nbytes: int) -> float:
         """Seconds that reading and checking a file takes that is not in the system's memory; infinite: it fails."""
@@ -129,13 +100,6 @@ class KVDisk:
             wait([move for move in self.moves.values() if not move.cancel()])
             self.moves.clear()
             self.first = first or self.first
-
-    def views(self, block: int) -> list[memoryview]:
-        """The bytes of a host block, to read or to fill."""
-        tensors, sanitizer = [self.worker.host_pool[block]], self.worker.sanitizer
-        if sanitizer:
-            tensors.append(sanitizer.host_shadow.hashes[block])
-        return [tensor.view(torch.uint8).numpy().data for tensor in tensors]
 
     def read(self, name: bytes, block: int, event: torch.cuda.Event | None) -> int:
         """Fill a host block from its file, which is removed if it is bad. Returns the move's status."""

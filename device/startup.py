@@ -7,21 +7,23 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 from dataclasses import asdict, replace
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 
 from checkpoints.tied_head import settle_head
-from config import EngineConfig, lacking, load_module
+from config import VERSION, EngineConfig, lacking, load_module
 from cpu import machine
 from cpu import weights as cpu_weights
 from cpu.compiled import Builder, compile_ops
+from device import kv_disk
 from device.coded import FP8_CAPABILITY
 from device.compile_guard import CompileGuard, check_compiler
-from device.kv_disk import KVDisk, folder_of
 from device.memory import (
     CPU_KV_SHARE,
     blocks_per_seq,
@@ -86,9 +88,7 @@ def start_worker(config: EngineConfig, model_config: ModelConfig, rank: int = 0,
     pipeline.live = pipeline.stages > 1
     if start.config.kv_disk:
         with start.phase("KV disk"):
-            rank = pipeline.stage * start.group.size + start.group.rank
-            worker.disk = KVDisk(start.config, folder_of(start), rank, worker)
-            worker.info["kv_disk"] = worker.disk.facts(speeds[0], start.group)
+            worker.info["kv_disk"] = add_disk(start, worker, speeds[0])
     worker.info["startup"] = start.seconds
     worker.sanitize()
     return worker
@@ -171,6 +171,37 @@ def facts(
         "compile_seconds": compile_seconds,
         "step_seconds": -start.group.min(-round(1e6 * step_seconds)) / 1e6,
     }
+
+
+def fingerprint_of(start: Start) -> str:
+    """A hash of what must agree for the bytes of KV blocks to mean the same, but for the weights; a folder's name."""
+    c, path = start.config, Path(start.config.folder) / "config.json"
+    options = (
+        c.block_size, c.tensor_parallel_size, c.pipeline_parallel_size, c.pipeline_layer_partition, c.quantization,
+        c.hf_overrides, c.model_plugin, c.batch_invariant, c.sanitize_kv,
+    )  # fmt: skip
+    model = start.model_config.architecture, path.read_bytes() if path.is_file() else b""
+    types = str(start.dtype), str(start.model.kv_dtype), start.ops.BACKEND, start.device
+    return hashlib.sha256(repr((kv_disk.MAGIC, VERSION, options, model, types)).encode()).hexdigest()[:32]
+
+
+def add_disk(start: Start, worker: KeptWorker, token_seconds: float) -> dict[str, Any]:
+    """Give the worker its files of KV blocks; returns facts of them.
+
+    These are the folder of this engine, bytes of a block over all ranks, seconds to read one and to compute its tokens,
+    and whether reading pays: it takes less time, with a block of each kind of layers. A ValueError if the folder is not
+    ours alone, or there is no host memory.
+    """
+    config, group, nbytes = start.config, start.group, worker.block_bytes()
+    if not len(worker.host_pool):
+        config.refuse("kv_disk", f"it needs host memory for blocks, and swap_space is {config.swap_space}")
+    rank = group.pipeline.stage * group.size + group.rank
+    worker.disk = disk = kv_disk.KVDisk(config, fingerprint_of(start), rank, worker.host_views)
+    read, compute = disk.time_reads(nbytes), token_seconds * config.block_size
+    return {
+        "folder": str(disk.folder.parent), "bytes": group.sum(nbytes), "read_seconds": read, "compute_seconds": compute,
+        "pays": len(start.model.layout.windows) * read < compute,
+    }  # fmt: skip
 
 
 def check_sizes(config: EngineConfig, model_config: ModelConfig, device: str) -> int:

@@ -58,6 +58,11 @@ class KeptWorker(Worker):
         self.dropped = False  # whether there are no weights
         self.emptied: list[tuple[torch.UntypedStorage, int, torch.Tensor | None]] = []  # each one's size, and copy
 
+    def host_views(self, block: int) -> list[memoryview]:
+        """The bytes of a host block, for files, and of its shadow if there is a sanitizer."""
+        shadows = [self.sanitizer.host_shadow.hashes[block]] if self.sanitizer else []
+        return [tensor.view(torch.uint8).numpy().data for tensor in (self.host_pool[block], *shadows)]
+
     # --- sleep --------------------------------------------------------------------------------------------------------
 
     def sleep(self, level: int) -> None:

@@ -7,6 +7,7 @@ import random
 import shutil
 import stat
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -152,21 +153,22 @@ def extend(path: Path, rng: random.Random, others: list[Path]) -> None:
         file.write(bytes(rng.randrange(1, 100)))
 
 
-def a_disk(written: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> tuple[KVDisk, list[torch.Tensor]]:
+def views_of(pool: torch.Tensor) -> Callable[[int], list[memoryview]]:
+    return lambda block: [pool[block].numpy().data.cast("B")]
+
+
+def a_disk(written: Path, folder: str) -> tuple[KVDisk, torch.Tensor]:
     """The files of `written`, with blocks to read into."""
     config = EngineConfig(kv_disk=copied(written, folder))
     (fingerprint,) = Path(folder).iterdir()
     size = files_of(folder)[0].stat().st_size - HEADER.size
-
-    class Host:
-        host_pool, sanitizer = torch.zeros(4, size // 4), None
-
-    return KVDisk(config, fingerprint.name, 0, Host()), Host.host_pool
+    pool = torch.zeros(4, size // 4)
+    return KVDisk(config, fingerprint.name, 0, views_of(pool)), pool
 
 
 @pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.long)])
-def test_a_bad_file_is_a_miss_and_is_removed(written, folder, monkeypatch, count):
-    disk, _ = a_disk(written, folder, monkeypatch)
+def test_a_bad_file_is_a_miss_and_is_removed(written, folder, count):
+    disk, _ = a_disk(written, folder)
     rng, whole = random.Random(1), {path: path.read_bytes() for path in files_of(folder)}
     for i in range(count):
         path = rng.choice([*whole])
@@ -228,12 +230,8 @@ def test_errors_of_the_disk_end_nothing(written, folder, expected, monkeypatch, 
 def test_what_is_used_least_recently_goes_first(tmp_path):
     """A sixteenth is free then. Files that are to be kept, and files that were read, stay."""
     size, count = 1000, 32
-
-    class Host:
-        host_pool, sanitizer = torch.zeros(1, size // 4), None
-
     config = EngineConfig(kv_disk=str(tmp_path / "kv"), kv_disk_size=count * (size + HEADER.size) / 2**30)
-    disk = KVDisk(config, "engine", 0, Host())
+    disk = KVDisk(config, "engine", 0, views_of(torch.zeros(1, size // 4)))
     names = [i.to_bytes(16, "big") for i in range(count + 1)]
     now = time.time()
     for i, name in enumerate(names[:count]):
@@ -253,15 +251,13 @@ def test_what_is_used_least_recently_goes_first(tmp_path):
 
 
 def test_a_block_larger_than_the_room_is_not_written(tmp_path):
-    class Host:
-        host_pool, sanitizer = torch.zeros(1, 2000), None
-
-    disk = KVDisk(EngineConfig(kv_disk=str(tmp_path / "kv"), kv_disk_size=1e-6), "engine", 0, Host())
+    config = EngineConfig(kv_disk=str(tmp_path / "kv"), kv_disk_size=1e-6)
+    disk = KVDisk(config, "engine", 0, views_of(torch.zeros(1, 2000)))
     assert disk.write(bytes(16), 0, 0.0, None) == 0 and not files_of(tmp_path / "kv")
 
 
 def test_given_up_moves_touch_no_block(written, folder, monkeypatch):
-    disk, pool = a_disk(written, folder, monkeypatch)
+    disk, pool = a_disk(written, folder)
     names = [bytes.fromhex(path.name) for path in files_of(folder)]
     begun, read = [], disk.read_file
 
