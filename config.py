@@ -5,7 +5,6 @@ Standard library only: every process reads this file, and most of them never imp
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import difflib
 import functools
@@ -16,7 +15,6 @@ import json
 import math
 import os
 import re
-import stat
 import subprocess
 import sys
 import traceback
@@ -589,12 +587,11 @@ def guarded(owner: type, name: str, check: Check | None) -> Callable[..., Any]:
 def private_folder(path: str) -> str:
     """A folder that is only ours; it is made if it is not there. A ValueError if others may write to it, or own it."""
     try:
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(path, 0o700)
+        Path(path).mkdir(0o700, exist_ok=True)
         state = os.stat(path)
     except OSError as error:
         raise ValueError(f"kv_disk is {path!r}: {error.strerror}") from None
-    if state.st_uid != os.geteuid() or state.st_mode & 0o022 or not stat.S_ISDIR(state.st_mode):
+    if state.st_uid != os.geteuid() or state.st_mode & 0o022:
         raise ValueError(f"kv_disk is {path!r}; it must be a folder of this user's that nobody else may write to")
     return path
 

@@ -96,9 +96,8 @@ class Scheduler:
         self.counters = self.stats.counters
         manager = WatchedBlockManager if config.sanitize_kv else BlockManager
         kept_states = states and StateManager(config, states)
-        self.space = DiskSpaceManager(
-            config, num_blocks, num_host_blocks, windows, swap_cost, kept_states, manager, disk, self.counters
-        )
+        sizes = num_blocks, num_host_blocks, windows, swap_cost, kept_states, manager
+        self.space = DiskSpaceManager(disk, self.counters, config, *sizes)
         self.blocks = self.space.device
         self.limits = RequestLimits(config, self.space, max_model_len, vocab_size, frozenset(eos_token_ids))
         self.admission = Admission(config, self.space, self.counters)

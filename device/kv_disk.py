@@ -38,9 +38,8 @@ class KVDisk:
     """The files of a rank.
 
     Args:
-        config: which folder all files are in, and how large it may be.
-        fingerprint: the name of the engine's folder there.
-        rank: of this worker, among those of all stages.
+        config: names the folder of all files, and its size.
+        fingerprint, rank: name the folder of this worker's there.
         views: returns the memory of a host block, which is read from and written to a file.
     """
 
@@ -74,8 +73,6 @@ class KVDisk:
             return float("inf")
         return statistics.median(seconds)
 
-    # --- moves --------------------------------------------------------------------------------------------------------
-
     def begin(self, plan: StepPlan, event: torch.cuda.Event | None) -> None:
         """Begin a plan's moves; on a GPU they wait for an event, because steps in its queue move the same blocks."""
         for ticket, name, block in plan.disk_in:
@@ -102,7 +99,7 @@ class KVDisk:
             self.first = first or self.first
 
     def read(self, name: bytes, block: int, event: torch.cuda.Event | None) -> int:
-        """Fill a host block from its file, which is removed if it is bad. Returns the move's status."""
+        """Fill a host block from its file, which is removed if it is bad; returns the move's status."""
         if event:
             event.synchronize()
         try:
@@ -118,7 +115,7 @@ class KVDisk:
             return 0
 
     def write(self, name: bytes, block: int, seconds: float, event: torch.cuda.Event | None) -> int:
-        """Write a host block to its file, which is to be kept for some seconds. Returns the move's status."""
+        """Write a host block to its file, which is to be kept for some seconds; returns the move's status."""
         if event:
             event.synchronize()
         if time.monotonic() < self.paused_until:
@@ -133,8 +130,6 @@ class KVDisk:
             self.paused_until = time.monotonic() + PAUSE
             return 0
 
-    # --- files --------------------------------------------------------------------------------------------------------
-
     def path(self, name: bytes) -> Path:
         """The file of this name."""
         return self.folder / name.hex()
@@ -147,16 +142,12 @@ class KVDisk:
 
     def read_file(self, name: bytes, views: list[memoryview]) -> bool:
         """Fill memory from a file; returns whether it is whole. Raises an OSError if it cannot be read."""
-        with open(self.path(name), "rb", buffering=0) as file:
+        with open(self.path(name), "rb") as file:
             header = file.read(HEADER.size)
             if len(header) < HEADER.size or os.fstat(file.fileno()).st_size != HEADER.size + sum(map(len, views)):
                 return False
-            for view in views:
-                done = 0
-                while done < len(view):
-                    if not (count := file.readinto(view[done:])):
-                        return False
-                    done += count
+            if any(file.readinto(view) < len(view) for view in views):
+                return False
         if header != self.header(name, views):
             return False
         with contextlib.suppress(OSError):

@@ -186,22 +186,19 @@ def fingerprint_of(start: Start) -> str:
 
 
 def add_disk(start: Start, worker: KeptWorker, token_seconds: float) -> dict[str, Any]:
-    """Give the worker its files of KV blocks; returns facts of them.
-
-    These are the folder of this engine, bytes of a block over all ranks, seconds to read one and to compute its tokens,
-    and whether reading pays: it takes less time, with a block of each kind of layers. A ValueError if the folder is not
-    ours alone, or there is no host memory.
-    """
+    """Give the worker its files of KV blocks; returns facts of them: the engine's folder, bytes of a block over all
+    ranks, and whether reading a block of each kind of layers pays, because computing its tokens takes longer. A
+    ValueError if the folder is not ours alone, or there is no host memory."""
     config, group, nbytes = start.config, start.group, worker.block_bytes()
     if not len(worker.host_pool):
         config.refuse("kv_disk", f"it needs host memory for blocks, and swap_space is {config.swap_space}")
     rank = group.pipeline.stage * group.size + group.rank
     worker.disk = disk = kv_disk.KVDisk(config, fingerprint_of(start), rank, worker.host_views)
     read, compute = disk.time_reads(nbytes), token_seconds * config.block_size
-    return {
-        "folder": str(disk.folder.parent), "bytes": group.sum(nbytes), "read_seconds": read, "compute_seconds": compute,
-        "pays": len(start.model.layout.windows) * read < compute,
-    }  # fmt: skip
+    pays, folder = len(start.model.layout.windows) * read < compute, str(disk.folder.parent)
+    times = f"a block is read in {1000 * read:.3g} ms, and its tokens are computed in {1000 * compute:.3g} ms"
+    note = f"  KV disk   {'' if pays else 'not used: '}{folder}: {times}\n"
+    return {"folder": folder, "bytes": group.sum(nbytes), "pays": pays, "note": note}
 
 
 def check_sizes(config: EngineConfig, model_config: ModelConfig, device: str) -> int:

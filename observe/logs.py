@@ -160,18 +160,9 @@ def start_log(facts: dict[str, Any], workers: str) -> str:
         f"  KV cache  {f['num_blocks']:,} blocks of {f['block_size']}{of} in "
         f"{f['kv_bytes'] / 2**20:,.0f} MiB: {counted(fit, 'request')} at the full length of "
         f"{f['max_model_len']:,}\n"
-        f"{disk_note(f.get('kv_disk'))}"
+        f"{f['kv_disk']['note'] if f.get('kv_disk') else ''}"
         f"  start-up  {', '.join(f'{phase} {seconds:.2f} s' for phase, seconds in f['startup'].items())}"
     )
-
-
-def disk_note(disk: dict[str, Any] | None) -> str:
-    """Whether KV blocks are kept on disk, in a line."""
-    if disk is None:
-        return ""
-    read, compute = (f"{1000 * disk[name]:.3g} ms" for name in ("read_seconds", "compute_seconds"))
-    words = f"{disk['folder']}: a block is read in {read}, and its tokens are computed in {compute}"
-    return f"  KV disk   {words if disk['pays'] else f'not used, {words}'}\n"
 
 
 def memory_note(memory: dict[str, int]) -> str:

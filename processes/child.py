@@ -27,7 +27,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections import Counter, deque
@@ -410,21 +409,16 @@ ABSENT, STARTING, READY, DRAINING = range(4)  # states of an engine
 
 def kept_secret(folder: str) -> bytes:
     """The 16 secret bytes in a file of such a folder, which is made if it is not there; a ValueError if it is not."""
-    path = os.path.join(private_folder(folder), "secret")
+    path = Path(private_folder(folder)) / "secret"
     try:
-        if not os.path.exists(path):
-            handle, temporary = tempfile.mkstemp(dir=folder)
-            with open(handle, "wb") as file:
+        if not path.exists():
+            with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
                 file.write(os.urandom(16))
-            with contextlib.suppress(FileExistsError):  # another process was first
-                os.link(temporary, path)
-            os.unlink(temporary)
-        secret = Path(path).read_bytes()
+        if len(secret := path.read_bytes()) == 16:
+            return secret
     except OSError as error:
         raise ValueError(f"kv_disk is {folder!r}: {path}: {error.strerror}") from None
-    if len(secret) != 16:
-        raise ValueError(f"kv_disk is {folder!r}; {path} must have 16 bytes: remove it, and salted prefixes are lost")
-    return secret
+    raise ValueError(f"kv_disk is {folder!r}; {path} must have 16 bytes: remove it, and salted prefixes are lost")
 
 
 class Board(ctypes.Structure):

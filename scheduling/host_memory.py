@@ -156,10 +156,6 @@ class TieredSpaceManager(BlockSpaceManager):
         self.host.reset_prefix_cache()
         self.lowering.clear()
 
-    def forget_all(self, config: EngineConfig) -> None:
-        """Forget all cached prefixes for good, because a caller says so or the weights are now those of `config`."""
-        self.reset_prefix_cache()
-
     def forget_moves(self, plans: Items[StepPlan]) -> None:
         """Let nobody find what these plans were to move, nor any snapshot: a step may have failed before its moves."""
         for plan in plans:

@@ -151,7 +151,7 @@ def test_only_so_many_blocks_are_written_at_once():
     written = []
     while engine.scheduler.has_work():
         written.append(len(engine.step().disk_out))
-        assert engine.scheduler.space.num_writing <= WRITES
+        assert len(engine.scheduler.space.moves) <= WRITES
     assert sum(written) == 35
 
 
@@ -241,12 +241,10 @@ def test_salts_have_files_of_their_own():
 
 def test_a_disk_that_does_not_pay_is_left_alone():
     engine = Engine(files={}, **SIZES)
-    slow = Engine(**SIZES)
-    slow.scheduler.space.disk = None
     assert engine.scheduler.space.disk and not Engine(**SIZES).scheduler.space.disk
     facts = {"folder": "", "bytes": 1, "pays": False}
     config, space = engine.config, engine.scheduler.space
-    again = type(space)(config, 8, 16, (0,), 0.0, None, type(space.device), facts, engine.scheduler.counters)
+    again = type(space)(facts, engine.scheduler.counters, config, 8, 16, (0,), 0.0, None, type(space.device))
     assert again.disk is None and again.mark == b""
 
 
