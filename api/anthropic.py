@@ -228,7 +228,7 @@ def turns(value: Any, context: CheckContext) -> list[dict[str, Any]]:
 
 
 TTLS = {None: RETENTION, "5m": 300, "1h": 3600}  # seconds
-CACHE_CONTROL = checks.settings("scope", type=["ephemeral"], ttl=["5m", "1h"])
+CACHE_CONTROL = checks.settings("scope", scope=str, type=["ephemeral"], ttl=["5m", "1h"])
 
 
 def cache_control(value: dict[str, Any], context: CheckContext) -> None:
