@@ -31,7 +31,6 @@ HEADER = struct.Struct("<8s16sQI")
 PAUSE = 30.0  # seconds without a write after one that failed
 ROOM = 1 / 16  # share of the size to free once it is used up
 LISTINGS = 64  # the folder is listed each time that this part of its size was written, because others write there, too
-PROBES = 4  # files to measure with
 
 
 class KVDisk:
@@ -59,7 +58,7 @@ class KVDisk:
         """Seconds that reading and checking a file takes that is not in the system's memory; infinite: it fails."""
         seconds, block = [], bytearray(os.urandom(nbytes))
         try:
-            for name in (os.urandom(16) for _ in range(PROBES)):
+            for name in (os.urandom(16) for _ in range(4)):
                 self.write_file(name, [memoryview(block)], 0.0)
                 with open(self.path(name), "rb") as file:
                     os.fsync(file.fileno())
@@ -74,22 +73,19 @@ class KVDisk:
         return statistics.median(seconds)
 
     def begin(self, plan: StepPlan, event: torch.cuda.Event | None) -> None:
-        """Begin a plan's moves; on a GPU they wait for an event, because steps in its queue move the same blocks."""
+        """Begin a plan's moves, and wait until one has ended if the plan says so. On a GPU threads wait for an event,
+        because steps in its queue move the same blocks."""
         for ticket, name, block in plan.disk_in:
             self.moves[ticket] = self.reader.submit(self.read, name, block, event)
         for ticket, name, block, seconds in plan.disk_out:
             self.moves[ticket] = self.writer.submit(self.write, name, block, seconds, event)
-
-    def wait(self, seconds: float) -> None:
-        """Wait until one of the moves has ended, or so long."""
-        wait(self.moves.values(), seconds, FIRST_COMPLETED)
+        if plan.disk_wait:
+            wait(self.moves.values(), plan.disk_wait, FIRST_COMPLETED)
 
     def ended(self) -> list[tuple[int, int]]:
         """The moves that have ended since the last call, see `StepResult.disk`."""
-        ended = [(ticket, move.result()) for ticket, move in self.moves.items() if move.done()]
-        for ticket, _ in ended:
-            del self.moves[ticket]
-        return ended
+        ended = [ticket for ticket, move in self.moves.items() if move.done()]
+        return [(ticket, self.moves.pop(ticket).result()) for ticket in ended]
 
     def give_up(self, first: int | None = None) -> None:
         """Give up all moves if tickets below `first` do not count any more. No thread touches a block afterwards."""
@@ -108,10 +104,9 @@ class KVDisk:
             warn_once(f"kv_disk: {self.path(name)} is not what was written there, and is removed")
             self.path(name).unlink()
             return -1
-        except FileNotFoundError:  # it was the least recently used
-            return 0
         except OSError as error:
-            warn_once(f"kv_disk: reading from {self.folder} fails: {error.strerror}")
+            if not isinstance(error, FileNotFoundError):  # as where it was the least recently used
+                warn_once(f"kv_disk: reading from {self.folder} fails: {error.strerror}")
             return 0
 
     def write(self, name: bytes, block: int, seconds: float, event: torch.cuda.Event | None) -> int:

@@ -182,14 +182,10 @@ def add_disk(w: Worker, disk: KVDisk) -> None:
     """Blocks of the host are written to disk and read from there by threads, see `KVDisk`."""
 
     def begin(run: StepRun) -> None:  # once what this plan and earlier ones move is in the device's queue
-        if run.plan.disk_out or run.plan.disk_in:
-            event = None
-            if w.device == "cuda":
-                event = torch.cuda.Event()
-                event.record()
-            disk.begin(run.plan, event)
-        if run.plan.disk_wait:
-            disk.wait(run.plan.disk_wait)
+        event = torch.cuda.Event() if w.device == "cuda" and (run.plan.disk_out or run.plan.disk_in) else None
+        if event:
+            event.record()
+        disk.begin(run.plan, event)
 
     put(w.plan_phases, w.move_blocks, lambda run: disk.give_up(run.plan.disk_first), 0)
     w.plan_phases.append(begin)
