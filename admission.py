@@ -327,7 +327,7 @@ class Admission:
         self.reserve.preempted()
         blocks = self.space.computed_blocks(seq)
         tokens = min(seq.num_computed, len(blocks[0]) * self.config.block_size)
-        swaps = not ahead and self.space.swap_pays(blocks, tokens)
+        swaps = not ahead and self.space.has_context(seq) and self.space.swap_pays(blocks, tokens)
         how = "swap" if swaps else "recompute"
         self.preempted.append((seq.name, how, cause.request_id))
         seq.timeline.note(preempted={"for": cause.request_id, "by": how, "tokens": tokens})

@@ -173,6 +173,15 @@ class TieredSpaceManager(BlockSpaceManager):
         columns = self.host.blocks_for(seq.num_computed)
         return [[block for block in table[:columns] if block >= 0] for table in seq.tables]
 
+    def has_context(self, seq: Sequence) -> bool:
+        """Whether a sequence's tables have all that its next token sees. If steps in flight are given up that had
+        drafts, windows may have passed more than that."""
+        pairs = zip(self.windows, seq.tables, strict=True)
+        begins = [
+            (max(0, seq.num_computed - window + 1) // self.block_size, table) for window, table in pairs if window
+        ]
+        return all(-1 not in table[begin:] for begin, table in begins)
+
     def swap_pays(self, blocks: list[list[int]], tokens: int) -> bool:
         """Whether a sequence that holds these blocks of `tokens` tokens is preempted by swap.
 

@@ -351,6 +351,11 @@ def test_random_scenarios_with_a_disk(seeds):
         assert counts[name] > len(seeds) / 50, name
 
 
+def test_no_window_has_passed_what_a_swapped_sequence_sees():
+    """Steps in flight have drafts, and are given up: here their windows had passed a block that is needed again."""
+    assert run_scenario(5310, 1, 2, {}).counters["num_swapped_blocks_total"] > 0
+
+
 class Traffic(RuleBasedStateMachine):
     """The same with hypothesis at the wheel, which finds the shortest way to a fault."""
 
