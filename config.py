@@ -178,6 +178,8 @@ class EngineConfig:
         0.0,
         2.0**20,
     )
+    kv_disk: str | None = option(None, "folder for the KV blocks of cached prefixes, which outlive the server there")
+    kv_disk_size: float = option(16.0, "GiB that the files in kv_disk may take, of all engines together", 1e-6, 2.0**30)
     enable_prefix_caching: bool = option(True, "reuse the KV blocks of equal prompt beginnings")
     num_state_snapshots: int | None = option(
         None, "recurrent states the prefix cache keeps (default: max_num_seqs; CPU: in half of free memory)", 0, 2**20
@@ -402,6 +404,16 @@ class EngineConfig:
             self.allow("without enable_lora", "max_prompt_adapter_token", 0)
         if not self.enable_prefix_caching:
             self.allow("without prefix caching", "num_state_snapshots", 0, None)
+        if self.kv_disk is not None:
+            self.allow("with kv_disk", "enable_prefix_caching", True)
+            self.allow(
+                "with kv_disk, where an engine looks at its workers' files,",
+                "distributed_executor_backend",
+                "auto",
+                "uni",
+                "mp",
+            )
+            self.allow("with kv_disk, whose files no replay has,", "log_scheduler", None)
         if self.enable_chunked_prefill:  # it would do nothing
             self.allow("with chunked prefill", "scheduler_delay_factor", 0)
         if self.makes_vectors:
@@ -584,6 +596,18 @@ def guarded(owner: type, name: str, check: Check | None) -> Callable[..., Any]:
         return returned
 
     return call
+
+
+def private_folder(path: str) -> str:
+    """A folder that is only ours; it is made if it is not there. A ValueError if others may write to it, or own it."""
+    try:
+        Path(path).mkdir(0o700, exist_ok=True)
+        state = os.stat(path)
+    except OSError as error:
+        raise ValueError(f"kv_disk is {path!r}: {error.strerror}") from None
+    if state.st_uid != os.geteuid() or state.st_mode & 0o022:
+        raise ValueError(f"kv_disk is {path!r}; it must be a folder of this user's that nobody else may write to")
+    return path
 
 
 def stamp_of(source: str) -> str:

@@ -52,6 +52,7 @@ class RequestMetrics:
     finished_time: float | None = None
     num_cached_tokens: int = 0
     time_in_queue: float | None = None  # seconds before the engine let it in
+    cached_by_tier: dict[str, int] = field(default_factory=dict)  # see `EngineOutput`
 
 
 @dataclass
@@ -324,6 +325,7 @@ class Choices:
             return None
         if metrics.first_token_time is None:
             metrics.num_cached_tokens, metrics.time_in_queue = output.num_cached_tokens, output.time_in_queue
+            metrics.cached_by_tier = output.cached_by_tier
             if output.token_ids:
                 metrics.first_token_time = time.monotonic()
         text = generation.push(output)

@@ -200,7 +200,7 @@ def serve(argv: list[str]) -> None:
         listener = listen(config.host, config.port, "--host and --port")
         address = listener.getsockname()[0]
         http.check_address(config, address)
-    board = Board()
+        board = Board(engine_config.kv_disk)
     with engines("server", engine_config, board, secret) as fleet:
         with exit_on_mistake(parser):
             adapters.check(fleet)

@@ -42,6 +42,7 @@ from plan import StepPlan, StepResult
 
 if TYPE_CHECKING:
     from cpu.weights import GreedyHead
+    from device.kv_disk import KVDisk
     from device.piecewise import PiecewiseGraphs
     from lora.stacks import AdapterPool
     from models.logprobs import LogprobGatherer, Scoring
@@ -103,6 +104,7 @@ class Worker(Profiled):
     greedy_head: GreedyHead | None = None  # finds greedy tokens on a CPU without all logits
     pieces: PiecewiseGraphs | None = None  # runs the model in steps that have no graph
     sanitizer: KVSanitizer | None = None  # set after warm-up
+    disk: KVDisk | None = None  # this, too
 
     def __init__(
         self,
@@ -199,7 +201,7 @@ class Worker(Profiled):
             else:
                 self.state.forget()
             return Launched(StepResult(plan.step, [], error=error, lasting=lasting))
-        launched.phases = self.marks
+        launched.phases, launched.disk = self.marks, self.disk
         return launched
 
     def execute(self, plan: StepPlan) -> Launched:

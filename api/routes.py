@@ -53,8 +53,10 @@ class Api:
 
     def answer(self, face: Face, body: dict[str, Any], caller: Caller) -> dict[str, Any] | Events:
         """The reply to a request; an `ApiError` if it is refused. What else may end it is in `EngineCall.run`."""
-        fields = read_fields(face, body, CheckContext(self.config, caller.ignored))
+        context = CheckContext(self.config, caller.ignored)
+        fields = read_fields(face, body, context)
         del body  # it may be large
+        caller.retention = context.retention
         caller.id = face.prefix + caller.name
         if module := self._adapter(fields["model"] or self.names[0]):
             caller.lora = request_of(module)

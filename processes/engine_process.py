@@ -82,7 +82,7 @@ class EngineServer:
             return
         core, scheduler = self.core, self.core.scheduler
         waiting = len(scheduler.waiting) + len(scheduler.swapped) + len(scheduler.admission.deferred)
-        waiting += len(core.paused) + len(core.adapters.waiting)
+        waiting += len(core.paused) + len(core.adapters.waiting) + len(scheduler.admission.reading)
         load = Load(self.load.rank, waiting, len(scheduler.running))
         if load != self.load:
             self.load = load

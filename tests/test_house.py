@@ -77,9 +77,9 @@ STDLIB_ONLY = {
     "models.pooling", "models.read_config", "models.read_rope", "models.text_halves", "observe.freed_blocks",
     "observe.live", "observe.logs", "observe.metrics", "plan", "sampling_params", "scheduler",
     "scheduling.adapters", "scheduling.beam_search", "scheduling.classic", "scheduling.crash_isolation",
-    "scheduling.lanes", "scheduling.drafts", "scheduling.fair", "scheduling.host_memory", "scheduling.limits",
-    "scheduling.policy", "scheduling.reports", "scheduling.reserve", "scheduling.samples", "scheduling.states",
-    "sequence", "speculation.options",
+    "scheduling.disk", "scheduling.lanes", "scheduling.drafts", "scheduling.fair", "scheduling.host_memory",
+    "scheduling.limits", "scheduling.policy", "scheduling.reports", "scheduling.reserve", "scheduling.samples",
+    "scheduling.states", "sequence", "speculation.options",
 }  # fmt: skip
 TORCH_FREE_ROOMS = ("api", "commands", "text", "scheduling", "processes", "executors")
 TORCH_FREE = (
