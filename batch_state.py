@@ -154,7 +154,7 @@ class BatchState:
         self.seeds = self.words[self.places["seeds"][0] :][: 2 * slots].view(torch.int64)
         self.token_counts = torch.zeros(slots, vocab_size, dtype=torch.int32, device=device)
         self.to_compute, self.num_logprobs, self.adjusted, self.stops_barred = np.zeros((4, slots), dtype=np.int32)
-        self.adapter_numbers = np.zeros(slots, dtype=np.int32)  # `adapters`, on the host
+        self.adapted = np.zeros(slots, dtype=np.int32)  # `adapters`, on the host
         self.barred_rows: dict[int, NewRow] = {}
         self.masked_logprobs = np.zeros(slots, dtype=bool)  # see `NewRow`
         self.scores: dict[int, tuple[int, int, int, int]] = {}  # by slot: `NewRow.score`, and its tokens
@@ -165,7 +165,7 @@ class BatchState:
     def enter(self, plan: StepPlan) -> None:
         """Let sequences leave, enter and grow. Token counts change now; all else is noted, and `apply` brings it."""
         adjustments = dict.fromkeys(plan.released, 0)
-        adapters = {slot: 0 for slot in plan.released if self.adapter_numbers[slot]}
+        adapters = {slot: 0 for slot in plan.released if self.adapted[slot]}
         for slot in plan.released:
             self.scores.pop(slot, None)
             self.stops_barred[slot] = 0
@@ -191,7 +191,7 @@ class BatchState:
                 self._write("stop_bits", slot, self._bits(row.stops))
             adjustments[slot] = self._enter_adjustments(row)
             adapter = row.adapter if row.token_ids[0] >= 0 else 0  # a prompt adapter changes no products
-            if adapter or self.adapter_numbers[slot]:
+            if adapter or self.adapted[slot]:
                 adapters[slot] = adapter
         for slot, blocks in plan.new_blocks:
             self._grow(slot, blocks)
@@ -207,7 +207,7 @@ class BatchState:
         for slot, bits in adjustments.items():
             self._note(slot, bits)
         for slot, adapter in adapters.items():
-            self.adapter_numbers[slot] = adapter
+            self.adapted[slot] = adapter
             self._write("adapters", slot, array("i", (adapter,)))
 
     def _note(self, slot: int, bits: int) -> None:

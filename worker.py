@@ -318,7 +318,7 @@ class Worker(Profiled):
         kernels, `attention_prefill` gets all rows.
         """
         rows, tokens, longest = len(counts), int(counts.sum()), int(counts.max())
-        adapted = self.adapters is not None and bool(self.state.adapter_numbers.any())
+        adapted = self.adapters is not None and bool(self.state.adapted.any())
         if self.pooler:  # no decodes either: one kernel rounds all prompts alike
             return StepShape(rows, tokens, 0, 0, longest, False, adapted)
         adjusted = bool(self.state.adjusted.any())

@@ -67,7 +67,7 @@ def table_columns(config: EngineConfig, max_model_len: int) -> int:
 def dry_worker(config: EngineConfig, model: Transformer, ops: ModuleType) -> Worker:
     """A worker on the meta device for a model of the same shape as `model`; `ops` is the module `kernels`."""
     dry = dry_model(config, model.config, ops, model.dtype, model.max_model_len, model.group.pipeline)
-    adapters = AdapterPool(config, dry, dry.parameters()) if config.enable_lora else None
+    adapters = AdapterPool.of(config, dry, dry.parameters())
     for owner, original in zip(dry.owners(), model.owners(), strict=True) if model.coded else ():
         for name, value in vars(original).items():
             if isinstance(weight := unwrapped(value), QuantizedWeight):

@@ -62,7 +62,7 @@ def make_up(worker: Worker, rows: Rows) -> None:
     model, group, shape = worker.model, worker.group, rows.shape
     done, width = len(group.exchanged), -(-model.config.vocab_size // group.size)
     adapters = worker.adapters
-    has_changes = adapters and adapters.slots_with_changes(worker.state.adapter_numbers, rows.planned)
+    has_changes = adapters and adapters.slots_with_changes(worker.state.adapted, rows.planned)
     # The other ranks pad a step that runs in pieces, which steps with changes do not.
     tokens = worker.pieces.padded(shape.tokens) if worker.pieces and not has_changes else shape.tokens
     for size, dtype in worker.exchanges[done:]:

@@ -26,7 +26,7 @@ from cpu import machine
 from device.coded import coded_as, files_of, kinds_of, settle, unwrapped
 from device.dry_run import MIB, count_step, distinct_layers, dry_model, dry_worker, new_state
 from device.loader import all_sources, find_weights, settle_dummy
-from lora.stacks import AdapterPool
+from lora.stacks import adapter_bytes
 from model import Transformer
 from model_config import ModelConfig
 from models.delta_net import DeltaNet
@@ -124,14 +124,13 @@ def plan_memory(config: EngineConfig, model: Transformer, cuda: bool) -> MemoryP
         kept = kept_bytes(config, model)
         activations, logits, graphs = activations + kept, logits + kept, graphs + (kept if graphs else 0)
         reserved += kept
-    adapters = 0
-    if config.enable_lora:  # they are as large beside packed weights as beside plain ones
+    plain = model
+    if model.coded and config.enable_lora:  # adapters are as large as beside plain weights
         plain = dry_model(config, model.config, model.ops, model.dtype, model.max_model_len, model.group.pipeline)
-        adapters = AdapterPool(config, plain, plain.parameters()).pool.nbytes
     plan = MemoryPlan(
         weights=count_bytes(model.owners()),
         draft=count_bytes({*model.draft.owners()} - {*model.owners()}) if model.draft else 0,
-        adapters=adapters,
+        adapters=config.max_loras * adapter_bytes(config, plain),
         state=count_bytes([new_state(config, model, model.max_model_len, rows, "meta")]),
         states=4 * model.state_size * (rows + count_snapshots(config, model)),
         activations=activations,

@@ -56,17 +56,21 @@ def put(phases: list[Phase], place: Phase, phase: Phase, after: int = 1) -> None
 def add_adapters(w: Worker, adapters: AdapterPool) -> None:
     """Adapters come to the device, and change the products of the model and of its head."""
 
+    def move(run: StepRun) -> None:
+        if run.plan.adapters:
+            adapters.move(run.plan.adapters)
+
     def choose_graph(run: StepRun) -> None:  # no graph has the products with changes
-        if adapters.slots_with_changes(w.state.adapter_numbers, run.plan.rows):
+        if adapters.slots_with_changes(w.state.adapted, run.plan.rows):
             run.graph = None
 
     def begin(run: StepRun) -> None:
         of_slots = w.state.adapters if run.shape.adapted else None
-        changed = adapters.slots_with_changes(w.state.adapter_numbers, run.plan.rows)
-        adapters.begin(of_slots, run.batch, run.shape, changed)
+        changed = adapters.slots_with_changes(w.state.adapted, run.plan.rows)
+        adapters.begin(of_slots, run.batch.slots, run.batch.starts, run.shape, changed)
 
     w.making_logits = lambda slots: adapters.making_logits(slots.int())
-    put(w.plan_phases, w.enter, lambda run: adapters.move(run.plan.adapters))
+    put(w.plan_phases, w.enter, move)
     put(w.row_phases, w.enter_rows, choose_graph)
     put(w.forward_phases, w.prepare_batch, begin)
 
@@ -163,7 +167,7 @@ def add_sanitizer(w: Worker, sanitizer: KVSanitizer) -> None:
 
     def follow(run: StepRun) -> None:
         w.state.apply(w.ops)
-        sanitizer.follow(run.plan, [adapter.digest for adapter in w.adapters.on_device] if w.adapters else ())
+        sanitizer.follow(run.plan, [adapter.digest for adapter in w.adapters.held] if w.adapters else ())
 
     def check(run: StepRun) -> None:
         batch = run.batch

@@ -51,12 +51,13 @@ class PiecewiseGraphs:
         self.slot_mapping = self.input_ids.expand(len(model.layout.windows), -1) - 1
         self.buffers: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
         self.captured: dict[tuple[int, bool], list[GraphPiece]] = {}
-        self.steps = {size: adapters.plan_of_none(size) for size in sizes} if adapters else {}
+        self.plans = {size: adapters.plan_of_none(size) for size in sizes} if adapters else {}
         stream = torch.cuda.Stream()
         gc.collect()  # pinned memory that it frees waits for the device, which would break a capture
         for adapted, size in product(sorted({False, adapters is not None}), reversed(sizes)):
             if adapters:  # steps with prompt adapters alone count as not adapted, so all graphs put prompts in
-                adapters.step, model.prompts = self.steps[size] if adapted else None, adapters.prompts
+                adapters.plan, model.prompts = self.plans[size] if adapted else None, adapters.prompts
+                adapters.changes = []
             self.forward(size, lambda attention, q: self.hand_over(attention, q)[1])  # as before each decode graph
             torch.cuda.synchronize()
             with torch.cuda.stream(stream):
@@ -113,8 +114,7 @@ class PiecewiseGraphs:
         Where it has adapters (`adapted`), they have begun the step.
         """
         count = len(batch.input_ids)
-        adapters = self.adapters.step if self.adapters else None
-        if count > self.sizes[-1] or (adapters and adapters.changes):
+        if count > self.sizes[-1] or (self.adapters and self.adapters.changes):
             return self.model.forward(batch, self.pool, self.states)
         size = self.padded(count)
         self.input_ids[:count] = batch.input_ids
@@ -122,8 +122,8 @@ class PiecewiseGraphs:
         self.slot_mapping[:, :count] = batch.slot_mapping
         self.slots[:count], self.slots[count:size] = 0, -1  # so padding meets no expert, and it is not stored:
         self.slot_mapping[:, count:size] = -1  # it has the ids and positions of earlier tokens
-        if adapters and adapted:
-            for kept, made in zip(self.steps[size].plan, adapters.plan, strict=True):
+        if self.adapters and adapted:
+            for kept, made in zip(self.plans[size], self.adapters.plan, strict=True):
                 kept[: len(made)] = made
         step = self.model.new_step(batch, self.pool, self.states)
         for piece in self.captured[size, adapted]:

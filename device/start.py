@@ -114,7 +114,7 @@ class Start:
     def arrange(self, files: list[str]) -> None:
         """Give the weights the layouts that this device is fast with; of the `files` see `cpu.weights.prepare`."""
         config, model = self.config, self.model
-        adapters = AdapterPool(config, model, self.parameters, self.adapters) if config.enable_lora else None
+        adapters = AdapterPool.of(config, model, self.parameters, self.adapters)
         if self.ops.BACKEND == "cpu":
             rows = "both" if config.compile else "one" if config.max_num_seqs == 1 else "several"
             rows = "several" if config.makes_vectors else rows  # a prompt's tokens are the rows of a product

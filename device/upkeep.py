@@ -140,7 +140,7 @@ class KeptWorker(Worker):
             self.greedy_head = self.start.greedy_head = None
             if self.adapters:  # which refer to the old model, as it does to them
                 wanted = self.model.parameters()
-                self.start.adapters = self.adapters = AdapterPool(self.config, self.model, wanted, self.adapters)
+                self.start.adapters = self.adapters = AdapterPool.of(self.config, self.model, wanted, self.adapters)
             self.proposer = new_proposer(self.config, self.model)  # the old one has the old draft
             self.arrange()
             gc.collect()

@@ -8,12 +8,12 @@ N virtual tokens, which stand before each prompt (prompt tuning, Lester et al., 
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 import re
 import sys
 from collections.abc import Callable
+from types import NoneType
 from typing import Any, NamedTuple
 
 from config import read_json
@@ -29,17 +29,16 @@ CONVERT = (
     ", because others change the model's own weights, which the file has not: save the adapter by PEFT's "
     "save_pretrained(..., path_initial_model_for_weight_conversion=...), which makes it a plain one"
 )
-ALLOWED: dict[str, dict[str, tuple[Any, ...]]] = {  # by kind, values or types of fields that change the formula
-    "LORA": {
-        "bias": ("none", None), "megatron_config": (None,), "layer_replication": (None,), "use_qalora": (False, None),
-        "alora_invocation_tokens": (None,), "arrow_config": (None,), "use_bdlora": (None, False),
-        "kasa_config": (None,), "monteclora_config": (None,), "init_lora_weights": INITIALIZED,
-        "use_dora": (bool, None), "lora_bias": (bool, None), "target_parameters": (list, None),
-        "trainable_token_indices": (list, dict, None),
-    },
-    "PROMPT_TUNING": {
-        "task_type": ("CAUSAL_LM",), "num_transformer_submodules": (1, None), "modules_to_save": (None, []),
-    },
+REFUSED: dict[str, tuple[Any, ...]] = {  # fields of the config that change the formula, and where they do not
+    "bias": ("none", None), "megatron_config": (None,), "layer_replication": (None,), "use_qalora": (False, None),
+    "alora_invocation_tokens": (None,), "arrow_config": (None,), "use_bdlora": (None, False), "kasa_config": (None,),
+    "monteclora_config": (None,), "init_lora_weights": INITIALIZED,
+}  # fmt: skip
+TYPES: dict[str, tuple[type, ...]] = {  # of fields that are read beside the file's tensors
+    "use_dora": (bool,), "lora_bias": (bool,), "target_parameters": (list,), "trainable_token_indices": (list, dict),
+}  # fmt: skip
+REFUSED_PROMPTS: dict[str, tuple[Any, ...]] = {  # the same for prompt adapters
+    "task_type": ("CAUSAL_LM",), "num_transformer_submodules": (1, None), "modules_to_save": (None, []),
 }  # fmt: skip
 
 
@@ -71,11 +70,13 @@ class AdapterConfig(NamedTuple):
 
 
 def vocabulary_size(folder: str) -> int:
-    """One more than the highest token of a folder's tokenizer.json, or 0 where there is none."""
-    tokenizer = read_json(folder, "tokenizer.json", {})
+    """One more than the highest token of a folder's tokenizer, or 0 where there is none."""
+    tokenizer, config = (read_json(folder, f"tokenizer{end}.json", {}) for end in ("", "_config"))
     vocab = tokenizer.get("model", {}).get("vocab") or {}
-    ids = vocab.values() if isinstance(vocab, dict) else range(len(vocab))
-    return 1 + max([*ids, *(token["id"] for token in tokenizer.get("added_tokens") or ())], default=-1)
+    ids = [*(vocab.values() if isinstance(vocab, dict) else range(len(vocab)))]
+    ids += [token["id"] for token in tokenizer.get("added_tokens") or ()]
+    ids += [*read_json(folder, "added_tokens.json", {}).values(), *map(int, config.get("added_tokens_decoder") or ())]
+    return 1 + max(ids, default=-1)
 
 
 def read_adapter(folder: str, most: int = MOST_RANK, most_tokens: int = MOST_VIRTUAL_TOKENS) -> AdapterConfig:
@@ -86,14 +87,13 @@ def read_adapter(folder: str, most: int = MOST_RANK, most_tokens: int = MOST_VIR
         raise ValueError(f"{lacks}; an adapter is a folder with {CONFIG} and {WEIGHTS}")
     fields = read_json(folder, CONFIG)
     place = os.path.join(folder, CONFIG)
-    if (kind := str(fields.get("peft_type"))) not in ALLOWED:
-        raise ValueError(f"{place}: peft_type is {kind!r:.200}; it must be {' or '.join(map(repr, ALLOWED))}")
-    for name, allowed in ALLOWED[kind].items():
-        if (value := fields.get(name)) not in allowed and type(value) not in allowed:
-            words = [getattr(one, "__name__", repr(one)) for one in allowed if one is not None]
-            must_be = " or ".join([*words, "left out"] if None in allowed else words)
+    if (kind := fields.get("peft_type")) not in ("LORA", "PROMPT_TUNING"):
+        raise ValueError(f"{place}: peft_type is {kind!r:.200}; it must be 'LORA' or 'PROMPT_TUNING'")
+    for name, allowed in (REFUSED if kind == "LORA" else REFUSED_PROMPTS).items():
+        if (value := fields.get(name)) not in allowed:
+            left_out = " or left out" if None in allowed else ""
             reason = CONVERT if allowed is INITIALIZED else ""
-            raise ValueError(f"{place}: {name} is {value!r:.200}; it must be {must_be}{reason}")
+            raise ValueError(f"{place}: {name} is {value!r:.200}; it must be {allowed[0]!r}{left_out}{reason}")
     if not os.path.isfile(os.path.join(folder, WEIGHTS)):
         other = next((name for name in ("adapter_model.bin", "adapter_model.pt") if name in os.listdir(folder)), "")
         instead = f" but {other}, which may run any code when it is read: save it as safetensors" if other else ""
@@ -102,6 +102,10 @@ def read_adapter(folder: str, most: int = MOST_RANK, most_tokens: int = MOST_VIR
         count: Any = fields.get("num_virtual_tokens")
         check_count(f"{place}: num_virtual_tokens", count, "max_prompt_adapter_token", most_tokens, MOST_VIRTUAL_TOKENS)
         return AdapterConfig(count, lambda module: (0, 0.0), fields)
+    for name, types in TYPES.items():
+        if not isinstance(value := fields.get(name), (*types, NoneType)):
+            kinds = " or ".join(of.__name__ for of in types)
+            raise ValueError(f"{place}: {name} is {value!r:.200}; it must be a {kinds}, or left out")
     ranks, alphas = (compiled(f"{place}: {name}", fields.get(name) or {}) for name in ("rank_pattern", "alpha_pattern"))
     rank, alpha = fields.get("r", 8), fields.get("lora_alpha", 8)
     for name, value in [("r", rank), *(("rank_pattern", value) for _, value in ranks)]:
@@ -115,7 +119,7 @@ def read_adapter(folder: str, most: int = MOST_RANK, most_tokens: int = MOST_VIR
         numerator = next((value for pattern, value in alphas if pattern.match(module)), alpha)
         return r, numerator / (math.sqrt(r) if fields.get("use_rslora") else r)
 
-    return AdapterConfig(0, functools.cache(shape_of), fields)
+    return AdapterConfig(0, shape_of, fields)
 
 
 def compiled(where: str, patterns: Any) -> Patterns:

@@ -7,68 +7,92 @@ numbers on the host, so it runs without CUDA graphs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
-from checkpoints.dequantize import Stored
+from checkpoints.dequantize import Packed, Stored
 
-ROWS = 64  # of a weight that are read at a time
+ROWS = 512  # of a weight that are read at a time
 Tokens = torch.Tensor | slice  # of a step: their places
 
 
-class Change(dict[str, torch.Tensor]):
+@dataclass
+class Change:
     """What an adapter does to one product y = x W^T + bias, in this order:
 
         y[rows] = x weight^T + bias            a head that was trained whole, or some tokens of it
         y += scale B (A x)                     by `ops`; for experts by their own A and B, which are here
         y = factor (y - bias) + bias + shift   DoRA (Liu et al., 2024): factor = m / ||W + scale B A||; and B's bias
 
-    Of a table of embeddings x is a token's id, and the `weight` has embeddings of the tokens `rows`. It has those of
-    these tensors that it needs:
-
-        rows [n] int64 ascending, weight [n, in], bias [n] of the head's own if it is not the model's
-        factor, shift [out] float32
-        a [E, G R, in], b [E, out, R]
+    Of a table of embeddings x is a token's id, and the `weight` has embeddings of the tokens `rows`.
     """
 
-    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Change:
-        """The same with what a function makes of each tensor."""
-        return Change({name: function(x) for name, x in self.items()})
+    rows: torch.Tensor | None = None  # [n] int64, ascending
+    weight: torch.Tensor | None = None  # [n, in]
+    bias: torch.Tensor | None = None  # [n] of the head's own; None: the model's
+    factor: torch.Tensor | None = None  # [out] float32
+    shift: torch.Tensor | None = None  # [out] float32
+    a: torch.Tensor | None = None  # [E, G R, in]
+    b: torch.Tensor | None = None  # [E, out, R]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Those that there are, by name."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+    def to(self, device: torch.device | str, dtype: torch.dtype) -> Change:
+        """The same on a device, in the dtype of the model."""
+        kinds = dict.fromkeys(("weight", "bias", "a", "b"), dtype)
+        return Change(**{name: x.to(device, kinds.get(name, x.dtype)) for name, x in self.tensors().items()})
+
+    def pinned(self) -> Change:
+        """The same in pinned memory of the host."""
+        return Change(**{name: x.pin_memory() for name, x in self.tensors().items()})
 
     def replace(self, y: torch.Tensor, x: torch.Tensor, tokens: Tokens, bias: torch.Tensor | None) -> None:
         """Replace the outputs `rows` of some tokens' y [T, out], for x [T, in], in place."""
-        if "rows" in self:
-            bias = self.get("bias", bias if bias is None else bias[self["rows"]])
-            y[tokens] = y[tokens].index_copy(1, self["rows"], F.linear(x[tokens], self["weight"], bias))
+        if self.weight is None or self.rows is None:
+            return
+        bias = bias[self.rows] if self.bias is None and bias is not None else self.bias
+        y[tokens] = y[tokens].index_copy(1, self.rows, F.linear(x[tokens], self.weight, bias))
 
     def look_up(self, x: torch.Tensor, ids: torch.Tensor, tokens: Tokens) -> None:
         """Replace some tokens' embeddings x [T, hidden] by their ids [T], in place."""
-        if "rows" in self:
-            place = torch.searchsorted(self["rows"], ids[tokens]).clamp_(max=len(self["rows"]) - 1)
-            hit = self["rows"][place] == ids[tokens]
-            x[tokens] = torch.where(hit[:, None], self["weight"][place], x[tokens])
+        if self.weight is None or self.rows is None:
+            return
+        place = torch.searchsorted(self.rows, ids[tokens]).clamp_(max=len(self.rows) - 1)
+        hit = self.rows[place] == ids[tokens]
+        x[tokens] = torch.where(hit[:, None], self.weight[place], x[tokens])
 
-    def rescale(self, y: torch.Tensor, tokens: Tokens, bias: torch.Tensor | float | None = None) -> None:
+    def rescale(self, y: torch.Tensor, tokens: Tokens, bias: torch.Tensor | None = None) -> None:
         """Multiply some tokens' outputs y [T, out], and add to them, in place."""
-        if "factor" in self or "shift" in self:
-            part, bias = y[tokens].float(), 0.0 if bias is None else bias
-            part = (part - bias) * self["factor"] + bias if "factor" in self else part
-            y[tokens] = (part + self.get("shift", 0.0)).to(y.dtype)
+        if self.factor is None and self.shift is None:
+            return
+        part = y[tokens].float()
+        if self.factor is not None:
+            part = part * self.factor if bias is None else (part - bias) * self.factor + bias
+        y[tokens] = (part if self.shift is None else part + self.shift).to(y.dtype)
 
 
 Changes = dict[int, Change]  # of an adapter, by `TargetProduct.number`
+StepChanges = list[tuple[Tokens, Changes]]  # and the tokens of a step that have it
 
 
-def factors_of(name: str, magnitude: torch.Tensor, weight: Stored, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """m / ||W + B A|| of each output [out] float32, where m is the `magnitude` of DoRA, and B includes the scale.
+def factors_of(
+    name: str, magnitude: torch.Tensor, whole: Stored, a: torch.Tensor, b: torch.Tensor, turned: bool
+) -> torch.Tensor:
+    """m / ||W + B A|| of each output [out] float32, where m is the `magnitude` of DoRA and B includes the scale.
 
-    W is the `weight` [out, in], A [r, in], B [out, r]. A ValueError with the module's name, if a norm is 0.
+    `turned`: W is stored as [inputs, outputs], unless it is packed. A ValueError with its name, if the norm is 0.
     """
-    a, b = a.float(), b.float()
-    pairs = zip(weight.split(ROWS), b.split(ROWS), strict=True)
-    norms = torch.cat([(part.float() + rows @ a).norm(dim=1) for part, rows in pairs])
-    if not (factors := magnitude / norms).isfinite().all():
+    a, b, squares = a.float(), b.float(), torch.zeros(len(b))
+    for i, part in enumerate(whole.split(ROWS)):
+        rows = slice(i * ROWS, i * ROWS + len(part))
+        if turned and not isinstance(whole, Packed):
+            squares += (part.float() + a[:, rows].T @ b.T).square().sum(0)
+        else:
+            squares[rows] = (part.float() + b[rows] @ a).square().sum(1)
+    if not (factors := magnitude.float() / squares.sqrt()).isfinite().all():
         raise ValueError(f"{name} has outputs whose weights are all 0, which no magnitude of DoRA can scale")
     return factors

@@ -26,9 +26,8 @@ import contextlib
 import functools
 import hashlib
 import os
-import time
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -40,10 +39,10 @@ from batch_state import StepShape, to_device
 from checkpoints.storage import opened
 from config import EngineConfig
 from cpu import machine
-from layers import Batch, Owner, Weight, linear
+from layers import Owner, Weight, linear
 from lora.adapter import WEIGHTS, read_adapter
-from lora.changes import Change, Changes, Tokens
-from lora.reader import AdapterReader, Module
+from lora.changes import Change, Changes, StepChanges
+from lora.reader import AdapterReader, Module, checked
 from model import Transformer
 from models.expert_layers import ExpertMlp
 from models.quantized import QuantizedWeight, operand
@@ -51,9 +50,8 @@ from models.shares import Parts, TensorPiece
 from observe.logs import logger
 
 ALIGNMENT = 64  # elements; where each matrix begins in a row of a pool is a multiple of it
-READERS = 4  # threads that read adapters: others go on while one waits for its disk
-PAUSES = 3.0  # how long a reader rests beside steps, as a multiple of the time that it has worked
-BUSY = 2.0  # seconds from the beginning of a step, in which it may run, or the next one
+PROMPT = "prompt_embeddings"
+READERS = 4  # threads that read adapters
 MOST_CHANGED = 1024  # tokens with an adapter of experts that are computed at a time
 
 
@@ -78,9 +76,9 @@ class TargetProduct:
         return a, pool[..., self.b : self.b + out * rank].unflatten(-1, (rank, out)).mT
 
 
-def find_products(model: Transformer, parts: Parts) -> list[TargetProduct]:
+def find_products(model: Transformer, wanted: Parts) -> list[TargetProduct]:
     """The products of this stage, by the modules that fill them. The weights of `model` are not packed yet, and may lie
-    on the meta device; the `parts` are from `modules_of`."""
+    on the meta device; `wanted` is from `modules_of`."""
     products: dict[int, TargetProduct] = {}
     places: list[tuple[Owner, str]] = [(owner, name) for owner in model.owners() for name in owner.matrices]
     if not model.group.experts:  # else tokens of other engines meet these experts, too
@@ -97,7 +95,7 @@ def find_products(model: Transformer, parts: Parts) -> list[TargetProduct]:
             product.experts = len(weight) * stacked
             products[weight.untyped_storage()._cdata] = product
     table = f"{model.row.name('embed')}.weight"
-    for name, part in parts.items():
+    for name, part in wanted.items():
         for piece in part.pieces if name != table else ():
             if covering := products.get(piece.target.untyped_storage()._cdata):
                 inputs = covering.shape[1]
@@ -107,7 +105,7 @@ def find_products(model: Transformer, parts: Parts) -> list[TargetProduct]:
         product.bounds = product.bounds if product.experts else slices_of(product)
     result = [product for product in products.values() if product.covers]
     if model.group.pipeline.first:
-        count, size = parts[table].shape
+        count, size = wanted[table].shape
         whole = TensorPiece(model.embedding, (slice(None), slice(None))), range(size)
         result.append(TargetProduct(model, "embedding", (size, count), {table: [whole]}, [0, size]))
     for number, product in enumerate(result):
@@ -115,13 +113,13 @@ def find_products(model: Transformer, parts: Parts) -> list[TargetProduct]:
     return result
 
 
-def modules_of(model: Transformer, parts: Parts) -> Parts:
+def modules_of(model: Transformer, wanted: Parts) -> Parts:
     """The `parameters` of a model, where the head of a tied one has a name of its own, and each of the two its stage.
 
     PEFT's adapters of a tied model's table and head are two, and it saves both even if it was told to tie them.
     """
     table, head = (f"{model.row.name(part)}.weight" for part in ("embed", "head"))
-    modules, pipeline = dict(parts), model.group.pipeline
+    modules, pipeline = dict(wanted), model.group.pipeline
     if model.config.head == "logits" and model.config.tie_word_embeddings:
         modules[head] = modules[table] if pipeline.last else modules[table]._replace(pieces=())
     if not pipeline.first:
@@ -155,12 +153,13 @@ class AdaptedLinear:
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [T, in] W^T + bias, [T, out], and what the adapters of the tokens' rows add."""
-        y, ops = linear(x, self.weight, bias), self.adapters.ops
-        if step := self.adapters.head_step if self.is_head else self.adapters.step:
-            changes = step.changes_of(self.number)
+        y, adapters = linear(x, self.weight, bias), self.adapters
+        if (plan := adapters.head_plan if self.is_head else adapters.plan) is not None:
+            every = adapters.head_changes if self.is_head else adapters.changes
+            changes = [(tokens, of[self.number]) for tokens, of in every if self.number in of]
             for tokens, change in changes:
                 change.replace(y, x, tokens, bias)
-            ops.lora_expand(y, ops.lora_shrink(x, self.a, step.plan), self.b, self.bounds, step.plan)
+            adapters.ops.lora_expand(y, adapters.ops.lora_shrink(x, self.a, plan), self.b, self.bounds, plan)
             for tokens, change in changes:
                 change.rescale(y, tokens, bias)
         return y
@@ -175,12 +174,12 @@ class AdaptedTable:
 
     def __call__(self, x: torch.Tensor, ids: torch.Tensor) -> None:
         """Add to embeddings x [T, hidden] of ids [T], in place."""
-        if step := self.adapters.step:
-            changes = step.changes_of(self.number)
+        if (plan := self.adapters.plan) is not None:
+            changes = [(tokens, of[self.number]) for tokens, of in self.adapters.changes if self.number in of]
             for tokens, change in changes:
                 change.look_up(x, ids, tokens)
-            slots = step.plan.ids.long()  # -1 for tokens without an adapter: what they get of the last slot is unused
-            self.adapters.ops.lora_expand(x, self.a[slots, :, ids].float(), self.b, self.bounds, step.plan)
+            h = self.a[plan.ids.long(), :, ids].float()  # of the last slot for tokens without an adapter, and unused
+            self.adapters.ops.lora_expand(x, h, self.b, self.bounds, plan)
             for tokens, change in changes:
                 change.rescale(x, tokens)
 
@@ -192,16 +191,15 @@ class AdaptedExperts:
     and B of gate and up come before the activation, and the op for these has it inside.
     """
 
-    def __init__(self, mlp: ExpertMlp, adapters: AdapterPool):
-        self.mlp, self.meet, self.adapters = mlp, mlp.meet, adapters
-        self.stacks = {stack.name: stack for stack in adapters.stacks if stack.owner is mlp}
+    def __init__(self, mlp: ExpertMlp, gate_up: TargetProduct, down: TargetProduct, adapters: AdapterPool):
+        self.mlp, self.meet, self.gate_up, self.down, self.adapters = mlp, mlp.meet, gate_up, down, adapters
         self.numbers = torch.arange(1, mlp.count + 1, dtype=torch.int32, device=adapters.pool.device)
 
     def __call__(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """The experts' results [T, hidden] for tokens x [T, hidden] with their choices [T, k]."""
         y = self.meet(x, weights, ids)
-        for tokens, changes in self.adapters.step.changes if self.adapters.step else ():
-            if any(stack.number in changes for stack in self.stacks.values()):
+        for tokens, changes in self.adapters.changes:
+            if changes.keys() & {self.gate_up.number, self.down.number}:
                 for part in torch.arange(len(x), device=x.device)[tokens].split(MOST_CHANGED):
                     y[part] = self.changed(x[part], weights[part], ids[part], changes)
         return y
@@ -211,44 +209,38 @@ class AdaptedExperts:
         mlp, experts, before = self.mlp, ids.flatten(), self.mlp.r.weigh_inputs
         factors, rows = weights.flatten()[:, None], x.repeat_interleave(ids.shape[1], 0)
         rows = (rows * factors).to(x.dtype) if before else rows
-        h = self.multiply(rows, experts, "gate_up", changes)
+        h = self.multiply(rows, experts, mlp.gate_up, mlp.gate_up_bias, self.gate_up, changes)
         if mlp.config.activation == "swigluoai":  # see `reference.expert_gate_up`
             gate, up = h.float().chunk(2, dim=1)
             gate = gate.clamp(max=7)
             h = ((up.clamp(-7, 7) + 1) * gate * (1.702 * gate).sigmoid()).to(x.dtype)
         else:
             h = mlp.ops.act_mul(h, mlp.config.activation)
-        y = self.multiply(h, experts, "down", changes)
+        y = self.multiply(h, experts, mlp.down, mlp.down_bias, self.down, changes)
         y = y if before else y * factors
         return y.view(*ids.shape, -1).sum(1).to(x.dtype)
 
-    def multiply(self, x: torch.Tensor, experts: torch.Tensor, name: str, changes: Changes) -> torch.Tensor:
+    def multiply(
+        self, x: torch.Tensor, experts: torch.Tensor, weight: Any, bias: torch.Tensor | None, product: TargetProduct,
+        changes: Changes,
+    ) -> torch.Tensor:  # fmt: skip
         """W_e x[p] + bias_e + B_e A_e x[p] for each row p of x [P, in], whose expert is e = experts[p]; [P, out]."""
         mlp, ops, count = self.mlp, self.mlp.ops, len(experts)
         plan = ops.plan_experts(
             torch.ones(count, 1, device=x.device), experts[:, None], mlp.count, mlp.first, False, mlp.batch_invariant
         )
-        y: torch.Tensor = ops.expert_down(x, operand(getattr(mlp, name)), getattr(mlp, f"{name}_bias"), plan)
-        if change := changes.get(self.stacks[name].number):
+        y: torch.Tensor = ops.expert_down(x, operand(weight), bias, plan)
+        if change := changes.get(product.number):
+            assert change.b is not None
             starts = torch.arange(count + 1, dtype=torch.int32, device=x.device)
             plan = ops.plan_lora(self.numbers, experts, starts, count, mlp.count)
-            bounds = tuple(bound for bound in self.stacks[name].bounds if bound <= change["b"].shape[1])  # of an expert
-            ops.lora_expand(y, ops.lora_shrink(x, change["a"], plan), change["b"], bounds, plan)
+            outputs = change.b.shape[1]
+            bounds = tuple(bound for bound in product.bounds if bound <= outputs)  # those of one expert
+            ops.lora_expand(y, ops.lora_shrink(x, change.a, plan), change.b, bounds, plan)
         return y
 
 
-class StepAdapters(NamedTuple):
-    """The adapters of a step's tokens, or of those whose logits are made."""
-
-    plan: Any  # `ops.plan_lora`'s
-    changes: list[tuple[Tokens, Changes]]
-
-    def changes_of(self, number: int) -> list[tuple[Tokens, Change]]:
-        """The changes of the product with this number, each with its tokens."""
-        return [(tokens, changes[number]) for tokens, changes in self.changes if number in changes]
-
-
-class AdapterRecord(NamedTuple):
+class HeldAdapter(NamedTuple):
     """What is kept of an adapter outside the pools."""
 
     digest: int  # a number for it, see `state_of`; 0: there is none
@@ -262,48 +254,60 @@ class AdapterPool:
 
     Args:
         model: the model, whose weights are not packed yet.
-        parts: its `parameters`.
+        wanted: its `parameters`.
+        slots: adapters on the device.
+        rows: adapters in the host's memory.
+        rank: the highest one.
+        virtual: M, virtual tokens of an adapter at most.
+        source: the folder or file with the model's weights; "" if these are made up.
         before: the pool that the model had before its weights were replaced; this one takes over its memory.
     """
 
     pool: torch.Tensor  # [slots, elements] on the device
     host: torch.Tensor  # [rows, elements] in the host's memory
-    on_device: list[AdapterRecord]  # the adapter in each slot of `pool`
-    on_host: list[AdapterRecord]  # the same of `host`
+    read: list[HeldAdapter]  # the adapter in each row of `host`
+    held: list[HeldAdapter]  # the same of `pool`
     headed: torch.Tensor  # [1 + slots] int32 on the device: each adapter's own number, from 1, if it has a head, or 0
     readers: ThreadPoolExecutor
     loads: dict[int, Future[int | str]]  # by row of `host`, the result of `load`
 
-    def __init__(self, config: EngineConfig, model: Transformer, parts: Parts, before: AdapterPool | None = None):
-        self.ops, self.model, self.parts = model.ops, model, modules_of(model, parts)
-        self.rank, self.virtual = config.max_lora_rank, config.max_prompt_adapter_token
-        self.products = find_products(model, self.parts)
-        tables = {product.name: product for product in self.products if product.owner is model}
-        self.head, self.table = tables.get("head"), tables.get("embedding")  # None: not on this stage
+    def __init__(
+        self, model: Transformer, wanted: Parts, slots: int, rows: int, rank: int, virtual: int, source: str,
+        before: AdapterPool | None = None,
+    ):  # fmt: skip
+        self.ops, self.rank, self.virtual, self.model = model.ops, rank, virtual, model
+        self.wanted = modules_of(model, wanted)
+        self.products = find_products(model, self.wanted)
+        self.head, self.table = (  # the products of the head's and the table's adapters; None: not on this stage
+            next((product for product in self.products if product.owner is model and product.name == name), None)
+            for name in ("head", "embedding")
+        )
         self.stacks = [product for product in self.products if product.experts]
-        self.products_of: dict[str, list[TargetProduct]] = {}  # by the names of the weights that fill them
+        self.covered: dict[str, list[TargetProduct]] = {}  # by the names of the weights that fill them
         for product in self.products:
             for name in product.covers:
-                self.products_of.setdefault(name, []).append(product)
-        self.reader = AdapterReader(model, self.parts, self.products_of, config.checkpoint, self.gently)
-        begin, hidden = place(self.products, self.rank), model.config.hidden_size
-        count = self.virtual * hidden * model.group.pipeline.first
+                self.covered.setdefault(name, []).append(product)
+        self.reader = AdapterReader(model, self.wanted, self.covered, source)
+        begin, count = place(self.products, rank), prompt_size(model, virtual)
         self.size = begin + aligned(count)
-        self.stepped = 0.0  # when the latest step began, in `time.monotonic` seconds
+        self.plan: Any = None  # `ops.plan_lora`'s for the step; None: none of its rows has an adapter
         self.compiles = False  # whether steps run what adapters of experts need, with zeros: in the first of warm-up
+        self.head_plan: Any = None  # the same for rows whose logits are being made, and adapters of the head
+        self.changes: StepChanges = []  # of the step's tokens
+        self.head_changes: StepChanges = []  # of the rows whose logits are being made
+        self.step_slots: list[int] = []  # of the step's adapters those that have changes
         self.of_slots: torch.Tensor | None = None  # the adapter of each slot of the batch state, in steps with adapters
-        self.changed_slots: list[int] = []  # the slots of the step's adapters that have changes
-        self.step: StepAdapters | None = None  # None: none of the step's rows has an adapter
-        self.head_step: StepAdapters | None = None  # while logits are made: the same, of adapters of the head
-        slots, rows, none = config.max_loras, config.host_loras, AdapterRecord(0, False, {})
-        self.pool, self.host = (before.pool, before.host) if before else self.new_pools(slots, rows, model)
-        self.on_device, self.on_host = (before.on_device, before.on_host) if before else ([none] * slots, [none] * rows)
-        self.headed = before.headed if before else torch.zeros(1 + slots, dtype=torch.int32, device=model.device)
-        # Each has one of torch's threads, because more would keep those of a step waiting.
-        self.readers = before.readers if before else ThreadPoolExecutor(READERS, "lora", torch.set_num_threads, (1,))
-        self.loads = before.loads if before else {}
+        if before:
+            self.pool, self.host, self.headed = before.pool, before.host, before.headed
+            self.read, self.held = before.read, before.held
+            self.readers, self.loads = before.readers, before.loads
+        else:
+            self.pool, self.host = self.new_pools(slots, rows, model)
+            self.headed = torch.zeros(1 + slots, dtype=torch.int32, device=model.device)
+            self.read, self.held = ([HeldAdapter(0, False, {})] * count for count in (rows, slots))
+            self.readers, self.loads = ThreadPoolExecutor(READERS), {}
         self.prompts, self.host_prompts = (  # [.., M, hidden]; None: this stage has none
-            pool[:, begin : begin + count].unflatten(1, (self.virtual, hidden)) if count else None
+            pool[:, begin : begin + count].unflatten(1, (virtual, model.config.hidden_size)) if count else None
             for pool in (self.pool, self.host)
         )
 
@@ -320,46 +324,55 @@ class AdapterPool:
             )
         return pool, host.view(model.dtype).view(-1, self.size)
 
+    @classmethod
+    def of(
+        cls, config: EngineConfig, model: Transformer, wanted: Parts, before: AdapterPool | None = None
+    ) -> AdapterPool | None:
+        """The adapters that the options ask for; they take over the memory of the pool that the model had `before`."""
+        if not config.enable_lora:
+            return None
+        sizes = config.max_loras, config.host_loras, config.max_lora_rank, config.max_prompt_adapter_token
+        return cls(model, wanted, *sizes, config.checkpoint, before)
+
     def wrap(self) -> None:
         """Put the adapters into the model, whose weights have their layouts now."""
         for product in self.products:
             if product is self.table:
                 self.model.adapt_embeddings = AdaptedTable(product, self)
-            elif not product.experts:
+            elif product.experts:
+                if isinstance(mlp := product.owner, ExpertMlp) and product.name == "gate_up":
+                    down = next(of for of in self.stacks if of.owner is mlp and of is not product)
+                    mlp.meet = AdaptedExperts(mlp, product, down, self)  # type: ignore[method-assign]
+            else:
                 weight = getattr(product.owner, product.name)
                 setattr(product.owner, product.name, AdaptedLinear(weight, product, self))
-            elif isinstance(mlp := product.owner, ExpertMlp) and product.name == "gate_up":
-                mlp.meet = AdaptedExperts(mlp, self)  # type: ignore[method-assign]
 
-    def slots_with_changes(self, numbers: np.ndarray, rows: list[tuple[int, int]]) -> list[int]:
-        """The slots of the planned `rows`' adapters that have changes, by `BatchState.adapter_numbers`."""
-        of_rows = {*numbers[[slot for slot, _ in rows]].tolist()} if numbers.any() else ()
-        return [number - 1 for number in of_rows if number and self.on_device[number - 1].changes]
+    def slots_with_changes(self, adapted: np.ndarray, rows: list[tuple[int, int]]) -> list[int]:
+        """The slots of the planned `rows`' adapters that have changes; of `adapted` see `BatchState`."""
+        numbers = {*adapted[[slot for slot, _ in rows]].tolist()} if adapted.any() else ()
+        return [number - 1 for number in numbers if number and self.held[number - 1].changes]
 
-    def begin(self, of_slots: torch.Tensor | None, batch: Batch, shape: StepShape, changed_slots: list[int]) -> None:
-        """A step begins. Without `of_slots` none of its rows has an adapter with matrices. The `changed_slots` are the
-        `slots_with_changes`; graphs are captured without any."""
-        self.of_slots, self.changed_slots, self.step = of_slots, changed_slots, None
-        if of_slots is not None:
-            self.step = self.plan_step(of_slots, batch.slots, batch.starts, shape.tokens)
-            if self.pool.is_meta or self.compiles:
-                zeros = {stack.shape: self.new_stack(stack, self.pool.device) for stack in self.stacks}
-                self.step.changes.append((slice(None), {stack.number: zeros[stack.shape] for stack in self.stacks}))
+    def begin(
+        self, of_slots: torch.Tensor | None, slots: torch.Tensor, starts: torch.Tensor, shape: StepShape,
+        step_slots: list[int],
+    ) -> None:  # fmt: skip
+        """A step begins: see `ops.plan_lora`. Without `of_slots` none of its rows has an adapter with matrices. The
+        `step_slots` are the `slots_with_changes`; graphs are captured without any."""
+        args = slots, starts, shape.tokens, len(self.pool)
+        self.of_slots = of_slots
+        self.plan = None if of_slots is None else self.ops.plan_lora(of_slots, *args)
+        self.step_slots = step_slots
+        self.changes = self.changes_of(self.plan)
+        if self.pool.is_meta or self.compiles:
+            zeros = {stack.shape: self.new_stack(stack, self.pool.device) for stack in self.stacks}
+            self.changes = [(slice(None), {stack.number: zeros[stack.shape] for stack in self.stacks})]
         # A row that samples ends with a token of its client, so decodes have no virtual tokens. But places for drafts
         # may have what another sequence left there.
         self.model.prompts = self.prompts if shape.samples < shape.tokens or shape.drafted else None
 
-    def plan_step(self, of_slots: torch.Tensor, slots: torch.Tensor, starts: torch.Tensor, tokens: int) -> StepAdapters:
-        """The adapters of so many tokens; of the other arguments see `ops.plan_lora`."""
-        plan = self.ops.plan_lora(of_slots, slots, starts, tokens, len(self.pool))
-        changes = [((plan.ids == slot).nonzero()[:, 0], self.on_device[slot].changes) for slot in self.changed_slots]
-        return StepAdapters(plan, changes)
-
-    def plan_of_none(self, tokens: int) -> StepAdapters:
-        """A step of one row with so many tokens and without an adapter."""
-        of_slots, slots = torch.zeros(2, 1, dtype=torch.int32, device=self.pool.device)
-        starts = torch.tensor([0, tokens], dtype=torch.int32, device=self.pool.device)
-        return StepAdapters(self.ops.plan_lora(of_slots, slots, starts, tokens, len(self.pool)), [])
+    def changes_of(self, plan: Any) -> StepChanges:
+        """The changes of the step's adapters, each with its tokens in one of the step's plans."""
+        return [((plan.ids == slot).nonzero()[:, 0], self.held[slot].changes) for slot in self.step_slots]
 
     def new_stack(self, stack: TargetProduct, device: torch.device) -> Change:
         """A and B of zeros for all experts of a stack."""
@@ -367,33 +380,38 @@ class AdapterPool:
         a = self.pool.new_zeros(count, slices // count * self.rank, inputs, device=device)
         return Change(a=a, b=self.pool.new_zeros(count, out // count, self.rank, device=device))
 
+    def plan_of_none(self, tokens: int) -> Any:
+        """The plan of a step of one row with so many tokens and without an adapter."""
+        of_slots, slots = torch.zeros(2, 1, dtype=torch.int32, device=self.pool.device)
+        starts = torch.tensor([0, tokens], dtype=torch.int32, device=self.pool.device)
+        return self.ops.plan_lora(of_slots, slots, starts, tokens, len(self.pool))
+
     @contextlib.contextmanager
     def making_logits(self, slots: torch.Tensor) -> Iterator[None]:
         """A context in which the head makes the logits of one token of each of these slots [R] int32 of the step."""
         if self.head and self.of_slots is not None:
-            starts = torch.arange(len(slots) + 1, dtype=torch.int32, device=slots.device)
-            self.head_step = self.plan_step(self.headed.index_select(0, self.of_slots), slots, starts, len(slots))
+            of_slots, count = self.headed.index_select(0, self.of_slots), len(slots)
+            starts = torch.arange(count + 1, dtype=torch.int32, device=slots.device)
+            self.head_plan = self.ops.plan_lora(of_slots, slots, starts, count, len(self.pool))
+            self.head_changes = self.changes_of(self.head_plan)
         try:
             yield
         finally:
-            self.head_step = None
+            self.head_plan = None
 
     def have_head(self, slots: torch.Tensor) -> bool:
         """Whether one of these slots [R] of the step has an adapter of the head; for a CPU, as it reads tensors."""
         return self.of_slots is not None and bool(self.headed[self.of_slots[slots].long()].any())
 
     def move(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy a step's adapters to the device, for each pair of a row of the host's pool and a slot."""
-        self.stepped = time.monotonic()
-        if not pairs:
-            return
+        """Copy adapters to the device, for each pair of a row of the host's pool and a slot."""
         self.ops.swap_blocks(self.host, self.pool, to_device(np.array(pairs, dtype=np.int64), str(self.pool.device)))
-        to_pool = functools.partial(torch.Tensor.to, device=self.pool.device, non_blocking=True)
+        device, dtype = self.pool.device, self.pool.dtype
         for row, slot in pairs:
-            self.on_device[slot] = AdapterRecord(0, False, {})  # frees what the slot had
-            changes = {number: change.map(to_pool) for number, change in self.on_host[row].changes.items()}
-            self.on_device[slot] = self.on_host[row]._replace(changes=changes)
-        numbers = [0, *(number * adapter.has_head for number, adapter in enumerate(self.on_device, 1))]
+            self.held[slot] = self.read[row]._replace(changes={})  # frees what the slot had
+            changes = {number: change.to(device, dtype) for number, change in self.read[row].changes.items()}
+            self.held[slot] = self.read[row]._replace(changes=changes)
+        numbers = [0, *(number * adapter.has_head for number, adapter in enumerate(self.held, 1))]
         self.headed.copy_(to_device(np.array(numbers, dtype=np.int32), str(self.pool.device)))
 
     def load(self, row: int, state: str) -> int | str:
@@ -409,10 +427,12 @@ class AdapterPool:
 
     def begin_load(self, row: int, state: str) -> None:
         """Have a thread do what `load` does, beside the steps; no step uses the row meanwhile."""
-        copied = torch.cuda.current_stream().record_event() if self.pool.is_cuda else None
+        copied = None
+        if self.pool.is_cuda:  # steps that were launched may have yet to copy what the row has held
+            copied = torch.cuda.current_stream().record_event()
 
         def load() -> int | str:
-            if copied:  # steps that were launched may have yet to copy what the row has held
+            if copied:
                 copied.synchronize()
             return self.load(row, state)
 
@@ -420,95 +440,123 @@ class AdapterPool:
 
     def finished_loads(self) -> dict[int, int | str]:
         """The results of `load` by row, of each `begin_load` that is done."""
-        torch.set_num_threads(torch.get_num_threads())  # new threads begin with the number that was set last
         return {row: load.result() for row, load in self.loads.items() if load.done()}
-
-    def gently(self, items: Iterable[Any]) -> Iterator[Any]:
-        """Go through items in a reader's thread, and rest after each while steps run: these need the same interpreter
-        and the same cores."""
-        for item in items:
-            begun = time.monotonic()
-            yield item
-            if self.stepped > begun - BUSY:
-                time.sleep(PAUSES * (time.monotonic() - begun))
 
     def fill_row(self, row: int, state: str) -> int:
         """Read an adapter, whose folder has this `state_of`, into a row of the host's memory; returns how many virtual
-        tokens it has. A ValueError names the tensor that is damaged, or not for this model."""
+        tokens it has. A ValueError names the tensor that is damaged, or not for this model; the row then has none."""
         folder = state.partition("\0")[0]
         config, path = read_adapter(folder, self.rank, self.virtual), os.path.join(folder, WEIGHTS)
+        line = self.host[row].zero_()
         digest = int.from_bytes(hashlib.blake2b(state.encode(), digest_size=7).digest(), "little")
-        host_row, self.on_host[row] = self.host[row].zero_(), AdapterRecord(digest, False, {})
-        with opened(path) as file:
-            if config.virtual:
-                embeddings = self.reader.read_prompt(file, path, config.virtual)
-                if self.host_prompts is not None:
-                    self.host_prompts[row, : config.virtual] = embeddings
-                return config.virtual
-            modules, changes = self.reader.read(file, path, config), Changes()
-            for name, tensors in self.gently(modules.items()):
-                self.fill(host_row, name, tensors, changes)
-        changes = {number: change for number, change in changes.items() if change}
-        if self.pool.is_cuda:
-            changes = self.pinned(path, changes)
-        has_head = self.head is not None and not modules.keys().isdisjoint(self.head.covers)
-        self.on_host[row] = AdapterRecord(digest, has_head, changes)
+        self.read[row] = HeldAdapter(digest, False, {})
+        filled: set[tuple[TargetProduct, int]] = set()  # slices
+        changes: Changes = {}
+        try:
+            with opened(path) as file:
+                if config.virtual:
+                    self.fill_prompt(row, file, path, config.virtual)
+                    return config.virtual
+                modules = self.reader.read(file, path, config._replace(shape_of=functools.cache(config.shape_of)))
+                for name, tensors in modules.items():
+                    self.fill(line, name, tensors, filled, changes)
+            changes = {number: change.to("cpu", self.pool.dtype) for number, change in changes.items()}
+            if self.pool.is_cuda:
+                changes = self.pinned(path, changes)
+        except ValueError:
+            line.zero_()
+            raise
+        changed = {product for product, _ in filled} | {self.products[number] for number in changes}
+        self.read[row] = HeldAdapter(digest, self.head in changed, changes)
         return 0
 
     def pinned(self, path: str, changes: Changes) -> Changes:
         """An adapter's changes in pinned memory; a ValueError if they are larger than what the GPU has free."""
-        size, free = sum(x.nbytes for change in changes.values() for x in change.values()), torch.cuda.mem_get_info()[0]
+        sizes = (x.nbytes for change in changes.values() for x in change.tensors().values())
+        size, free = sum(sizes), torch.cuda.mem_get_info()[0]
         if size > free:
             raise ValueError(
                 f"{path} has {size / 2**30:.2f} GiB of tensors beside low-rank matrices, and the device has "
                 f"{free / 2**30:.2f} GiB free; a lower gpu_memory_utilization leaves more"
             )
-        return {number: change.map(torch.Tensor.pin_memory) for number, change in changes.items()}
+        return {number: change.pinned() for number, change in changes.items()}
 
-    def fill(self, host_row: torch.Tensor, name: str, tensors: Module, changes: Changes) -> None:
-        """Copy this rank's share of a module's A and B to their places in an adapter's row of the host's pool, and of
-        all else into the adapter's changes; a ValueError if another module of the adapter has filled a slice."""
-        part, view = self.parts[name], self.parts[name].view
-        for product in self.products_of.get(name, ()):
-            change, bounds = changes.setdefault(product.number, Change()), product.bounds
+    def fill(
+        self, line: torch.Tensor, name: str, tensors: Module, filled: set[tuple[TargetProduct, int]], changes: Changes
+    ) -> None:
+        """Copy a module's A and B to their places in an adapter's row of the host's pool, and what else it has into the
+        adapter's changes; a ValueError if another module of the adapter has filled a slice."""
+        for product in self.covered.get(name, ()):
+            self.fill_change(product, name, tensors, changes)
+            if "A" not in tensors:
+                continue
             if product.experts:
-                change |= {} if change else self.new_stack(product, self.host.device)
-                all_a, all_b = change["a"].flatten(0, 1), change["b"].flatten(0, 1)
+                change = changes.setdefault(product.number, self.new_stack(product, self.host.device))
+                assert change.a is not None and change.b is not None
+                all_a, all_b = change.a.flatten(0, 1), change.b.flatten(0, 1)
             else:
-                all_a, all_b = product.matrices(host_row, self.rank)
+                all_a, all_b = product.matrices(line, self.rank)
             for piece, rows in product.covers[name]:
-                at, out, share = piece.at, slice(rows.start, rows.stop), tensors
-                if len(part.shape) == 3:  # each expert has a piece of its own
-                    at, share = at[1:], {kind: x[at[0]] for kind, x in tensors.items()}
-                if "A" in share:
-                    a = share["A"] if view else share["A"][:, at[1]]
-                    all_b[out, : len(a)] = outputs_of(share["B"], at, view)
-                    for i in range(bisect_left(bounds, rows.start), bisect_left(bounds, rows.stop)):
-                        slice_of_a = all_a[i * self.rank : i * self.rank + len(a)]
-                        if slice_of_a.any():
-                            raise ValueError(f"the adapter changes the outputs of {name} twice")
-                        slice_of_a.copy_(a)
-                if "factor" in share:
-                    factors = change.setdefault("factor", torch.ones(product.shape[0]))
-                    factors[out] = outputs_of(share["factor"], at, view)
-                divides_inputs = not view and at[1] != slice(None)
-                if "shift" in share and not (divides_inputs and self.model.group.rank):
-                    # If the ranks divide the inputs, their outputs are summed, so rank 0 alone adds the bias.
-                    shifts = change.setdefault("shift", torch.zeros(product.shape[0]))
-                    shifts[out] = outputs_of(share["shift"], at, view)
-                if "whole" in share:
-                    assert isinstance(at[0], slice)  # of the vocabulary
-                    first, end, _ = at[0].indices(part.shape[0])
-                    held = (share["ids"] >= first) & (share["ids"] < end)
-                    change["rows"], change["weight"] = share["ids"][held] - first, share["whole"][held]
-                    change |= {"bias": share["bias"][held]} if "bias" in share else {}
+                a, b, at = tensors["A"], tensors["B"], piece.at
+                if a.ndim == 3:
+                    a, b, at = a[at[0]], b[at[0]], at[1:]
+                rank, view, bounds = len(a), self.wanted[name].view, product.bounds
+                all_b[rows.start : rows.stop, :rank] = outputs_of(b, at, view)
+                inputs = a if view else a[:, at[1]]
+                for i in range(bisect_left(bounds, rows.start), bisect_left(bounds, rows.stop)):
+                    if (product, i) in filled:
+                        raise ValueError(f"the adapter changes the outputs of {name} twice")
+                    filled.add((product, i))
+                    all_a[i * self.rank : i * self.rank + rank] = inputs
+
+    def fill_change(self, product: TargetProduct, name: str, tensors: Module, changes: Changes) -> None:
+        """Copy this rank's share of what a module has beside A and B into an adapter's changes."""
+        if not tensors.keys() - {"A", "B"}:
+            return
+        change, out = changes.setdefault(product.number, Change()), product.shape[0]
+        for piece, rows in product.covers[name]:
+            at, view = piece.at, self.wanted[name].view
+            if "factor" in tensors:
+                change.factor = torch.ones(out) if change.factor is None else change.factor
+                change.factor[rows.start : rows.stop] = outputs_of(tensors["factor"][:, None], at, view)[:, 0]
+            divides_inputs = "shift" in tensors and not view and at[1] != slice(None)
+            if "shift" in tensors and not (divides_inputs and self.model.group.rank):
+                # If the ranks divide the inputs, their outputs are summed, so rank 0 alone adds the bias.
+                change.shift = torch.zeros(out) if change.shift is None else change.shift
+                change.shift[rows.start : rows.stop] = outputs_of(tensors["shift"][:, None].float(), at, view)[:, 0]
+            if "whole" in tensors:
+                ids, share = tensors["ids"], at[0]
+                assert isinstance(share, slice)
+                first, end, _ = share.indices(self.wanted[name].shape[0])
+                here = (ids >= first) & (ids < end)
+                change.rows, change.weight = ids[here] - first, tensors["whole"][here]
+                change.bias = tensors["bias"][here] if "bias" in tensors else None
+
+    def fill_prompt(self, row: int, file: Any, path: str, count: int) -> None:
+        """Copy the embeddings of `count` virtual tokens to their place in a row of the host's pool; a ValueError if
+        they are not for this model, or the file has something else."""
+        model, expected = self.model, [count, self.model.config.hidden_size]
+        if model.config.layer_input_size:  # PEFT gives these layers inputs in the prompt that later tokens do not get
+            raise ValueError(f"{path}: {model.config.architecture} has inputs for each layer, so no prompt adapters")
+        if [*file.keys()] != [PROMPT]:
+            raise ValueError(f"{path} has the tensors {[*file.keys()]!r:.200}; a prompt adapter has {PROMPT!r} alone")
+        tensor = checked(file.get_tensor(PROMPT), f"{path}: tensor {PROMPT}", expected).to(model.dtype)
+        if model.row.scales_prompts:
+            tensor = tensor * model.embed_scale
+        if not tensor.isfinite().all():
+            raise ValueError(f"{path}: tensor {PROMPT} has NaN or infinite elements")
+        if self.host_prompts is not None:
+            self.host_prompts[row, :count] = tensor
 
 
-def outputs_of(tensor: torch.Tensor, at: tuple[slice | int, ...], view: tuple[int, ...]) -> torch.Tensor:
-    """The outputs [n, ..] of a piece, among all [out, ..] of its module."""
-    if not view:
-        return tensor[at[0]]
-    return tensor.view(*view[:-1], *tensor.shape[1:])[at].reshape(-1, *tensor.shape[1:])
+def outputs_of(b: torch.Tensor, at: tuple[slice | int, ...], view: tuple[int, ...]) -> torch.Tensor:
+    """The outputs [n, r] of a piece, among all [out, r] of its module."""
+    return b.view(*view[:-1], -1)[at].reshape(-1, b.shape[1]) if view else b[at[0]]
+
+
+def prompt_size(model: Transformer, virtual: int) -> int:
+    """Elements of an adapter's row that are for its virtual tokens on this stage."""
+    return virtual * model.config.hidden_size * model.group.pipeline.first
 
 
 def place(products: list[TargetProduct], rank: int) -> int:
@@ -520,6 +568,15 @@ def place(products: list[TargetProduct], rank: int) -> int:
         product.b = product.a + aligned(slices * rank * inputs)
         size = product.b + aligned(out * rank)
     return size
+
+
+def adapter_bytes(config: EngineConfig, model: Transformer) -> int:
+    """Bytes of an adapter on a rank, for a model whose weights are not packed; 0 where none are served."""
+    if not config.enable_lora:
+        return 0
+    products = find_products(model, modules_of(model, model.parameters()))
+    prompts = aligned(prompt_size(model, config.max_prompt_adapter_token))
+    return (place(products, config.max_lora_rank) + prompts) * model.dtype.itemsize
 
 
 def aligned(count: int) -> int:

@@ -86,7 +86,7 @@ def add_kind(folder: Path, kind: str, base: str | Path = DEMO, seed: int = 0) ->
         config["target_parameters"] = ["experts.gate_up_proj", "experts.down_proj"]
         for name in [name for name in weights if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
             count, rows, columns = weights[name].shape
-            sides = (rows, columns) if "llama4" in str(base) else (columns, rows)  # see `AdapterReader.swaps_experts`
+            sides = (rows, columns) if "llama4" in str(base) else (columns, rows)  # see `AdapterReader.turned`
             module = name.replace(".gate_up_proj", ".base_layer").removesuffix(".down_proj")
             for side, of in zip("BA", sides, strict=True):
                 matrix = torch.randn(config["r"] * count, of, generator=generator) * of**-0.5

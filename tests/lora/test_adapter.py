@@ -119,7 +119,7 @@ def test_an_adapter_of_changed_weights_is_told_how_to_convert_it(tmp_path: Path,
     [("use_dora", 1), ("lora_bias", "x"), ("target_parameters", "experts"), ("trainable_token_indices", 3)],
 )
 def test_a_field_of_another_type_is_refused(tmp_path: Path, name: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=f"{name} is {value!r}; it must be .* or left out"):
+    with pytest.raises(ValueError, match=f"{name} is {value!r}; it must be a .*, or left out"):
         read_adapter(write(tmp_path, **{name: value}))
 
 

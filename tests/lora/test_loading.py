@@ -7,11 +7,9 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 import worker_functions
@@ -20,7 +18,7 @@ from config import DEMO
 from core import EngineCore
 from forked import forked_workers
 from integrity import check_integrity
-from lora.adapter import CONFIG, WEIGHTS, state_of
+from lora.adapter import CONFIG, WEIGHTS
 from sampling_params import LoRARequest
 
 
@@ -162,7 +160,7 @@ def test_all_that_wait_are_told_what_is_wrong(folders: list[Path], tmp_path: Pat
         core.add(request(f"{i}", bad))
     opened.set()
     _, errors, _ = run(core)
-    assert errors.keys() == {"0", "1"} and all(f"{name}' has NaN" in error for error in errors.values())
+    assert errors.keys() == {"0", "1"} and all(f"{name} has NaN" in error for error in errors.values())
     assert read == ["bad"] and core.metrics()["request_success_total"]["error"] == 2
     with pytest.raises(ValueError, match="has NaN"):
         core.add(request("2", bad), at_once=True)
@@ -246,21 +244,6 @@ def test_workers_sleep_and_get_other_weights_while_they_read(
     opened.set()
     answers, errors, ended = run(core)
     assert ended == ["a", "later"] and answers == dict.fromkeys(ended, alone[0]) and not errors and read == ["a0"]
-
-
-def test_a_reader_rests_beside_steps_alone(folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps need the same interpreter and the same cores. Its thread has one of torch's, and the steps keep theirs."""
-    core = make_core(threads=2)
-    pool, rests = core.executor.worker.adapters, list[float]()
-    monkeypatch.setattr("lora.stacks.time.sleep", rests.append)
-    pool.stepped = -1e9
-    assert pool.load(0, state_of(str(folders[0]))) == 0 and not rests
-    pool.stepped = 1e12
-    assert pool.load(0, state_of(str(folders[0]))) == 0 and len(rests) > 2 * len(load_file(folders[0] / WEIGHTS))
-    assert pool.readers.submit(torch.get_num_threads).result() == 1
-    pool.finished_loads()
-    assert torch.get_num_threads() == 2 == ThreadPoolExecutor(1).submit(torch.get_num_threads).result()
-    torch.set_num_threads(1)
 
 
 # --- workers of their own ---------------------------------------------------------------------------------------------

@@ -14,10 +14,12 @@ import reference
 from adapters import asked, make_adapter, make_prompt
 from batch_state import BatchState
 from config import DEMO, EngineConfig
+from device.dry_run import dry_model
 from engine import LLM, SamplingParams
 from forked import forked_workers
 from integrity import check_integrity
 from lora.adapter import WEIGHTS
+from lora.stacks import adapter_bytes
 from oracle_checks import make_worker
 from outputs import RequestOutput
 from plan import NewRow, StepPlan
@@ -156,7 +158,7 @@ def test_prompt_adapters_take_no_part_in_products() -> None:
     for i, ids in enumerate(([-9, 5], [5, 6])):
         state.enter(StepPlan(i, new=[NewRow(slot=i, token_ids=ids, blocks=[[i]], adapter=2)]))
     state.apply(reference)
-    assert state.adapter_numbers.tolist() == [0, 2] and state.adapters.tolist() == [0, 2]
+    assert state.adapted.tolist() == [0, 2] and state.adapters.tolist() == [0, 2]
 
 
 def test_prefixes_are_of_one_adapter_and_counted_with_its_tokens(
@@ -179,10 +181,12 @@ def test_virtual_tokens_are_in_the_plan_of_memory() -> None:
     folder, size = DATA / "families" / "qwen3", {}
     for virtual in (0, 7):
         worker = make_worker(folder, enable_lora=True, max_loras=3, max_prompt_adapter_token=virtual)
-        size[virtual] = worker.start.memory.adapters
-        assert worker.adapters.pool.nbytes == size[virtual]
+        model = worker.model
+        dry = dry_model(worker.config, model.config, model.ops, model.dtype, 64, model.group.pipeline)
+        size[virtual] = adapter_bytes(worker.config, dry)
+        assert worker.adapters.pool.nbytes == 3 * size[virtual]
     assert worker.adapters.prompts.shape == (3, 7, 64)
-    assert size[7] == size[0] + 3 * 4 * 7 * worker.model.config.hidden_size
+    assert size[7] == size[0] + 4 * 7 * model.config.hidden_size
 
 
 @pytest.fixture
@@ -192,10 +196,8 @@ def forked() -> Iterator[None]:
 
 
 def test_new_workers_have_the_prompts(
-    make_llm: Callable[..., LLM], adapters: list[Any], wanted: Callable[..., Any], forked: None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    monkeypatch.setattr("lora.stacks.PAUSES", 0.0)  # else the second death may come while the new ones still read
+    make_llm: Callable[..., LLM], adapters: list[Any], wanted: Callable[..., Any], forked: None
+) -> None:
     fields = ROOMY | {"distributed_executor_backend": "mp"}
     llm = make_llm(**ROOM, max_loras=2, max_cpu_loras=3, **fields)
     try:
