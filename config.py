@@ -605,7 +605,7 @@ def private_folder(path: str) -> str:
         state = os.stat(path)
     except OSError as error:
         raise ValueError(f"kv_disk is {path!r}: {error.strerror}") from None
-    if state.st_uid != os.geteuid() or state.st_mode & 0o022:
+    if not hasattr(os, "geteuid") or state.st_uid != os.geteuid() or state.st_mode & 0o022:  # Windows has none
         raise ValueError(f"kv_disk is {path!r}; it must be a folder of this user's that nobody else may write to")
     return path
 

@@ -215,8 +215,9 @@ class EngineCore:
         return bool(self.plans or self.grammars.waiting or self.news) or self._may_run() or may_come_in
 
     def _may_run(self) -> bool:
-        """Whether a request could be run now: one has not finished, and the workers are awake."""
-        return not self.workers.asleep and self.scheduler.has_work()
+        """Whether a step has something to do: a request has not finished, or blocks move to lower tiers."""
+        moves = not self.pausing and self.scheduler.space.has_moves()
+        return not self.workers.asleep and (moves or self.scheduler.has_work())
 
     def step(self, start: bool | None = None) -> Outputs:
         """Call `advance`, then `tell`."""

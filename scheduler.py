@@ -161,8 +161,8 @@ class Scheduler:
             seq.lane.others.remove(seq)
 
     def has_work(self) -> bool:
-        """Whether a request has yet to finish, or blocks are to be moved to lower tiers."""
-        return bool(self.requests) or self.space.has_moves()
+        """Whether a request has yet to finish."""
+        return bool(self.requests)
 
     def _finish(self, seq: Sequence, reason: str) -> None:
         """End a sequence; free its blocks and slots, and forget its request with the last sequence."""

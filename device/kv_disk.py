@@ -1,6 +1,6 @@
 """Files of KV blocks: a worker's threads write blocks of host memory to disk behind the steps, and read them ahead.
 
-    DIR/<fingerprint>/<rank>/<name>     magic | name | length | CRC-32 of all else | the block's bytes of this rank
+    DIR/blocks/<fingerprint>/<rank>/<name>   magic | name | length | CRC-32 of all else | the bytes of this rank
 
 The fingerprint is of all that must agree for bytes to mean the same, but for the weights, which are a part of the name
 (see `scheduling/disk.py`). A file is written under another name and then renamed. Nothing is synced: after a loss of
@@ -10,6 +10,7 @@ power the checksum finds what is not whole. What is wrong with a file or the dis
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import statistics
 import struct
@@ -30,7 +31,7 @@ MAGIC = b"MantaKV1"  # with the number of this format
 HEADER = struct.Struct("<8s16sQI")
 PAUSE = 30.0  # seconds without a write after one that failed
 ROOM = 1 / 16  # share of the size to free once it is used up
-LISTINGS = 64  # the folder is listed each time that this part of its size was written, because others write there, too
+LISTINGS = 8  # the folder is listed each time that this part of its size was written, because others write there, too
 
 
 class KVDisk:
@@ -43,7 +44,7 @@ class KVDisk:
     """
 
     def __init__(self, config: EngineConfig, fingerprint: str, rank: int, views: Views):
-        self.root = Path(private_folder(config.kv_disk or ""))
+        self.root = Path(private_folder(config.kv_disk or "")) / "blocks"  # files beside it are not ours
         self.folder = self.root / fingerprint / str(rank)
         self.size, self.used, self.written = int(config.kv_disk_size * 2**30), 0, 0  # bytes; the latter since a listing
         self.views = views
@@ -59,8 +60,9 @@ class KVDisk:
         seconds, block = [], bytearray(os.urandom(nbytes))
         try:
             for name in (os.urandom(16) for _ in range(4)):
-                self.write_file(name, [memoryview(block)], 0.0)
-                with open(self.path(name), "rb") as file:
+                if not self.write_file(name, [memoryview(block)], 0.0):
+                    raise OSError(errno.ENOSPC, f"kv_disk_size has no room for blocks of {nbytes} bytes")
+                with open(self.path(name), "rb") as file, contextlib.suppress(AttributeError):  # not on macOS
                     os.fsync(file.fileno())
                     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
                 begun = time.perf_counter()
@@ -156,9 +158,9 @@ class KVDisk:
             self.trim(size)
         if self.used + size > self.size:
             return False
-        for folder in (self.folder.parent, self.folder):
+        for folder in (self.root, self.folder.parent, self.folder):
             folder.mkdir(mode=0o700, exist_ok=True)
-        path, temporary = self.path(name), self.folder / f"{name.hex()}.{os.getpid()}"
+        path, temporary = self.path(name), self.folder / f"{name.hex()}.{os.urandom(4).hex()}"
         try:
             with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
                 file.writelines([self.header(name, views), *views])
@@ -184,7 +186,8 @@ class KVDisk:
         for path in self.root.glob("*/*/*"):
             with contextlib.suppress(FileNotFoundError):
                 state = path.stat()
-                files.append((state.st_mtime, state.st_size, path))
+                begun = path.suffix and state.st_mtime > time.time() - PAUSE  # it is being written
+                files.append((float("inf") if begun else state.st_mtime, state.st_size, path))
         self.used, self.written = sum(size for _, size, _ in files), 0
         if self.used + coming <= self.size:
             return

@@ -178,7 +178,7 @@ def fingerprint_of(start: Start) -> str:
     c, path = start.config, Path(start.config.folder) / "config.json"
     options = (
         c.block_size, c.tensor_parallel_size, c.pipeline_parallel_size, c.pipeline_layer_partition, c.quantization,
-        c.hf_overrides, c.model_plugin, c.batch_invariant, c.sanitize_kv,
+        c.hf_overrides, c.model_plugin, c.batch_invariant, c.sanitize_kv, c.speculative_config, start.max_model_len,
     )  # fmt: skip
     model = start.model_config.architecture, path.read_bytes() if path.is_file() else b""
     types = str(start.dtype), str(start.model.kv_dtype), start.ops.BACKEND, start.device
@@ -187,18 +187,19 @@ def fingerprint_of(start: Start) -> str:
 
 def add_disk(start: Start, worker: KeptWorker, token_seconds: float) -> dict[str, Any]:
     """Give the worker its files of KV blocks; returns facts of them: the engine's folder, bytes of a block over all
-    ranks, and whether reading a block of each kind of layers pays, because computing its tokens takes longer. A
+    ranks, seconds to read a block of each kind of layers and to compute its tokens, and whether the former is less. A
     ValueError if the folder is not ours alone, or there is no host memory."""
     config, group, nbytes = start.config, start.group, worker.block_bytes()
     if not len(worker.host_pool):
         config.refuse("kv_disk", f"it needs host memory for blocks, and swap_space is {config.swap_space}")
     rank = group.pipeline.stage * group.size + group.rank
     worker.disk = disk = kv_disk.KVDisk(config, fingerprint_of(start), rank, worker.host_views)
-    read, compute = disk.time_reads(nbytes), token_seconds * config.block_size
-    pays, folder = len(start.model.layout.windows) * read < compute, str(disk.folder.parent)
+    read, compute = disk.time_reads(nbytes) * len(start.model.layout.windows), token_seconds * config.block_size
+    pays, folder = read < compute, str(disk.folder.parent)
     times = f"a block is read in {1000 * read:.3g} ms, and its tokens are computed in {1000 * compute:.3g} ms"
     note = f"  KV disk   {'' if pays else 'not used: '}{folder}: {times}\n"
-    return {"folder": folder, "bytes": group.sum(nbytes), "pays": pays, "note": note}
+    seconds = {"read": read, "compute": compute} if pays else {}
+    return {"folder": folder, "bytes": group.sum(nbytes), "pays": pays, "note": note} | seconds
 
 
 def check_sizes(config: EngineConfig, model_config: ModelConfig, device: str) -> int:

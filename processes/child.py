@@ -27,6 +27,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter, deque
@@ -411,9 +412,11 @@ def kept_secret(folder: str) -> bytes:
     """The 16 secret bytes in a file of such a folder, which is made if it is not there; a ValueError if it is not."""
     path = Path(private_folder(folder)) / "secret"
     try:
-        if not path.exists():
-            with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
+        if not path.exists():  # it appears whole, also where several servers start at once
+            with tempfile.NamedTemporaryFile(dir=folder) as file, contextlib.suppress(FileExistsError):
                 file.write(os.urandom(16))
+                file.flush()
+                os.link(file.name, path)
         if len(secret := path.read_bytes()) == 16:
             return secret
     except OSError as error:

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import hashlib
 import os
+import time
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from config import TENSORS, EngineConfig, stamp_of
+from config import TENSORS, EngineConfig
 from kv_cache import BlockSpaceManager
 from plan import StepPlan, StepResult
 from scheduling.host_memory import TieredSpaceManager
@@ -26,14 +28,29 @@ from sequence import Sequence
 ON_DISK = -3  # stands in a table for a block to read
 WRITES = 32  # blocks that are on their way to the disk at once
 WAIT = 0.005  # seconds that a plan without rows waits for the end of a move
+PATIENCE = 5.0  # seconds that a sequence waits for the disk, and that a move without an end keeps an idle engine awake
+SAMPLE = 1 << 20  # bytes at the beginning and the end of a file of weights
 
 
 def weights_mark(config: EngineConfig) -> bytes:
-    """A hash of which weights the engine has now; of tensors, which nobody can name, another one at each call."""
-    if config.weights == TENSORS:
+    """A hash of the weights' files: of their names, sizes, and first and last bytes. Times would not do, because copies
+    and images of containers set them. Of weights that nobody can name it is another one at each call."""
+    try:
+        if config.weights == TENSORS:
+            return os.urandom(16)
+        if not config.checkpoint:
+            return hashlib.blake2b(f"dummy {config.seed}".encode(), digest_size=16).digest()
+        hashed, path = hashlib.blake2b(digest_size=16), Path(config.checkpoint)
+        files = [path] if path.is_file() else sorted(path.glob("*.safetensors")) or sorted(path.glob("*.gguf"))
+        for file in files:
+            with file.open("rb") as weights:
+                size = os.fstat(weights.fileno()).st_size
+                hashed.update(f"{file.name} {size} ".encode() + weights.read(SAMPLE))
+                weights.seek(max(0, size - SAMPLE))
+                hashed.update(weights.read())
+        return hashed.digest() if files else os.urandom(16)
+    except OSError:
         return os.urandom(16)
-    stamp = stamp_of(config.checkpoint) if config.checkpoint else f"dummy {config.seed}"
-    return hashlib.blake2b(stamp.encode(), digest_size=16).digest()
 
 
 @dataclass(slots=True)
@@ -45,6 +62,7 @@ class Move:
     reads: bool
     ranks: int  # that have yet to report
     status: int = 1  # the least that a rank has reported
+    begun: float = field(default_factory=time.monotonic)
 
 
 class DiskSpaceManager(TieredSpaceManager):
@@ -55,7 +73,7 @@ class DiskSpaceManager(TieredSpaceManager):
     def __init__(self, disk: dict[str, Any] | None, counters: dict[str, float], config: EngineConfig, *sizes: Any):
         super().__init__(config, *sizes)
         self.disk, self.counters = disk if disk and disk["pays"] else None, counters
-        self.ranks, self.stages = config.world_size, config.pipeline_parallel_size
+        self.config, self.ranks, self.stages = config, config.world_size, config.pipeline_parallel_size
         self.mark = self.weights = weights_mark(config) if self.disk else b""  # a part of each file's name
         self.first = self.ticket = 0  # the first ticket that counts, and the latest one
         self.moves: dict[int, Move] = {}  # by ticket, those that have not ended
@@ -63,7 +81,8 @@ class DiskSpaceManager(TieredSpaceManager):
         self.to_read: list[tuple[int, bytes, int]] = []  # for the next plan
         self.to_write: dict[bytes, None] = {}  # keys, the oldest first
         self.kept: dict[bytes, float] = {}  # seconds for which a marked key's file is to be kept
-        self.held: dict[Sequence, tuple[set[int], list[int]]] = {}  # tickets, and host blocks in order of their tokens
+        # Sequences that wait: for which tickets, host blocks in order of their tokens, and until when at most.
+        self.held: dict[Sequence, tuple[set[int], list[int], float]] = {}
         self.ready: list[Sequence] = []  # held ones that need not wait any longer
         self.arrived: dict[int, bytes] = {}  # host blocks that were read and not used yet
         self.fresh: dict[int, int] = {}  # host blocks that a step in flight fills, and which one
@@ -100,6 +119,8 @@ class DiskSpaceManager(TieredSpaceManager):
         columns = enumerate(zip(*tables, strict=True))
         lower = [(i, kind) for i, column in columns for kind, block in enumerate(column) if block < -1]
         keys = [seq.hashes[i] + self.marks[kind] for i, kind in lower]
+        if (len(self.reading) + len(keys)) * self.disk["read"] > len(keys) * self.disk["compute"]:
+            return False  # others have too many blocks on their way
         present = {key: self.host.block_of[key] for key in keys if key in self.host.block_of}
         self.host.share(present.values())  # first, so that no read takes their place
         tickets, blocks = set[int](), list[int]()
@@ -114,13 +135,17 @@ class DiskSpaceManager(TieredSpaceManager):
                 self.host.share([block])
                 tickets.add(ticket)
             blocks.append(block)
-        self.held[seq] = tickets, [*blocks, *present.values()]
+        self.held[seq] = tickets, [*blocks, *present.values()], time.monotonic() + PATIENCE
         if not tickets:
             self.host.free(self.held.pop(seq)[1])
         return bool(tickets)
 
     def take_ready(self) -> list[Sequence]:
         """The sequences that were held, are not aborted, and need not wait any longer."""
+        for tickets, _, until in self.held.values():
+            if time.monotonic() > until:  # the disk does not answer
+                tickets.clear()
+        self._release()
         ready, self.ready = self.ready, []
         return [seq for seq in ready if not seq.finish_reason]
 
@@ -134,11 +159,14 @@ class DiskSpaceManager(TieredSpaceManager):
             keys = [digest + mark for digest in seq.hashes for mark in self.marks]
             self.to_write |= dict.fromkeys(keys)  # of those that are on the host already
             self.kept |= dict.fromkeys(keys, seq.group.retention)
-            for key in [*self.kept][: len(self.kept) - self.device.num_blocks - self.host.num_blocks]:
-                del self.kept[key]
+            for keys_of in (self.kept, self.to_write):
+                for key in [*keys_of][: max(0, len(keys_of) - self.device.num_blocks - self.host.num_blocks)]:
+                    del keys_of[key]
 
     def has_moves(self) -> bool:
-        return super().has_moves() or bool(self.moves or self.to_write)
+        """Whether blocks are to be moved though no sequence runs, and the disk answers."""
+        waits_since = next((move.begun for move in self.moves.values()), time.monotonic())
+        return (super().has_moves() or bool(self.moves or self.to_write)) and waits_since > time.monotonic() - PATIENCE
 
     def _begin(self, key: bytes, block: int, reads: bool) -> int:
         """Begin a move, for which the caller has a reference to the host block; returns its ticket."""
@@ -163,8 +191,8 @@ class DiskSpaceManager(TieredSpaceManager):
         plan.disk_in, self.to_read, plan.disk_first = self.to_read, [], self.first
         if plan.rows:
             self.last_rows = plan.step
-        elif self.moves and plan.step - self.last_rows > self.stages:  # no other stage's step waits behind this one
-            plan.disk_wait = WAIT
+        elif self.moves and plan.step - self.last_rows > self.stages and not self.config.lockstep:
+            plan.disk_wait = WAIT  # no other stage's or engine's step waits behind this one
 
     def landed(self, plan: StepPlan, result: StepResult) -> None:
         """A step has run: what it has copied to the host may be written, and moves may have ended."""
@@ -191,20 +219,20 @@ class DiskSpaceManager(TieredSpaceManager):
             if moved:
                 self.host.publish(move.block, move.key)
                 self.arrived[move.block] = move.key
-            for tickets, _ in self.held.values():
+            for tickets, *_ in self.held.values():
                 tickets.discard(ticket)
             self._release()
         self.host.free([move.block])
 
     def _release(self) -> None:
         """Let sequences go whose tickets have ended. Their blocks become the latest used of the host."""
-        for seq in [seq for seq, (tickets, _) in self.held.items() if not tickets]:
+        for seq in [seq for seq, (tickets, *_) in self.held.items() if not tickets]:
             self.host.free(self.held.pop(seq)[1])
             self.ready.append(seq)
 
     def _give_up(self) -> None:
         """Give up all moves: the next plan tells the workers, see above."""
-        for tickets, _ in self.held.values():
+        for tickets, *_ in self.held.values():
             tickets.clear()
         self._release()
         self.host.free([move.block for move in self.moves.values()])
@@ -217,16 +245,19 @@ class DiskSpaceManager(TieredSpaceManager):
         self._give_up()
 
     def reset_prefix_cache(self) -> None:
+        """Forget what device and host have: new workers have loaded the weights, which may be others by now."""
         super().reset_prefix_cache()
         self._give_up()
+        if self.disk and self.mark == self.weights:
+            self.mark = self.weights = weights_mark(self.config)
 
     def forget_all(self, config: EngineConfig) -> None:
-        """Forget all cached prefixes for good: because a caller says so, or because the weights are now `config`'s.
-
-        Files have other names from then on. If the weights are the same as before, somebody may have changed them in
-        place, so the names are of this engine alone.
-        """
-        self.reset_prefix_cache()
+        """Forget all cached prefixes for good: because a caller says so, or because `config` has a new version of the
+        weights. Files have other names from then on. Without a new version these are of this engine alone."""
+        super().reset_prefix_cache()
+        self._give_up()
         if self.disk:
-            before, self.weights = self.weights, weights_mark(config)
-            self.mark = os.urandom(16) if self.weights == before else self.weights
+            is_new = config.weights_version != self.config.weights_version
+            self.mark, self.config = os.urandom(16), config
+            if is_new:
+                self.mark = self.weights = weights_mark(config)

@@ -25,7 +25,7 @@ from sequence import Sequence, SequenceGroup, derived_seed
 VOCAB, EOS = 50, 7
 NUM_MOVES = 7  # kinds of moves in a plan
 NUM_ADAPTERS = 5
-ON_DISK = {"folder": "", "bytes": 100, "pays": True}  # a worker's facts
+ON_DISK = {"folder": "", "bytes": 100, "pays": True, "read": 1.0, "compute": 1e9}  # a worker's facts
 
 
 def next_token(tokens: list[int], seed: int = 0) -> int:
@@ -407,9 +407,13 @@ class Engine:
     def outputs(self) -> dict[str, list[int]]:
         return {request_id: answers[0] for request_id, answers in self.answers.items()}
 
+    def has_work(self) -> bool:
+        """Whether requests have not finished, or blocks are to be moved."""
+        return self.scheduler.has_work() or self.scheduler.space.has_moves()
+
     def run(self) -> None:
         """Run all requests to their ends, and check their answers."""
-        while self.scheduler.has_work():
+        while self.has_work():
             self.step()
         while self.flying:
             self.land()

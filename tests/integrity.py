@@ -38,7 +38,7 @@ def check_space(space: DiskSpaceManager, admission: Admission, seqs: list[Sequen
 
 def disk_tables(space: DiskSpaceManager) -> list[list[int]]:
     """The host blocks that are pinned for moves to and from the disk."""
-    return [[move.block for move in space.moves.values()], *(blocks for _, blocks in space.held.values())]
+    return [[move.block for move in space.moves.values()], *(blocks for _, blocks, _ in space.held.values())]
 
 
 def check_disk(space: DiskSpaceManager, admission: Admission) -> None:
@@ -50,7 +50,7 @@ def check_disk(space: DiskSpaceManager, admission: Admission) -> None:
     assert {ticket for ticket, _, _ in space.to_read} <= reads.keys()
     held = {seq for seq in space.held if not seq.finish_reason}
     assert set(admission.reading) == held | {seq for seq in space.ready if not seq.finish_reason}
-    for tickets, _ in space.held.values():
+    for tickets, *_ in space.held.values():
         assert tickets and tickets <= reads.keys()
     assert space.looking is None
     for block, key in space.arrived.items():

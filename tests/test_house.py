@@ -63,11 +63,11 @@ EVERY_FILE = [
 ]
 # These may fall. They rise only when a capability with a name of its own comes.
 MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 24, 700, 80, 750
-MOST_STORY_LINES = 6556
+MOST_STORY_LINES = 6557
 MOST_LINES = {
-    ".": 10602, "api": 6302, "checkpoints": 3548, "commands": 937, "cpu": 2758, "device": 4463, "executors": 902,
-    "lora": 1257, "models": 3757, "observe": 1466, "ops": 3137, "processes": 3498,
-    "scheduling": 2141, "speculation": 820, "text": 4669,
+    ".": 10603, "api": 6302, "checkpoints": 3548, "commands": 937, "cpu": 2758, "device": 4470, "executors": 902,
+    "lora": 1260, "models": 3757, "observe": 1466, "ops": 3137, "processes": 3501,
+    "scheduling": 2172, "speculation": 820, "text": 4669,
 }  # fmt: skip
 STDLIB_ONLY = {
     "admission", "checkpoints.gguf_config", "checkpoints.gguf_file", "checkpoints.gguf_folder",

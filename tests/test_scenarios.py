@@ -264,7 +264,7 @@ class Scenario:
 
     def finish(self) -> None:
         engine = self.engine
-        while engine.scheduler.has_work():
+        while engine.has_work():
             self.step()
         engine.run()
         for name, (ids, max_tokens) in self.asked.items():
@@ -297,7 +297,7 @@ def run_scenario(seed: int, loras: int = 0, drafts: int = 0, files: dict[bytes, 
         if action < 0.5:
             drawn = rng.randint(1, 39), rng.randrange(3), rng.randint(1, 30), rng.randrange(3), rng.randrange(6)
             scenario.add(*drawn, rng.randrange(NUM_ADAPTERS + 1) if loras else 0)
-        elif scenario.engine.scheduler.has_work():
+        elif scenario.engine.has_work():
             if action < 0.6:
                 abort = rng.choice((scenario.abort, scenario.abort_meanwhile))
                 abort(rng.randrange(9), rng.choice((None, 0, 1)))
@@ -308,7 +308,7 @@ def run_scenario(seed: int, loras: int = 0, drafts: int = 0, files: dict[bytes, 
                 scenario.lose(lost, refuse, rng.randrange(4), rng.randrange(NUM_MOVES + 1))
             else:
                 for _ in range(rng.randint(1, 5)):
-                    if scenario.engine.scheduler.has_work():
+                    if scenario.engine.has_work():
                         scenario.step()
     scenario.finish()
     return scenario.engine.scheduler
@@ -375,19 +375,19 @@ class Traffic(RuleBasedStateMachine):
     def add(self, **drawn):
         self.scenario.add(**drawn)
 
-    @precondition(lambda self: self.scenario.engine.scheduler.has_work())
+    @precondition(lambda self: self.scenario.engine.has_work())
     @rule(count=st.integers(1, 5))
     def step(self, count):
         for _ in range(count):
-            if self.scenario.engine.scheduler.has_work():
+            if self.scenario.engine.has_work():
                 self.scenario.step()
 
-    @precondition(lambda self: self.scenario.engine.scheduler.has_work())
+    @precondition(lambda self: self.scenario.engine.has_work())
     @rule(place=st.integers(0, 8), index=st.sampled_from((None, 0, 1)))
     def abort(self, place, index):
         self.scenario.abort(place, index)
 
-    @precondition(lambda self: self.scenario.engine.scheduler.has_work())
+    @precondition(lambda self: self.scenario.engine.has_work())
     @rule(place=st.integers(0, 8), index=st.sampled_from((None, 0, 1)))
     def abort_meanwhile(self, place, index):
         self.scenario.abort_meanwhile(place, index)
@@ -396,7 +396,7 @@ class Traffic(RuleBasedStateMachine):
     def interrupt(self, count):
         self.scenario.num_interrupts += count
 
-    @precondition(lambda self: self.scenario.engine.scheduler.has_work())
+    @precondition(lambda self: self.scenario.engine.has_work())
     @rule(lost=st.booleans(), refuse=st.booleans(), whole=st.integers(0, 3), moves=st.integers(0, NUM_MOVES))
     def lose(self, **drawn):
         self.scenario.lose(**drawn)

@@ -6,13 +6,16 @@ import os
 import random
 import shutil
 import stat
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from config import EngineConfig
 from device.kv_disk import HEADER, KVDisk
@@ -21,6 +24,7 @@ from integrity import check_integrity
 from observe.logs import start_log
 from plan import EngineCoreRequest, StepPlan
 from processes.child import Board
+from scheduling.disk import weights_mark
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 SMALL: dict[str, Any] = {
@@ -67,7 +71,7 @@ def written(tmp_path_factory: pytest.TempPathFactory, expected: list[list[int]])
 
 
 def files_of(folder: Path | str) -> list[Path]:
-    return sorted(path for path in Path(folder).glob("*/*/*"))
+    return sorted(path for path in Path(folder).glob("blocks/*/*/*"))
 
 
 def copied(written: Path, folder: str) -> str:
@@ -93,7 +97,7 @@ def test_a_second_engine_finds_what_the_first_has_written(written, folder, expec
 
 
 def test_files_are_the_owners_alone(written):
-    (fingerprint,) = written.iterdir()
+    (fingerprint,) = (written / "blocks").iterdir()
     for path in (written, fingerprint, fingerprint / "0"):
         assert stat.S_IMODE(path.stat().st_mode) == 0o700
     assert {stat.S_IMODE(path.stat().st_mode) for path in files_of(written)} == {0o600}
@@ -160,7 +164,7 @@ def views_of(pool: torch.Tensor) -> Callable[[int], list[memoryview]]:
 def a_disk(written: Path, folder: str) -> tuple[KVDisk, torch.Tensor]:
     """The files of `written`, with blocks to read into."""
     config = EngineConfig(kv_disk=copied(written, folder))
-    (fingerprint,) = Path(folder).iterdir()
+    (fingerprint,) = (Path(folder) / "blocks").iterdir()
     size = files_of(folder)[0].stat().st_size - HEADER.size
     pool = torch.zeros(4, size // 4)
     return KVDisk(config, fingerprint.name, 0, views_of(pool)), pool
@@ -197,7 +201,7 @@ def test_the_folder_may_go_away(written, folder, expected, what):
     copied(written, folder)
     with LLM(kv_disk=folder, **SMALL) as llm:
         assert run(llm, PROMPTS[:2]) == expected[:2]
-        (fingerprint,) = Path(folder).iterdir()
+        (fingerprint,) = (Path(folder) / "blocks").iterdir()
         shutil.rmtree({"all": Path(folder), "of the engine": fingerprint, "of the rank": fingerprint / "0"}[what])
         assert run(llm) == run(llm) == expected
     assert os.path.exists(folder) == bool(files_of(folder)) == (what != "all")  # what we own we make anew
@@ -241,11 +245,15 @@ def test_what_is_used_least_recently_goes_first(tmp_path):
     assert disk.path(names[3]).stat().st_mtime > now + 250
     assert disk.read(names[1], 0, None) == 1  # which is a use
     assert disk.write(names[0], 0, 0.0, None) == 0  # it is there already; and this is one, too
-    (tmp_path / "kv" / "other" / "0").mkdir(parents=True)
-    (tmp_path / "kv" / "other" / "0" / "file").write_bytes(bytes(size))  # another engine's, the latest
+    (tmp_path / "kv" / "blocks" / "other" / "0").mkdir(parents=True)
+    (tmp_path / "kv" / "blocks" / "other" / "0" / "file").write_bytes(bytes(size))  # another engine's, the latest
+    stranger = tmp_path / "kv" / "weights" / "a" / "b" / "model.safetensors"
+    stranger.parent.mkdir(parents=True)
+    stranger.write_bytes(bytes(count * size))
+    os.utime(stranger, (1, 1))
     assert disk.write(names[count], 0, 0.0, None) == 1
     gone = [i for i, name in enumerate(names) if not disk.path(name).exists()]
-    assert gone == [2, 4, 5, 6]
+    assert gone == [2, 4, 5, 6] and stranger.exists()
     left = sum(path.stat().st_size for path in files_of(tmp_path / "kv"))
     assert left <= count * (size + HEADER.size)
 
@@ -348,11 +356,52 @@ def test_a_marked_request_is_on_disk_soon_after_it_has_ended(folder):
         assert min(path.stat().st_mtime for path in files_of(folder)) > time.time() + 3500
 
 
-def test_other_weights_have_other_files(written, folder):
+def test_other_weights_have_other_files(written, folder, tmp_path):
+    """Weights are known by what is in their files, wherever they lie, and whenever they were written."""
     with LLM(kv_disk=copied(written, folder), **SMALL) as llm:
-        llm.update_weights(llm.config.folder)  # the same ones: but nobody knows what was done to those in memory
-        run(llm)
-        assert llm.core.metrics()["disk_cache_hits_total"] == 0
+        shutil.copytree(llm.config.folder, tmp_path / "same")
+        shutil.copytree(llm.config.folder, tmp_path / "other")
+        tensors = load_file(tmp_path / "other" / "model.safetensors")
+        save_file({name: x * 1.01 for name, x in tensors.items()}, tmp_path / "other" / "model.safetensors")
+
+        def hits() -> int:
+            before = llm.core.metrics()["disk_cache_hits_total"]
+            run(llm)
+            return llm.core.metrics()["disk_cache_hits_total"] - before
+
+        llm.update_weights(str(tmp_path / "other"))
+        assert hits() == 0
+        llm.update_weights(str(tmp_path / "same"))
+        assert hits() > 0
+        llm.core.reset_prefix_cache()  # because somebody may have changed the weights in memory
+        assert hits() == 0
+
+
+@pytest.mark.parametrize("ending", ["safetensors", "gguf"])
+def test_weights_are_known_by_their_files(tmp_path, ending):
+    def mark(name: str, contents: bytes) -> bytes:
+        (tmp_path / name).mkdir()
+        file = tmp_path / name / f"weights.{ending}"
+        file.write_bytes(contents)
+        return marks_of(tmp_path / name)[0]
+
+    def marks_of(path: Path) -> list[bytes]:
+        config = SimpleNamespace(weights="", checkpoint=str(path), seed=0)
+        return [weights_mark(config), weights_mark(config)]
+
+    assert mark("a", b"x" * 100) == mark("b", b"x" * 100)
+    marks = {mark(f"{i}", contents) for i, contents in enumerate((b"x" * 101, b"x" * 99 + b"y", b"x" * 100))}
+    assert len(marks) == 3 and len({*marks_of(tmp_path / "a" / f"weights.{ending}")}) == 1
+    assert len({*marks_of(tmp_path / "gone")}) == 2  # of what cannot be read it is another one each time
+
+
+def test_a_disk_that_does_not_answer_keeps_nobody(written, folder, expected, monkeypatch):
+    monkeypatch.setattr("scheduling.disk.PATIENCE", 0.2)
+    answers = threading.Event()
+    monkeypatch.setattr(KVDisk, "read_file", lambda disk, name, views: answers.wait(60) and False)
+    with LLM(kv_disk=copied(written, folder), **SMALL) as llm:
+        assert run(llm) == expected
+        answers.set()
 
 
 def test_sleep_gives_up_moves(written, folder, expected):
@@ -379,5 +428,5 @@ def test_ranks_in_processes(folder, expected, fields):
             metrics = llm.core.metrics()
             assert llm.core.facts["kv_disk"]["pays"] and metrics["kv_disk_bad_blocks_total"] == 0
     assert metrics["disk_cache_hits_total"] > 256
-    (fingerprint,) = Path(folder).iterdir()
+    (fingerprint,) = (Path(folder) / "blocks").iterdir()
     assert len(list(fingerprint.iterdir())) == llm.config.world_size

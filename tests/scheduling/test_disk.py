@@ -97,7 +97,7 @@ def test_one_that_reads_can_be_aborted(steps):
         engine.step()
     engine.scheduler.abort("reader")
     check_integrity(engine.scheduler)
-    assert not engine.scheduler.admission.reading and engine.scheduler.has_work()
+    assert not engine.scheduler.admission.reading and engine.has_work()
     engine.run()
     space = engine.scheduler.space
     assert not space.held and space.host.num_free == 16 and len(space.host.block_of) == 7
@@ -149,7 +149,7 @@ def test_only_so_many_blocks_are_written_at_once():
     engine = engine_on({}, longest=5, num_blocks=40, num_host_blocks=120, max_model_len=150)
     engine.add("long", prompt(140), retention=300, max_tokens=2, ignore_eos=True)
     written = []
-    while engine.scheduler.has_work():
+    while engine.has_work():
         written.append(len(engine.step().disk_out))
         assert len(engine.scheduler.space.moves) <= WRITES
     assert sum(written) == 35
@@ -165,7 +165,7 @@ def test_a_marked_request_is_lowered_when_it_ends():
     engine.add("marked", prompt(60), retention=3600, **ONE)
     while engine.scheduler.requests:
         engine.step()
-    assert engine.scheduler.has_work() and not any(plan.swap_out for plan in engine.plans)
+    assert engine.has_work() and not any(plan.swap_out for plan in engine.plans)
     begin = len(engine.plans)
     engine.run()
     moves = [plan.swap_out for plan in engine.plans[begin:] if plan.swap_out]
