@@ -259,8 +259,7 @@ def attention_fields(first: Header, row: Family, ours: Fields) -> Fields:
 
 
 def rope_fields(headers: Sequence[Header], architecture: Architecture, row: Family, ours: Fields) -> Fields:
-    """Fields of RoPE. llama.cpp stores the factors of Llama 3's frequencies, which LongRoPE has for each frequency,
-    too."""
+    """Fields of RoPE. llama.cpp stores Llama 3's scaling as a factor for each frequency, which LongRoPE has, too."""
     first, prefix = headers[0], f"{headers[0].architecture}."
     theta, context = ours["rope_theta"], first.get("context_length")
     factors = {
@@ -272,6 +271,9 @@ def rope_fields(headers: Sequence[Header], architecture: Architecture, row: Fami
         ours.pop("rope_local_base_freq", None)
         if local != theta and not row.full_heads:
             result[f"{prefix}rope.freq_base_swa"] = local
+    alpha, scaling = first.get("rope.scaling.alpha"), first.get("rope.scaling.type")
+    if alpha and (factors or row.full_heads or scaling != "none"):
+        result[f"{prefix}rope.scaling.alpha"] = alpha
     if row.full_heads:  # Gemma 4's factors of what is not rotated are as good as infinite
         rotated = [factor for factor in factors.pop("rope_freqs", [1.0]) if factor < 1e29]
         share = 2 * len(rotated) / first.get("attention.key_length")
@@ -285,7 +287,6 @@ def rope_fields(headers: Sequence[Header], architecture: Architecture, row: Fami
         value, reads = first.get(f"rope.scaling.{name}", usual), name == "yarn_log_multiplier"
         if value != usual and not (reads and architecture.log_multiplier) and not factors:
             result[f"{prefix}rope.scaling.{name}"] = [value]  # a 0 would say that nothing is there
-    linear = first.get("rope.scale_linear", factor)
     if factors:
         llama3 = factors.get("rope_freqs")
         rope = {
@@ -295,9 +296,10 @@ def rope_fields(headers: Sequence[Header], architecture: Architecture, row: Fami
             "original_max_position_embeddings": context if llama3 else trained,
         }  # fmt: skip
         rope |= {"attention_factor": 1.0 if llama3 else scale} if llama3 or scale else {}
-    elif alpha := first.get("rope.scaling.alpha"):
+    elif alpha:
         rope = {"rope_type": "dynamic", "factor": 1.0, "alpha": alpha}
     elif kind in ("none", "linear"):
+        linear = first.get("rope.scale_linear", factor)
         scaled = kind == "linear" and linear not in (None, 0, 1)
         rope = {"rope_type": "linear", "factor": linear} if scaled else {"rope_type": "default"}
     else:

@@ -18,8 +18,7 @@ MAGIC, VERSIONS = b"GGUF", (2, 3)
 # Types of values by their numbers, as struct spells them. Strings and arrays have a length first.
 SCALARS = dict(zip((*range(8), 10, 11, 12), "BbHhIifBQqd", strict=True)) | {7: "?"}
 STRING, ARRAY = 8, 9
-# Types of tensors by their numbers: names, and how many numbers a block has, and bytes. `checkpoints.gguf_blocks`
-# unpacks `OURS`, and the package `gguf` the others.
+# Types by number: name, and a block's numbers and bytes. `gguf_blocks` unpacks `OURS`, the package `gguf` the others.
 OURS = {
     0: ("F32", 1, 4), 1: ("F16", 1, 2), 30: ("BF16", 1, 2), 8: ("Q8_0", 32, 34), 2: ("Q4_0", 32, 18),
     6: ("Q5_0", 32, 22), 11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210),

@@ -127,6 +127,7 @@ def rope(writer: gguf.GGUFWriter, kind: str, config: dict[str, Any]) -> None:
         writer.add_rope_scaling_factor(says["factor"])
     if scaling == "xdrope":
         writer.add_rope_scaling_alpha(says["alpha"])
+        writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
     if scaling == "yarn":
         writer.add_rope_scaling_orig_ctx_len(says["original_max_position_embeddings"])
     if scaling == "longrope":

@@ -504,6 +504,8 @@ def test_a_file_that_is_damaged_is_one_line(small: Path):
             r"'qwen3\.rope\.scaling\.attn_factor' is \[2.0\], and Manta does"),
         (lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN) or w.add_float32(
             "qwen3.rope.scaling.yarn_ext_factor", 0.0), r"yarn_ext_factor' is \[0.0\], and Manta does not"),
+        (lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN) or w.add_float32(
+            "qwen3.rope.scaling.alpha", 1000.0), r"rope.scaling.alpha' is 1000.0, and Manta does not"),
         (lambda w: w.add_string("qwen3.attention.scale", "x"), "metadata has a value of another kind"),
         (lambda w: w.add_uint32("general.alignment", 9), "not aligned to 9 bytes"),
         (lambda w: w.add_uint32("split.count", 7), "is one of 7 parts; name them NAME-00001-of-00007.gguf and so on$"),
