@@ -29,12 +29,12 @@ ON_DISK = -3  # stands in a table for a block to read
 WRITES = 32  # blocks that are on their way to the disk at once
 WAIT = 0.005  # seconds that a plan without rows waits for the end of a move
 PATIENCE = 5.0  # seconds that a sequence waits for the disk, and that a move without an end keeps an idle engine awake
-SAMPLE = 1 << 20  # bytes at the beginning and the end of a file of weights
+SAMPLES, SAMPLE = 256, 4096  # of a file of weights, and bytes of each
 
 
 def weights_mark(config: EngineConfig) -> bytes:
-    """A hash of the weights' files: of their names, sizes, and first and last bytes. Times would not do, because copies
-    and images of containers set them. Of weights that nobody can name it is another one at each call."""
+    """A hash of the weights' files: their names, sizes, times, and SAMPLES of their bytes, because images of containers
+    may give all files one time. Of weights that nobody can name it is another one at each call."""
     try:
         if config.weights == TENSORS:
             return os.urandom(16)
@@ -44,10 +44,11 @@ def weights_mark(config: EngineConfig) -> bytes:
         files = [path] if path.is_file() else sorted(path.glob("*.safetensors")) or sorted(path.glob("*.gguf"))
         for file in files:
             with file.open("rb") as weights:
-                size = os.fstat(weights.fileno()).st_size
-                hashed.update(f"{file.name} {size} ".encode() + weights.read(SAMPLE))
-                weights.seek(max(0, size - SAMPLE))
-                hashed.update(weights.read())
+                state = os.fstat(weights.fileno())
+                hashed.update(f"{file.name} {state.st_size} {state.st_mtime_ns} ".encode())
+                for i in range(SAMPLES):
+                    weights.seek(state.st_size * i // SAMPLES)
+                    hashed.update(weights.read(SAMPLE))
         return hashed.digest() if files else os.urandom(16)
     except OSError:
         return os.urandom(16)

@@ -357,7 +357,7 @@ def test_a_marked_request_is_on_disk_soon_after_it_has_ended(folder):
 
 
 def test_other_weights_have_other_files(written, folder, tmp_path):
-    """Weights are known by what is in their files, wherever they lie, and whenever they were written."""
+    """Weights are known by what is in their files, wherever they lie."""
     with LLM(kv_disk=copied(written, folder), **SMALL) as llm:
         shutil.copytree(llm.config.folder, tmp_path / "same")
         shutil.copytree(llm.config.folder, tmp_path / "other")
@@ -379,10 +379,11 @@ def test_other_weights_have_other_files(written, folder, tmp_path):
 
 @pytest.mark.parametrize("ending", ["safetensors", "gguf"])
 def test_weights_are_known_by_their_files(tmp_path, ending):
-    def mark(name: str, contents: bytes) -> bytes:
+    def mark(name: str, contents: bytes, at: int = 1) -> bytes:
         (tmp_path / name).mkdir()
         file = tmp_path / name / f"weights.{ending}"
         file.write_bytes(contents)
+        os.utime(file, (at, at))
         return marks_of(tmp_path / name)[0]
 
     def marks_of(path: Path) -> list[bytes]:
@@ -390,8 +391,10 @@ def test_weights_are_known_by_their_files(tmp_path, ending):
         return [weights_mark(config), weights_mark(config)]
 
     assert mark("a", b"x" * 100) == mark("b", b"x" * 100)
-    marks = {mark(f"{i}", contents) for i, contents in enumerate((b"x" * 101, b"x" * 99 + b"y", b"x" * 100))}
-    assert len(marks) == 3 and len({*marks_of(tmp_path / "a" / f"weights.{ending}")}) == 1
+    others = [mark("longer", b"x" * 101), mark("end", b"x" * 99 + b"y"), mark("later", b"x" * 100, 2)]
+    assert (
+        len({*others, *marks_of(tmp_path / "a")}) == 4 and len({*marks_of(tmp_path / "a" / f"weights.{ending}")}) == 1
+    )
     assert len({*marks_of(tmp_path / "gone")}) == 2  # of what cannot be read it is another one each time
 
 
