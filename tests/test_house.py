@@ -65,7 +65,7 @@ EVERY_FILE = [
 MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 24, 700, 80, 750
 MOST_STORY_LINES = 6557
 MOST_LINES = {
-    ".": 10603, "api": 6302, "checkpoints": 3548, "commands": 937, "cpu": 2758, "device": 4470, "executors": 902,
+    ".": 10603, "api": 6302, "checkpoints": 3548, "commands": 937, "cpu": 2758, "device": 4478, "executors": 902,
     "lora": 1260, "models": 3757, "observe": 1466, "ops": 3137, "processes": 3501,
     "scheduling": 2173, "speculation": 820, "text": 4669,
 }  # fmt: skip
