@@ -117,8 +117,8 @@ def plain_fields(first: Header, architecture: Architecture, row: Family) -> Fiel
     is, or named in one line of the log if it changes nothing."""
     names, prefix = FIELDS | dict(architecture.fields) | (DELTA if row.delta else {}), f"{first.architecture}."
     if r := row.routing:
-        names |= {"expert_count": r.count, "expert_used_count": r.top_k, "expert_feed_forward_length": r.size,
-                  "expert_shared_feed_forward_length": "shared_expert_intermediate_size"}  # fmt: skip
+        names |= {"expert_count": r.count, "expert_used_count": r.top_k, "expert_feed_forward_length": r.size}
+        names["expert_shared_feed_forward_length"] = "shared_expert_intermediate_size"
     ours, idle = {"rope_theta": 10000.0, **architecture.fixed}, list[str]()
     for full_name, value in first.metadata.items():
         name = full_name.removeprefix(prefix)
