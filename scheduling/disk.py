@@ -166,8 +166,8 @@ class DiskSpaceManager(TieredSpaceManager):
 
     def has_moves(self) -> bool:
         """Whether blocks are to be moved though no sequence runs, and the disk answers."""
-        waits_since = next((move.begun for move in self.moves.values()), time.monotonic())
-        return (super().has_moves() or bool(self.moves or self.to_write)) and waits_since > time.monotonic() - PATIENCE
+        oldest = next((move.begun for move in self.moves.values()), float("inf"))
+        return (super().has_moves() or bool(self.moves or self.to_write)) and time.monotonic() < oldest + PATIENCE
 
     def _begin(self, key: bytes, block: int, reads: bool) -> int:
         """Begin a move, for which the caller has a reference to the host block; returns its ticket."""
