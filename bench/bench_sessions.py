@@ -16,7 +16,7 @@ import shlex
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -129,7 +129,7 @@ class LlamaClient:
 
 
 @contextlib.contextmanager
-def serving_llama(binary: str, gguf: str, tokens: int, threads: int, folder: str) -> Any:
+def serving_llama(binary: str, gguf: str, tokens: int, threads: int, folder: str) -> Iterator[Server]:
     """Run llama.cpp's server with SLOTS slots of so many tokens in all."""
     command = [binary, "-m", gguf, "-c", str(tokens), "-np", str(SLOTS), "-t", str(threads), "--port", "0"]
     command += ["--slot-save-path", folder, "--no-webui", "--host", "127.0.0.1"]
@@ -142,12 +142,11 @@ def serving_llama(binary: str, gguf: str, tokens: int, threads: int, folder: str
         yield server
 
 
-def play(sessions: list[Session], make_send: Callable[[], Send]) -> tuple[float, Totals]:
+def play(sessions: list[Session], send: Send) -> tuple[float, Totals]:
     """Run all sessions at once; returns the seconds that it took, and the totals."""
     totals, begun = Totals(), time.perf_counter()
 
     async def run() -> None:
-        send = make_send()
         await asyncio.gather(*(run_session(i, session, send, totals) for i, session in enumerate(sessions)))
 
     asyncio.run(run())
@@ -187,23 +186,20 @@ def session_figures(
     blocks = max(int(share * needed) // 16, max(sum(map(len, s.added)) for s in work) // 16 + 8)
     results: dict[str, list[tuple[float, Totals]]] = {}
 
-    def measure(name: str, server: Server, make_send: Callable[[], Send]) -> None:
-        results.setdefault(name, []).append(play(work, make_send))
-
     for _ in range(repeats):
         for tier in tiers:
             with tempfile.TemporaryDirectory() as folder:
                 words = [*options, *shlex.split(tier.format(folder=folder))]
                 words += ["--num-gpu-blocks-override", str(blocks), "--block-size", "16"]
                 with serving(model, words) as server:
-                    send = partial(send_to_manta, server.port, new_tokens)
-                    measure(f"Manta {VERSION} {tier}".strip(), server, lambda send=send: send)  # type: ignore[misc]
+                    run = play(work, partial(send_to_manta, server.port, new_tokens))
+                    results.setdefault(f"Manta {VERSION} {tier}".strip(), []).append(run)
         if llama:
             with (
                 tempfile.TemporaryDirectory() as folder,
                 serving_llama(llama, gguf, blocks * 16, threads, folder) as server,
             ):
-                measure("llama.cpp", server, lambda port=server.port: LlamaClient(port, new_tokens).send)  # type: ignore[misc]
+                results.setdefault("llama.cpp", []).append(play(work, LlamaClient(server.port, new_tokens).send))
     figures = []
     for name, runs in results.items():
         waits = [wait for _, totals in runs for wait in totals.waits]
