@@ -18,8 +18,8 @@ from kv_cache import Entry
 from plan import Adapter, NewRow, StepPlan
 from scheduling.adapters import AdapterSlots
 from scheduling.crash_isolation import CrashIsolation
+from scheduling.disk import DiskSpaceManager
 from scheduling.fair import Fair
-from scheduling.host_memory import TieredSpaceManager
 from scheduling.policy import CHECKS, Policy, Priority, SequenceQueue, place
 from scheduling.reserve import Reserve, allowance
 from scheduling.samples import Samples
@@ -45,13 +45,14 @@ class Admission:
         counters: the scheduler's, by name, which this adds to.
     """
 
-    def __init__(self, config: EngineConfig, space: TieredSpaceManager, counters: dict[str, float]):
+    def __init__(self, config: EngineConfig, space: DiskSpaceManager, counters: dict[str, float]):
         self.config, self.counters = config, counters
         self.space, self.blocks = space, space.device
         self.waiting = self.policy = policy_of(config.scheduling_policy)(config)  # one object: a policy is a queue
         self.swapped = SequenceQueue(Status.SWAPPED)
         self.isolation = CrashIsolation()
         self.deferred = SequenceQueue(Status.DEFERRED)  # sequences that wait while suspects run alone
+        self.reading = SequenceQueue(Status.READING)  # and others until blocks have come from disk
         self.samples = Samples(space, self.wait)
         self.adapters = AdapterSlots(config.max_loras, config.max_prompt_adapter_token)
         self.reserve = Reserve(config, space)
@@ -66,13 +67,17 @@ class Admission:
         self.preempted: list[tuple[str, str, str]] = []  # in this step: (sequence, how, for which request)
         self.obstacle: tuple[str, ...] = ()  # (sequence, why): the first that could not come in
         self.urgent: Sequence | None = None  # a waiting sequence for which others are preempted in this step
+        for seq in self.space.take_ready():
+            self.reading.pop(seq, Status.HELD).timeline.enter("waiting", now, waits=True)
+            self._queue(seq)
 
     # --- the queues -------------------------------------------------------------------------------------------------
 
     def wait(self, seq: Sequence, now: float) -> None:
-        """Have a sequence wait."""
-        seq.timeline.enter("waiting", now, waits=True)
-        self._queue(seq)
+        """Have a sequence wait, at first for what only the disk has of its prefix."""
+        reads = self.space.read_ahead(seq)
+        seq.timeline.enter("reading" if reads else "waiting", now, waits=not reads)
+        (self.reading.push if reads else self._queue)(seq)
 
     def _queue(self, seq: Sequence) -> None:
         alone = self.isolation.isolated
@@ -86,7 +91,7 @@ class Admission:
 
     def uses_adapter(self, adapter: Adapter) -> bool:
         """Whether an unfinished group has this adapter."""
-        queues = (self.waiting, self.swapped, self.deferred)
+        queues = (self.waiting, self.swapped, self.deferred, self.reading)
         return adapter in self.adapters.users or any(adapter in queue.lines for queue in queues)
 
     def withdraw(self, seq: Sequence) -> None:
@@ -97,7 +102,8 @@ class Admission:
         elif seq.status is Status.HELD:
             seq.group.held.remove(seq)
         else:
-            (self.waiting if seq.status is Status.WAITING else self.deferred).pop(seq, Status.FINISHED)
+            queues = (self.waiting, self.deferred, self.reading)
+            next(queue for queue in queues if queue.status is seq.status).pop(seq, Status.FINISHED)
 
     def drop_swapped(self, now: float) -> None:
         """Have swapped sequences compute their tokens again."""
@@ -287,15 +293,15 @@ class Admission:
     def _admit(self, seq: Sequence, plan: StepPlan, most: int, kept: int) -> bool:
         """Give a waiting sequence its blocks, if they can be had."""
         group = seq.group
-        entry, num_moved = self._entry(seq, plan, most), len(plan.swap_in)
+        entry = self._entry(seq, plan, most)
         if not self.space.admit(seq, entry, kept, plan):
             return False
         if group.time_in_queue is None:
             group.time_in_queue, group.num_cached = self.now - group.arrival, entry.cached
             self.counters["prefix_cache_queries_total"] += group.num_prompt
             self.counters["prefix_cache_hits_total"] += entry.cached
-            num_brought_back = len(plan.swap_in) - num_moved
-            self.counters["host_cache_hits_total"] += num_brought_back * self.config.block_size
+            for tier in ("host", "disk"):
+                self.counters[f"{tier}_cache_hits_total"] += group.cached_by_tier.get(tier, 0)
         self.policy.admitted(seq, len(seq.tokens) - entry.cached, allowance(seq))
         seq.timeline.enter("running", self.now, cached_tokens=entry.cached)
         if group.score is not None and self.config.enable_prefix_caching:
@@ -321,7 +327,7 @@ class Admission:
         self.reserve.preempted()
         blocks = self.space.computed_blocks(seq)
         tokens = min(seq.num_computed, len(blocks[0]) * self.config.block_size)
-        swaps = not ahead and self.space.swap_pays(blocks, tokens)
+        swaps = not ahead and self.space.has_context(seq) and self.space.swap_pays(blocks, tokens)
         how = "swap" if swaps else "recompute"
         self.preempted.append((seq.name, how, cause.request_id))
         seq.timeline.note(preempted={"for": cause.request_id, "by": how, "tokens": tokens})

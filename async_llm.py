@@ -33,16 +33,8 @@ from observe.logs import logger, set_up
 from outputs import RequestOutput
 from plan import EngineCoreRequest, EngineOutput, Kwargs, Method
 from processes.child import NotStartedError, watch_over
-from processes.client import (
-    GONE,
-    SILENT,
-    BackgroundResources,
-    EngineDeadError,
-    MPClient,
-    Stream,
-    check_accepted,
-    weakly,
-)
+from processes.client import BackgroundResources, MPClient, Stream, check_accepted, weakly
+from processes.connection import GONE, SILENT, EngineDeadError
 from processes.engine_process import EngineProcess
 from ring import STALL
 from sampling_params import LoRARequest, SamplingParams

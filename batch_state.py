@@ -351,8 +351,7 @@ class BatchState:
 
     def adjust(self, ops: ModuleType) -> Any:
         """The `Adjust` of all slots."""
-        changes = self.penalties, self.token_counts, self.bias_ids, self.biases, self.bitmask
-        return ops.Adjust(self.adjustments, *changes)
+        return ops.Adjust(self.adjustments, self.penalties, self.token_counts, self.bias_ids, self.biases, self.bitmask)
 
     def bar(self, logits: torch.Tensor, rows: torch.Tensor, slots: np.ndarray, after: np.ndarray) -> None:
         """Set logits of barred tokens to -inf in those `rows` [R] whose `slots` [R] ask for it (masked_logprobs).

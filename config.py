@@ -1,10 +1,11 @@
-"""The engine's options, and how processes start and read JSON.
+"""The engine's options, users' classes by their names, and how processes start and read JSON.
 
 Standard library only: every process reads this file, and most of them never import torch.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -14,6 +15,7 @@ import inspect
 import json
 import math
 import os
+import pkgutil
 import re
 import subprocess
 import sys
@@ -83,11 +85,7 @@ def option(default: Any, help: str, low: float | None = None, high: float | None
 
 
 def check_fields(record: Any) -> None:
-    """Check each field of a dataclass of `option`s against its annotation and range.
-
-    Raises:
-        ValueError: names the field, the value received and what is allowed.
-    """
+    """Check each field of a dataclass of `option`s against its annotation and range; a ValueError if one is wrong."""
     hints = get_type_hints(type(record))
     for f in dataclasses.fields(record):
         value, hint = getattr(record, f.name), hints[f.name]
@@ -180,6 +178,8 @@ class EngineConfig:
         0.0,
         2.0**20,
     )
+    kv_disk: str | None = option(None, "folder for the KV blocks of cached prefixes, which outlive the server there")
+    kv_disk_size: float = option(16.0, "GiB that the files in kv_disk may take, of all engines together", 1e-6, 2.0**30)
     enable_prefix_caching: bool = option(True, "reuse the KV blocks of equal prompt beginnings")
     num_state_snapshots: int | None = option(
         None, "recurrent states the prefix cache keeps (default: max_num_seqs; CPU: in half of free memory)", 0, 2**20
@@ -404,6 +404,16 @@ class EngineConfig:
             self.allow("without enable_lora", "max_prompt_adapter_token", 0)
         if not self.enable_prefix_caching:
             self.allow("without prefix caching", "num_state_snapshots", 0, None)
+        if self.kv_disk is not None:
+            self.allow("with kv_disk", "enable_prefix_caching", True)
+            self.allow(
+                "with kv_disk, where an engine looks at its workers' files,",
+                "distributed_executor_backend",
+                "auto",
+                "uni",
+                "mp",
+            )
+            self.allow("with kv_disk, whose files no replay has,", "log_scheduler", None)
         if self.enable_chunked_prefill:  # it would do nothing
             self.allow("with chunked prefill", "scheduler_delay_factor", 0)
         if self.makes_vectors:
@@ -521,6 +531,22 @@ def load_module(option: str, name: str) -> Any:
     return getattr(loaded, attribute) if attribute else loaded
 
 
+def reference_to(function: Callable[..., Any]) -> str:
+    """`module:name` of a function, as sockets carry no pickles; a ValueError if another program does not find it."""
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
+    reference = f"{module}:{name}"
+    try:
+        resolved = pkgutil.resolve_name(reference) if module != "__main__" else None
+    except (AttributeError, ImportError, ValueError):
+        resolved = None
+    if resolved is not function:
+        raise ValueError(
+            f"method is {function!r:.200}, which the engine's process cannot import; it must be the name of a method "
+            "of the worker, or a function of a module other than the script itself"
+        )
+    return reference
+
+
 def load_named(option: str, name: str, checks: Mapping[str, Check | None], base: type = object) -> Any:
     """The class that an option names as MODULE:CLASS, whose methods raise nothing but a `HookError` or its fatal kind.
 
@@ -572,12 +598,20 @@ def guarded(owner: type, name: str, check: Check | None) -> Callable[..., Any]:
     return call
 
 
-def stamp_of(source: str) -> str:
-    """A hash of the names, sizes and times of the safetensors in a folder, or of one such file.
+def private_folder(path: str) -> str:
+    """A folder that is only ours; it is made if it is not there. A ValueError if others may write to it, or own it."""
+    try:
+        Path(path).mkdir(0o700, exist_ok=True)
+        state = os.stat(path)
+    except OSError as error:
+        raise ValueError(f"kv_disk is {path!r}: {error.strerror}") from None
+    if not hasattr(os, "geteuid") or state.st_uid != os.geteuid() or state.st_mode & 0o022:  # Windows has none
+        raise ValueError(f"kv_disk is {path!r}; it must be a folder of this user's that nobody else may write to")
+    return path
 
-    Raises:
-        ValueError: there are none.
-    """
+
+def stamp_of(source: str) -> str:
+    """A hash of the names, sizes and times of a folder's safetensors, or of one file; a ValueError if it has none."""
     path = Path(source)
     try:
         files = [path] if path.is_file() else sorted(path.glob("*.safetensors*"))
@@ -598,6 +632,16 @@ def run_file(
     """
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **(environment or {})}
     return subprocess.Popen([sys.executable, "-P", os.path.abspath(path), *args], env=variables, **options)
+
+
+def visible_gpus() -> list[str] | None:
+    """The GPUs by CUDA_VISIBLE_DEVICES, or by the driver's tool (torch takes seconds to load); None: it is missing."""
+    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return [name for name in visible.split(",") if name not in ("", "-1")]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        command = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.split()
+    return None
 
 
 def read_json(folder: str, name: str, default: dict[str, Any] | None = None) -> dict[str, Any]:

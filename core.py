@@ -82,7 +82,7 @@ def scheduler_sizes(config: EngineConfig, model_config: ModelConfig, facts: dict
     names = ("num_blocks", "max_model_len", "vocab_size", "num_host_blocks", "windows", "swap_cost", "row_seconds")
     ends = () if config.makes_vectors else model_config.eos_token_ids
     room = StateRoom(**states) if (states := facts.get("states")) else None
-    return {name: facts[name] for name in names} | {"eos_token_ids": ends, "states": room}
+    return {name: facts[name] for name in names} | {"eos_token_ids": ends, "states": room, "disk": facts.get("kv_disk")}
 
 
 def may_plan_ahead(scheduler: Scheduler, ahead: int) -> bool:
@@ -156,11 +156,7 @@ class EngineCore:
     # --- the loop -----------------------------------------------------------------------------------------------------
 
     def add(self, request: EngineCoreRequest, at_once: bool = False) -> None:
-        """Queue a request; with `at_once`, wait for its adapter and its grammar, so that a bad one raises here.
-
-        Raises:
-            ValueError: it can never run; see `Scheduler.add` and `check_pooling`.
-        """
+        """Queue a request; a ValueError if it can never run. With `at_once`, wait for its adapter and its grammar."""
         r = request
         if any(r.request_id in requests for requests in (*unfinished(self), self.searches.running)):
             raise ValueError(f"request id {r.request_id!r} is in use by a request in flight")
@@ -177,7 +173,7 @@ class EngineCore:
             if adapter and adapter.num_virtual_tokens:
                 prompt = [PLACEHOLDER] * adapter.num_virtual_tokens + prompt
             queued = SequenceGroup(r.request_id, prompt, r.params, salt, r.priority, r.client, r.pooling, adapter)
-            queued.delay = time.monotonic() - r.arrival_time
+            queued.delay, queued.retention = time.monotonic() - r.arrival_time, r.retention
             self._observe("tick")
             check_pooling(r.pooling, r.params, self.config, self.model_config)
             if r.params.structured_outputs is not None:
@@ -220,8 +216,9 @@ class EngineCore:
         return bool(self.plans or self.grammars.waiting or self.news) or self._may_run() or may_come_in
 
     def _may_run(self) -> bool:
-        """Whether a request could be run now: one has not finished, and the workers are awake."""
-        return not self.workers.asleep and self.scheduler.has_work()
+        """Whether a step has something to do: a request has not finished, or blocks move to lower tiers."""
+        moves = not self.pausing and self.scheduler.space.has_moves()
+        return not self.workers.asleep and (moves or self.scheduler.has_work())
 
     def step(self, start: bool | None = None) -> Outputs:
         """Call `advance`, then `tell`."""
@@ -395,11 +392,7 @@ class EngineCore:
     # --- utilities, which clients call by name ------------------------------------------------------------------------
 
     def utility(self, method: str, *args: Any) -> Any:
-        """Call one of `UTILITIES`; returns its result.
-
-        Raises:
-            ValueError: none has that name. The method may raise errors of its own.
-        """
+        """Call one of `UTILITIES`, and return or raise what it does; a ValueError if none has that name."""
         if method not in UTILITIES:
             raise ValueError(f"no utility {method!r}; there are {', '.join(UTILITIES)}")
         return operator.attrgetter(UTILITIES[method])(self)(*args)
@@ -425,7 +418,7 @@ class EngineCore:
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes."""
-        self.scheduler.space.reset_prefix_cache()
+        self.scheduler.space.forget_all(self.config)
         self._observe("reset_prefix_cache")
 
     def busy(self) -> bool:

@@ -43,7 +43,6 @@ __all__ = [  # for scripts
     "StructuredOutputsParams",
 ]  # fmt: skip
 
-
 EngineArgs = EngineConfig  # vLLM's name for it
 CUT = (
     "an answer ended at {} tokens, the default of `SamplingParams.max_tokens`; SamplingParams(max_tokens=None) lets it "

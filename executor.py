@@ -18,7 +18,6 @@ import gc
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -57,11 +56,7 @@ class BrokenOffError(BlamelessError):
 
 
 class UniExecutor:
-    """One worker in this process. If there are other ranks, `Group.connect` connects it to them at `rendezvous`.
-
-    Raises:
-        ValueError: see `start_worker`.
-    """
+    """One worker in this process, which meets other ranks at `rendezvous`; see `start_worker` for what it raises."""
 
     on_this_machine = True  # all workers are
 
@@ -210,21 +205,13 @@ class MpExecutor:
         return self.all_facts[0]
 
     def submit(self, plan: StepPlan) -> None:
-        """Hand a plan over.
-
-        Raises:
-            WorkerError: see `result`; or a worker has not taken the plan within `step_timeout` seconds.
-        """
+        """Hand a plan over; a WorkerError as in `result`, or if a worker does not take it in `step_timeout` seconds."""
         self._check_peers()
         self.unanswered.append(plan.step)
         self._send(plan)
 
     def result(self) -> StepResult:
-        """The result of the oldest plan that was handed over.
-
-        Raises:
-            WorkerError: a worker has died, failed, or takes more than `step_timeout` seconds.
-        """
+        """The oldest plan's result; a WorkerError if a worker has died, failed or needs over `step_timeout` seconds."""
         results = [self._result(rank, self.unanswered[0]) for rank in range(len(self.processes))]
         self.unanswered.popleft()
         return joined(results, self.config.tensor_parallel_size)
@@ -535,13 +522,3 @@ def new_local_executor(config: EngineConfig, model_config: ModelConfig, peers: A
     if local_backend(config) == "mp":
         return MpExecutor(config, model_config, peers)
     return UniExecutor(config, model_config)
-
-
-def visible_gpus() -> list[str] | None:
-    """The GPUs by CUDA_VISIBLE_DEVICES, or by the driver's tool (torch takes seconds to load); None: it is missing."""
-    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return [name for name in visible.split(",") if name not in ("", "-1")]
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        command = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
-        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.split()
-    return None

@@ -233,10 +233,9 @@ def qk_norm_rope_store(
     assert qkv.is_contiguous() and rotation.is_contiguous() and kv[0].is_contiguous() and _holds(kv, qkv)
     assert qkv.shape[1] == (heads + 2 * kv_heads) * head_dim and rotary % 2 == 0 and rotary <= head_dim
     assert (q_weight is None) == (k_weight is None) and norm in ("rms", "layer")
-    assert scales is None or (
-        scales.shape == (tokens, 2) and scales.is_contiguous() and norm == "rms" and not norm_last
-    )
-    assert not v_norm or (q_weight is not None and norm == "rms" and scales is None and not norm_last)
+    assert scales is None or (scales.shape == (tokens, 2) and scales.is_contiguous())
+    assert not v_norm or (q_weight is not None and scales is None)
+    assert (scales is None and not v_norm) or (norm == "rms" and not norm_last)
     per_head = q_weight is not None and q_weight.ndim == 2
     if q_weight is not None and k_weight is not None:
         assert q_weight.is_contiguous() and q_weight.shape in ((head_dim,), (heads, head_dim))
@@ -978,8 +977,7 @@ def post_update(
 ) -> torch.Tensor:
     """Write a step's new tokens back into the batch state (`reference.post_update`)."""
     rows = len(slots)
-    assert len(query_starts) == len(sample_starts) == rows + 1 and token_ids.stride(1) == 1
-    assert stop_bits.stride(1) == 1
+    assert len(query_starts) == len(sample_starts) == rows + 1 and token_ids.stride(1) == stop_bits.stride(1) == 1
 
     news = torch.empty(2, len(sampled), dtype=torch.int32, device=sampled.device)
 

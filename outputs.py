@@ -52,6 +52,7 @@ class RequestMetrics:
     finished_time: float | None = None
     num_cached_tokens: int = 0
     time_in_queue: float | None = None  # seconds before the engine let it in
+    cached_by_tier: dict[str, int] = field(default_factory=dict)  # see `EngineOutput`
 
 
 @dataclass
@@ -210,11 +211,7 @@ class BeamSearchOutput:
 
 
 def beams_of(output: RequestOutput, params: BeamSearchParams, tokenizer: Tokenizer) -> BeamSearchOutput:
-    """The beams of a request that has finished.
-
-    Raises:
-        RuntimeError: the engine had to give the request up, and why.
-    """
+    """The beams of a request that has finished; a RuntimeError says why the engine had to give it up."""
     if output.error:
         raise RuntimeError(output.error)
     sequences = []
@@ -238,7 +235,6 @@ class Generation:
         self.params, self.detokenizer = params, Detokenizer(tokenizer, prompt_token_ids, params)
         self.token_ids: list[int] = []  # so far; a stop string cuts them to those that its text needs
         self.logprobs: list[Logprobs] = []  # of each token, where the client asks for them or answers are ranked
-        self.num_new = 0  # tokens that came with the latest push; they may have brought no text yet
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         # The sum over the tokens, where there are `logprobs`; of a beam search the score.
@@ -267,7 +263,6 @@ class Generation:
         if output.finish_reason == "stop" and not self.params.include_stop_str_in_output:
             shown = shown[:-1]  # the token that ended it is not text
         text = self.detokenizer.push(shown, output.finish_reason is not None)
-        before = len(self.token_ids)
         self.token_ids += output.token_ids
         self.logprobs += output.logprobs or ()
         if output.cumulative_logprob is not None:
@@ -280,7 +275,6 @@ class Generation:
                 self.cumulative_logprob = sum(scores.sampled for scores in self.logprobs)
         else:
             self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
-        self.num_new = max(0, len(self.token_ids) - before)
         return text
 
 
@@ -331,6 +325,7 @@ class Choices:
             return None
         if metrics.first_token_time is None:
             metrics.num_cached_tokens, metrics.time_in_queue = output.num_cached_tokens, output.time_in_queue
+            metrics.cached_by_tier = output.cached_by_tier
             if output.token_ids:
                 metrics.first_token_time = time.monotonic()
         text = generation.push(output)

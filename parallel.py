@@ -28,12 +28,15 @@ from batch_state import BatchState, Rows, to_device
 if TYPE_CHECKING:
     from models.expert_ranks import ExpertGroup
 
-START_TIMEOUT = 1800.0  # seconds
-SENT = 4  # tensors that a stage may have on their way, for each stage: two for each step that is planned
+MOST_SENT = 4  # tensors that a stage may have on their way, for each stage: two for each step that is planned
 
 
 class RankGone(ConnectionError):
     """Another rank is gone, or late."""
+
+
+class PeersGone(ConnectionError):
+    """Another engine that shares the experts is gone, or late."""
 
 
 class Group:
@@ -45,19 +48,18 @@ class Group:
     Args:
         rank: this process's, from 0, and size: how many there are.
         device: of the tensors that they exchange, `cpu` or `cuda`.
-        local_size: how many of them, in all stages, are on this machine; None is all.
         experts: with expert parallelism, who holds which experts.
         pipeline: the stage that they are, if the layers are divided in stages.
     """
 
     def __init__(
-        self, rank: int = 0, size: int = 1, device: str = "cpu", local_size: int | None = None,
+        self, rank: int = 0, size: int = 1, device: str = "cpu",
         experts: ExpertGroup | None = None, pipeline: Pipeline | None = None,
     ):  # fmt: skip
         assert 0 <= rank < size
         self.rank, self.size, self.device = rank, size, device
         self.experts, self.pipeline = experts, pipeline or Pipeline()
-        self.local_size = local_size or self.world_size
+        self.local_size = self.world_size  # how many ranks of all stages are on this machine
         self.link: Any = None  # of the ranks of this stage; None: there is one stage
         self.peer_sum: Callable[[torch.Tensor], bool] | None = None  # sums what it can, see `device/peer_sum.py`
         self.exchanged: list[tuple[torch.Size, torch.dtype]] = []  # in this step so far: a row's shape
@@ -73,9 +75,7 @@ class Group:
         return self.size * self.pipeline.stages
 
     @classmethod
-    def connect(
-        cls, rank: int, size: int, rendezvous: str, device: str, stages: int = 1, timeout: float = START_TIMEOUT
-    ) -> Group:  # fmt: skip
+    def connect(cls, rank: int, size: int, rendezvous: str, device: str, stages: int, timeout: float) -> Group:
         """Meet the other ranks, over gloo on CPUs and NCCL on GPUs.
 
         Args:
@@ -238,7 +238,7 @@ class Pipeline:
         if not self.live:
             return
         with connection_errors(f"stage {self.stage} has lost the stage after it"):
-            while self.sent and (len(self.sent) > SENT * self.stages or self.sent[0][0].is_completed()):
+            while self.sent and (len(self.sent) > MOST_SENT * self.stages or self.sent[0][0].is_completed()):
                 self.sent.popleft()[0].wait(*self.limit)  # gloo tells only who waits that one has gone
             self.sent.append((dist.isend(x, self.after, self.links[1]), x))
 
@@ -281,7 +281,7 @@ class Sampled:
         """Before the last stage: receive what earlier steps have sampled, until it is there for the sequences in these
         `rows`, or all, and little is on its way; and bring it into the state."""
         state, pipeline, wanted = self.state, self.pipeline, [slot for slot, _ in rows or ()]
-        most = SENT // 2 * pipeline.stages  # the last stage waits with SENT, also of sequences that have ended
+        most = MOST_SENT // 2 * pipeline.stages  # the last stage waits with MOST_SENT, for ended sequences, too
         while self.to_come and (rows is None or len(self.to_come) > most or self.counts[wanted].any()):
             slots, starts = self.to_come.popleft()
             live = slots >= 0

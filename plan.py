@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 import operator
 import pickle
-import pkgutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -98,6 +97,12 @@ class StepPlan:
     masks: list[tuple[int, bytes]] = field(default_factory=list)
     adapters: list[tuple[int, int]] = field(default_factory=list)  # (host row, slot) of those to load before the step
     freed: list[int] = field(default_factory=list)  # for the KV sanitizer: blocks that hold nothing any more
+    # Blocks of the host to write to disk and to fill from there while steps run; see `scheduling/disk.py`. Each has a
+    # ticket, the file's name and the host block; those to write, too, for how many seconds they are to be kept.
+    disk_out: list[tuple[int, bytes, int, float]] = field(default_factory=list)
+    disk_in: list[tuple[int, bytes, int]] = field(default_factory=list)
+    disk_first: int = 0  # moves with lower tickets are given up, before anything else moves
+    disk_wait: float = 0.0  # seconds to wait until one has ended, because nothing else is to be done
 
 
 class StateRoom(NamedTuple):
@@ -144,13 +149,15 @@ class StepResult:
     error: str | None = None  # why the step failed; then there are no tokens
     lasting: bool = False  # whether that ends all its requests, because a user's class has failed
     phases: list[tuple[str, str, float, float]] = field(default_factory=list)  # for `--trace`: row, name, begin, end
+    disk: list[tuple[int, int]] = field(default_factory=list)  # (ticket, 1: moved, 0: not, -1: the file was bad)
 
 
 def joined(results: list[StepResult], stage_size: int) -> StepResult:
-    """All ranks' results as one: an error if there is one, else the last stage's tokens and all stages' phases."""
+    """All ranks' results as one: an error if there is one, else the last stage's tokens and what all tell beside."""
     if failed := [result for result in results if result.error]:
         return failed[0]
     result, stages = results[-stage_size], results[::stage_size]
+    result.disk = [ended for rank in results for ended in rank.disk]
     if len(stages) > 1:
         phases = ((i, *phase) for i, stage in enumerate(stages) for phase in stage.phases)
         result.phases = [(f"{row} {i}", name, begin, end) for i, row, name, begin, end in phases]
@@ -166,6 +173,7 @@ class EngineOutput:
     finish_reason: str | None = None  # stop, length, abort or error
     stop_reason: int | None = None  # which of the request's stop_token_ids ended it
     num_cached_tokens: int = 0
+    cached_by_tier: dict[str, int] = field(default_factory=dict)  # the same by device, host and disk, if there are more
     error: str | None = None  # what was wrong with the request; finish_reason is then "error"
     index: int = 0  # which of the request's answers
     cumulative_logprob: float | None = None  # where answers are ranked: of all its tokens; of a beam its score
@@ -237,6 +245,7 @@ class EngineCoreRequest:
     client: str = ""  # whose request it is, as far as fairness and `explain` are concerned
     pooling: PoolingParams | None = None  # what is made of the prompt; None: an answer, as `params` say
     lora: LoRARequest | None = None  # the adapter that it runs with
+    retention: int = 0  # seconds for which lower tiers of the prefix cache are to keep its blocks; 0: as all others
     arrival_time: float = field(default_factory=time.monotonic)  # of this machine, in seconds
 
 
@@ -262,11 +271,7 @@ class Call:
 
     @classmethod
     def of(cls, call_id: int, method: Method, args: Sequence[Any], kwargs: Kwargs) -> Call:
-        """The call of a method of `Worker`, or of a function, which another process imports by its module's name.
-
-        Raises:
-            ValueError: the function cannot be sent.
-        """
+        """The call of a method of `Worker`, or of a function; a ValueError if no other process could import that."""
         if isinstance(method, str):
             return cls(call_id, method, [*args], dict(kwargs or {}))
         try:
@@ -303,30 +308,6 @@ class Call:
 
 class CallError(ValueError):
     """A call failed after it had begun, so the worker may be half changed."""
-
-
-def reference_to(function: Callable[..., Any]) -> str:
-    """`module:name` of a function, because nothing is pickled on sockets.
-
-    Raises:
-        ValueError: another program does not find it.
-    """
-    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
-    reference = f"{module}:{name}"
-    try:
-        resolved = pkgutil.resolve_name(reference) if module != "__main__" else None
-    except (AttributeError, ImportError, ValueError):
-        resolved = None
-    if resolved is not function:
-        raise ValueError(
-            f"method is {function!r:.200}, which the engine's process cannot import; it must be the name of a method "
-            "of the worker, or a function of a module other than the script itself"
-        )
-    return reference
-
-
-class PeersGone(ConnectionError):
-    """Another engine that shares the experts is gone, or late."""
 
 
 @dataclass(slots=True)

@@ -297,11 +297,7 @@ class SamplingParams:
             object.__setattr__(self, name, tuple(getattr(self, name)))
 
     def check_vocabulary(self, size: int, eos_token_ids: Collection[int] = ()) -> None:
-        """Check that all listed tokens are in a vocabulary of `size`, and that one is always left to draw.
-
-        Raises:
-            ValueError: names the tokens outside of the vocabulary, or what leaves none.
-        """
+        """Check that all listed tokens are in a vocabulary of `size`, and one is left to draw; a ValueError if not."""
         if self.bad_words and not self.bad_word_ids:
             raise ValueError(f"bad_words has {len(self.bad_words)} words; bad_word_ids must have their tokens")
         for name in ("logit_bias", "allowed_token_ids", "stop_token_ids", "bad_word_ids"):
@@ -319,11 +315,7 @@ class SamplingParams:
             raise ValueError(f"allowed_token_ids is {allowed}; at least one must be left beside those that {rule}")
 
     def truncated(self, prompt_token_ids: list[int], max_model_len: int) -> list[int]:
-        """The tokens of a prompt that `truncate_prompt_tokens` keeps.
-
-        Raises:
-            ValueError: it keeps none, or more than the context holds.
-        """
+        """The tokens of a prompt that `truncate_prompt_tokens` keeps; a ValueError if none, or more than fit."""
         keep = self.truncate_prompt_tokens
         if keep is None:
             return prompt_token_ids
@@ -410,11 +402,7 @@ class BeamSearchParams:
         self.sampling_params()
 
     def sampling_params(self) -> SamplingParams:
-        """The same search for the engine.
-
-        Raises:
-            ValueError: a value is out of range.
-        """
+        """The same search for the engine; a ValueError if a value is out of range."""
         width, most = self.beam_width, self.max_tokens
         if width is None or most is None:
             raise ValueError(f"beam_width is {width} and max_tokens is {most}; both must be whole numbers")

@@ -12,10 +12,11 @@ of the budget until `num_computed` has caught up, and then the model's last hidd
 All queues are in the same order: by class, then by arrival. The policy sets the class: `fcfs` gives all requests the
 same one, `priority` takes the request's priority, and `fair` the tokens that its client has had. The first in order
 goes first, and the last one that runs is preempted first. So no request passes an earlier one of its class, and a
-request takes at most as many steps as it and all before it have tokens. There are four exceptions:
+request takes at most as many steps as it and all before it have tokens. There are five exceptions:
 
     samples               wait until their prompt is computed; sequences that came in by then may run on first
     adapters              others pass a sequence until a slot for its adapter is free (`scheduling/adapters.py`)
+    blocks on disk        others pass a sequence until those of its prefix have been read (`scheduling/disk.py`)
     no chunked prefill    `max_num_seqs` steps of prompts may come before a step of decodes (`scheduling/classic.py`)
     `fair`                a sequence makes way for the first only if it is more than a step's tokens behind
 
@@ -36,6 +37,7 @@ from collections.abc import Callable, Collection
 from collections.abc import Sequence as Items
 from functools import partial
 from itertools import compress
+from typing import Any
 
 from admission import Admission
 from config import EngineConfig
@@ -44,8 +46,8 @@ from observe.freed_blocks import WatchedBlockManager
 from observe.metrics import EngineStats
 from plan import EngineOutput, Logprobs, Outputs, StateRoom, StepPlan, StepResult, error_output
 from scheduling.classic import ClassicOrder
+from scheduling.disk import DiskSpaceManager
 from scheduling.drafts import AcceptanceStats, Drafting
-from scheduling.host_memory import TieredSpaceManager
 from scheduling.lanes import Lane, Lanes
 from scheduling.limits import RequestLimits
 from scheduling.reports import Reports, Timeline, WaitClock, report_of
@@ -67,6 +69,7 @@ class Scheduler:
         swap_cost: tokens whose computing takes as long as moving one block to the host and back.
         states: room for the recurrent states of sequences, if the model has such states.
         row_seconds: what steps of decodes take, see `Drafting`.
+        disk: the workers' facts of KV blocks on disk, see `DiskSpaceManager`.
         clock: in seconds; only the classic order's delay and what `explain` reports depend on it.
 
     Raises:
@@ -85,6 +88,7 @@ class Scheduler:
         swap_cost: float = 0.0,
         states: StateRoom | None = None,
         row_seconds: Items[tuple[int, float, float]] = (),
+        disk: dict[str, Any] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.config, self.clock = config, clock
@@ -92,7 +96,8 @@ class Scheduler:
         self.counters = self.stats.counters
         manager = WatchedBlockManager if config.sanitize_kv else BlockManager
         kept_states = states and StateManager(config, states)
-        self.space = TieredSpaceManager(config, num_blocks, num_host_blocks, windows, swap_cost, kept_states, manager)
+        sizes = num_blocks, num_host_blocks, windows, swap_cost, kept_states, manager
+        self.space = DiskSpaceManager(disk, self.counters, config, *sizes)
         self.blocks = self.space.device
         self.limits = RequestLimits(config, self.space, max_model_len, vocab_size, frozenset(eos_token_ids))
         self.admission = Admission(config, self.space, self.counters)
@@ -112,11 +117,7 @@ class Scheduler:
     # --- requests come and go ---------------------------------------------------------------------------------------
 
     def add(self, group: SequenceGroup) -> None:
-        """Queue a request.
-
-        Raises:
-            ValueError: it can never run, see `RequestLimits.settle`.
-        """
+        """Queue a request; a ValueError if it can never run, see `RequestLimits.settle`."""
         assert group.request_id not in self.requests, f"request id {group.request_id!r} is in use"
         limit = self.limits.settle(group)
         if (place := group.beam and group.beam.place) is None:
@@ -168,6 +169,7 @@ class Scheduler:
         group = seq.group
         if seq.slot >= 0:
             self.admission.release(seq)
+        self.space.lower(seq)
         now = self.close(seq, reason)
         self.admission.samples.ended(seq, now)
         self.policy.ended(seq)
@@ -357,6 +359,7 @@ class Scheduler:
         flight = self.in_flight.popleft()
         flight.lane.flying -= 1
         assert flight.plan is plan and plan.step == result.step and len(result.token_ids) == len(plan.rows)
+        self.space.landed(plan, result)
         num_drafts = self.drafting.counted(result.verified, self.policy) if flight.drafts else 0
         self.stats.landed(flight.num_tokens + num_drafts, flight.decodes, self.clock())
         if self.classic is not None:
@@ -445,7 +448,7 @@ class Scheduler:
         """The news of a sequence that has got more tokens; ends the sequence if the last of them is its last one."""
         group, token = seq.group, tokens[-1]
         output = EngineOutput(group.request_id, tokens, num_cached_tokens=group.num_cached, index=seq.index)
-        output.time_in_queue = group.time_in_queue
+        output.time_in_queue, output.cached_by_tier = group.time_in_queue, group.cached_by_tier
         if group.params.max_tokens == 0:  # the sampled token is not wanted
             output.token_ids, output.finish_reason = [], "length"
             seq.tokens.pop()

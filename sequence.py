@@ -32,6 +32,7 @@ class Status(enum.Enum):
     """Where a sequence is; the values are the words of `/explain`."""
 
     HELD = "held"  # a sample whose prompt another sample of its group is computing
+    READING = "reading"  # blocks of its prefix are on their way from disk to host memory
     WAITING = "waiting"
     RUNNING = "running"
     SWAPPED = "swapped"
@@ -169,6 +170,7 @@ class SequenceGroup:
     client: str = ""
     pooling: PoolingParams | None = None  # what is made of the prompt; None: an answer, as `params` say
     adapter: Adapter | None = None
+    retention: int = 0  # see `EngineCoreRequest`
     stop_ids: frozenset[int] = frozenset()
     stops: dict[int, int] = field(default_factory=dict)  # `stop_ids` as `plan.bit_words`
     allowed: dict[int, int] | None = None  # the tokens that may be drawn, in the same form; None: all
@@ -179,6 +181,7 @@ class SequenceGroup:
     first_token_at: float | None = None  # kept by `EngineStats`
     time_in_queue: float | None = None  # until it was first admitted; None: it waits
     num_cached: int = 0  # tokens of the prompt that the prefix cache had at first admission
+    cached_by_tier: dict[str, int] = field(default_factory=dict)  # the same by where they were
     seqs: list[Sequence] = field(default_factory=list)  # those that have not finished
     held: list[Sequence] = field(default_factory=list)  # samples that wait for the leader
     leader: Sequence | None = None  # computes the prompt for all

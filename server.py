@@ -34,26 +34,11 @@ import gevent
 from flask import Flask, Response, g, request
 from werkzeug.exceptions import MethodNotAllowed, NotFound
 
-from api import batches
+from api import batches, http
 from api.checks import ApiError, Face
 from api.faces import FACES
 from api.generation import Caller, ClientGone, Events, log_request
 from api.gunicorn_loop import Gunicorn
-from api.http import (
-    NO_ROUTE,
-    Keys,
-    Refusals,
-    allow_origin,
-    api_error,
-    body_of,
-    check_address,
-    check_host,
-    error_body_of,
-    is_preflight,
-    reply,
-    stream,
-    under_root,
-)
 from api.options import ServerConfig, with_all_keys
 from api.paths import paths_of
 from api.routes import Api
@@ -74,11 +59,11 @@ QUIET = ("health", "metrics", "live", "page", "scaling")
 
 def answer_face(api: Api, face: Face) -> Response:
     """The Flask view of a face (one API of `api/`): read the body, and reply with JSON or with events."""
-    body = body_of(api)
+    body = http.body_of(api)
     remote = getattr(gevent.getcurrent(), "response", None)  # gunicorn's: a `NamelessResponse`
     caller = g.caller = Caller(g.name, g.client, remote, g.body.close)
     answer = api.answer(face, body, caller)
-    return stream(answer, api.config) if isinstance(answer, Events) else reply(answer)
+    return http.stream(answer, api.config) if isinstance(answer, Events) else http.reply(answer)
 
 
 def add_routes(app: Flask, api: Api) -> None:
@@ -105,14 +90,14 @@ def create_app(api: Api, spans: Spans | None = None, address: str | None = None)
     log_requests(app, api, spans)
     app.extensions |= {"spans": spans, "client": api.client}
     if config.root_path:
-        app.wsgi_app = under_root(app.wsgi_app, config.root_path)  # type: ignore[method-assign]
+        app.wsgi_app = http.under_root(app.wsgi_app, config.root_path)  # type: ignore[method-assign]
     return app
 
 
 def guard(app: Flask, api: Api, address: str) -> None:
     """Refuse requests without a key, from foreign pages, and while the server drains."""
     config, board = api.config, api.board  # the board tells all API processes whether the server drains
-    keys = Keys(config, address, {row.name for row in paths_of(api) if row.control})
+    keys = http.Keys(config, address, {row.name for row in paths_of(api) if row.control})
     local = keys.loopback and not config.api_key  # no key is needed there, so keep foreign web pages out
 
     @app.before_request
@@ -122,8 +107,8 @@ def guard(app: Flask, api: Api, address: str) -> None:
         g.request_id = sent_id if REQUEST_ID.fullmatch(sent_id) else g.name
         g.client = board.tag("address", request.remote_addr or "")
         if local:
-            check_host((*config.allowed_hosts, config.host.lower()))
-        return Response(status=204) if config.allowed_origins and is_preflight() else None
+            http.check_host((*config.allowed_hosts, config.host.lower()))
+        return Response(status=204) if config.allowed_origins and http.is_preflight() else None
 
     @app.before_request
     def authorize() -> None:
@@ -135,7 +120,7 @@ def guard(app: Flask, api: Api, address: str) -> None:
 
 def answer_errors(app: Flask, config: ServerConfig) -> None:
     """Turn errors into replies, and free the request's body."""
-    refusals = Refusals()
+    refusals = http.Refusals()
 
     @app.teardown_request
     def release_body(error: BaseException | None) -> None:
@@ -152,12 +137,12 @@ def answer_errors(app: Flask, config: ServerConfig) -> None:
             if rule.rule.endswith(">"):  # what stands there is no id, but perhaps of another server's route
                 error = NotFound()
         headers = {"Allow": ", ".join(sorted(error.valid_methods or ()))} if isinstance(error, MethodNotAllowed) else {}
-        answer = api_error(error)
+        answer = http.api_error(error)
         if len(set(config.api_key)) > 1 and answer.status < 500:
             release_body(None)
             gevent.sleep(refusals.wait(g.client, time.monotonic() - g.begun))  # for clients that send many bad requests
         g.error = str(answer)
-        response = reply(error_body_of(request.path)(answer), answer.status)
+        response = http.reply(http.error_body_of(request.path)(answer), answer.status)
         response.headers.update(headers | STATUS_HEADERS.get(answer.status, {}))
         return response
 
@@ -168,11 +153,11 @@ def log_requests(app: Flask, api: Api, spans: Spans | None) -> None:
     @app.after_request
     def name_request(response: Response) -> Response:
         name = response.headers["X-Request-Id"] = g.request_id
-        if error_body_of(request.path) is not ApiError.body:  # this is Anthropic's API, whose SDK looks for the id here
+        if http.error_body_of(request.path) is not ApiError.body:  # Anthropic's API, whose SDK looks for the id here
             response.headers["Request-Id"] = name
         target = f"{request.method} {request.root_path}{request.path}"
         headers, status = request.headers, response.status_code
-        api.board.count(f"{status} {request.url_rule or NO_ROUTE}")
+        api.board.count(f"{status} {request.url_rule or http.NO_ROUTE}")
         client, begun = g.client, g.begun
         caller, error = g.get("caller"), g.get("error", "")
         if caller and caller.ignored:
@@ -185,7 +170,7 @@ def log_requests(app: Flask, api: Api, spans: Spans | None) -> None:
                 spans.add(caller.call, headers, status, begun)
 
         response.call_on_close(log)  # not now, because a stream has only begun
-        return allow_origin(response, api.config)
+        return http.allow_origin(response, api.config)
 
 
 # --- the command line -----------------------------------------------------------------------------------------------
@@ -210,7 +195,7 @@ def serve(argv: list[str]) -> None:
         served = SeveralModels(flags, engine_config, config) if several else OneModel(engine_config, config)
         listener = listen(config.host, config.port, "--host and --port")
         address = listener.getsockname()[0]
-        check_address(config, address)
+        http.check_address(config, address)
     with served.running() as fleet:
         with exit_on_mistake(parser):
             served.check()

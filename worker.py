@@ -42,6 +42,7 @@ from plan import StepPlan, StepResult
 
 if TYPE_CHECKING:
     from cpu.weights import GreedyHead
+    from device.kv_disk import KVDisk
     from device.piecewise import PiecewiseGraphs
     from lora.stacks import AdapterPool
     from models.logprobs import LogprobGatherer, Scoring
@@ -101,8 +102,9 @@ class Worker(Profiled):
     proposer: Proposer | None = None  # makes drafts for later steps
     pooler: Pooler | None = None  # makes one vector of each prompt; nothing is sampled
     greedy_head: GreedyHead | None = None  # finds greedy tokens on a CPU without all logits
-    pieces: PiecewiseGraphs | None = None  # for small steps that have no graph
+    pieces: PiecewiseGraphs | None = None  # runs the model in steps that have no graph
     sanitizer: KVSanitizer | None = None  # set after warm-up
+    disk: KVDisk | None = None  # this, too
 
     def __init__(
         self,
@@ -199,7 +201,7 @@ class Worker(Profiled):
             else:
                 self.state.forget()
             return Launched(StepResult(plan.step, [], error=error, lasting=lasting))
-        launched.phases = self.marks
+        launched.phases, launched.disk = self.marks, self.disk
         return launched
 
     def execute(self, plan: StepPlan) -> Launched:
@@ -332,9 +334,8 @@ class Worker(Profiled):
         short = counts - drafts == 1
         first = int(short.sum())
         assert short[:first].all(), "rows of one known token come first"
-        num_decodes, drafted = int(counts[:first].sum()), first if np.any(drafts) else 0
-        if one_kernel:
-            num_decodes = 0
+        num_decodes = 0 if one_kernel else int(counts[:first].sum())
+        drafted = first if np.any(drafts) else 0
         return StepShape(rows, tokens, num_decodes, int(samples.sum()), longest, adjusted, adapted, drafted)
 
     def compute(self, run: StepRun) -> None:
@@ -384,7 +385,7 @@ class Worker(Profiled):
     def run_model(self, run: StepRun) -> None:
         """Make the hidden states of all tokens; their keys and values go into the pool."""
         self.mark("model")
-        if self.pieces and run.shape.tokens <= self.pieces.sizes[-1]:
+        if self.pieces:
             run.hidden = self.pieces.run(run.batch, run.shape.adapted)
         else:
             run.hidden = self.model.forward(run.batch, self.pool, self.states, run.incoming)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import reprlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import msgspec
@@ -17,7 +17,7 @@ from api import checks
 from api import fields as shared
 from api.chat import as_chat, conversation, renamed
 from api.checks import ApiError, CheckContext, Face, Field, Refusal, ToolChoice
-from api.generation import Caller, ClientGone, Events, as_api_error, generate
+from api.generation import RETENTION, Caller, ClientGone, Events, as_api_error, generate
 from api.replies import CALL, CONTENT, REASONING, Block, BlockReply, NewText, typed_event
 from api.routes import Api
 from api.structure import flat_format
@@ -211,7 +211,7 @@ def message_tools(value: list[dict[str, Any]], context: CheckContext) -> list[di
         checks.check_function(function, i)
         if "parameters" not in function:
             raise ValueError(f"tool {i} has no input_schema; it must have one, a JSON schema, which is an object")
-        checks.known_keys(tool, ("type", *TOOL_KEYS), context, extended=True)
+        other_keys(tool, ("type", *TOOL_KEYS), context)
         functions.append({"type": "function", "function": function})
     return functions
 
@@ -222,16 +222,34 @@ def message_tools(value: list[dict[str, Any]], context: CheckContext) -> list[di
 def turns(value: Any, context: CheckContext) -> list[dict[str, Any]]:
     messages = joined_turns(value)
     for message in value:
-        checks.known_keys(message, ("role", "content"), context, extended=True)
+        other_keys(message, ("role", "content"), context)
         name_ignored(message["content"], context)
     return messages
+
+
+TTLS = {None: RETENTION, "5m": 300, "1h": 3600}  # seconds
+CACHE_CONTROL = checks.settings("scope", scope=str, type=["ephemeral"], ttl=["5m", "1h"])
+
+
+def cache_control(value: dict[str, Any], context: CheckContext) -> None:
+    """Keep the request's prefix for as long as the longest `ttl` says: the place of the mark does not matter."""
+    context.retention = max(context.retention, TTLS[CACHE_CONTROL(value, context)["ttl"]])
+
+
+def other_keys(value: dict[str, Any], known: Collection[str], context: CheckContext) -> None:
+    """Read an object's `cache_control`, and name the keys that are not read."""
+    if (mark := value.get("cache_control")) is not None:
+        if not isinstance(mark, dict):
+            raise ValueError(f"cache_control is {reprlib.repr(mark)}; it must be an object")
+        cache_control(mark, context)
+    checks.known_keys(value, (*known, "cache_control"), context, extended=True)
 
 
 def name_ignored(blocks: Any, context: CheckContext) -> None:
     """Name the keys of blocks, and of blocks within them, that are not read."""
     for block in blocks if isinstance(blocks, list) else ():
         if isinstance(block, dict) and (keys := BLOCK_KEYS.get(block["type"])):
-            checks.known_keys(block, keys, context, extended=True)
+            other_keys(block, keys, context)
             name_ignored(block.get("content") if "content" in keys else None, context)
 
 
@@ -288,6 +306,7 @@ TURNS = (
     shared.TEMPLATE_VARIABLES,
     Field("tools", shared.Objects, None, message_tools, "Functions that an answer may call."),
     Field("tool_choice", dict[str, Any], None, message_tool_choice, "Whether an answer calls tools."),
+    Field("cache_control", dict[str, Any], None, cache_control, "How long its prefix is kept on lower tiers."),
 )
 THOUGHTS = (
     Field("thinking", dict[str, Any], {}, thinking, "For the chat template."),
@@ -295,7 +314,7 @@ THOUGHTS = (
     Field("output_format", dict[str, Any], None, flat_format, "The older place of output_config.format."),
 )
 IGNORED = (  # they change nothing; a history that is not shortened stands as it is
-    "cache_control", "inference_geo", "diagnostics", "user_profile_id", "workspace_id", "betas", "speed", "fallbacks",
+    "inference_geo", "diagnostics", "user_profile_id", "workspace_id", "betas", "speed", "fallbacks",
     "fallback_credit_token", "safeguards", "billing_policy", "compaction", "context_management",
 )  # fmt: skip
 FIELDS = (

@@ -89,6 +89,7 @@ class CheckContext:
     config: ServerConfig
     ignored: list[str] = dataclasses.field(default_factory=list)  # names, which the log and a header of the reply tell
     field: str = ""  # whose value is being checked
+    retention: int = 0  # seconds for which the request asks to keep its prefix
 
     def ignore(self, key: str) -> None:
         """Note that a key within the field changes nothing; a key that no header can tell becomes `?`."""

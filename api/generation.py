@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 EngineClient = MPClient | DPClient
 News = Generator[tuple[int, int, str], None, None]  # which request has news, which of its answers, and the new text
+RETENTION = 300  # seconds for which the blocks of a conversation that is likely to go on are kept on lower tiers
 LEFT = "the client left"  # an error of a request, for the log
 QUOTED = re.compile(r"(['\"]).*\1", re.DOTALL)
 FIRST_PROBE = 0.005  # seconds until it is seen whether a client still reads; then four times as long, and so on
@@ -67,6 +68,7 @@ class Caller:
     ignored: list[str] = field(default_factory=list)  # names of what was accepted and changes nothing
     lora: LoRARequest | None = None  # the adapter that it has named as its model
     virtual: int = 0  # tokens that this puts before each prompt
+    retention: int = 0  # see `EngineCoreRequest`
 
 
 class ClientGone(Exception):
@@ -96,7 +98,7 @@ class EngineCall(Generic[Asks]):
     def __init__(self, caller: Caller, fields: dict[str, Any], requests: Sequence[Asks]):
         self.id, self.fields, self.requests = caller.id, fields, requests
         self.owner, self.remote = caller.client, caller.remote  # but not the caller, which refers to its call
-        self.lora, self.virtual = caller.lora, caller.virtual
+        self.lora, self.virtual, self.retention = caller.lora, caller.virtual, caller.retention
 
     def run(self, client: EngineClient, timeout: float) -> News:
         """Run the requests, and yield their news (it may be no text) until all are done.
@@ -115,7 +117,9 @@ class EngineCall(Generic[Asks]):
             for i, request in enumerate(self.requests):
                 name, ids = request.request_id, request.prompt_token_ids
                 params, pooling = request.params, request.pooling
-                sent = EngineCoreRequest(name, ids, params, salt, priority, self.owner, pooling, self.lora)
+                sent = EngineCoreRequest(
+                    name, ids, params, salt, priority, self.owner, pooling, self.lora, self.retention
+                )
                 client.add_request(sent, stream)
                 live[name] = i
             while live:
@@ -274,6 +278,8 @@ def generate(
     """
     lengths = [caller.virtual + len(ids) for _, ids in prompts]
     params = params_of(api, fields, lengths, default_max_tokens, reading, clamp, caller.virtual)
+    if fields.get("tools") or fields["cache_salt"]:  # a conversation is likely to go on
+        caller.retention = max(RETENTION, caller.retention)
     if api.config.api_key and not api.config.share_prefix_cache:
         fields["cache_salt"] = api.board.tag("salt", caller.client, fields["cache_salt"])
     with contextlib.ExitStack() as stack:

@@ -26,7 +26,7 @@ import gevent
 from gevent.lock import RLock
 
 from api.adapters import AdapterNames
-from api.checks import ApiError, CheckContext, Face, read_fields, without_folders
+from api.checks import ApiError, Face, without_folders
 from api.generation import Caller, ClientGone, EngineClient, Events, as_api_error, check_room, watch
 from api.options import ServerConfig
 from api.replies import sse, typed_event
@@ -282,7 +282,7 @@ class ModelsApi(Api):
     # --- requests -------------------------------------------------------------------------------------------------
 
     def answer(self, face: Face, body: dict[str, Any], caller: Caller) -> dict[str, Any] | Events:
-        fields = read_fields(face, body, CheckContext(self.config, caller.ignored))
+        fields = self.read(face, body, caller)
         del body  # it may be large
         model, begun = self._model_of(fields["model"], caller.client), time.monotonic()
         arrival = self._arrive(model, caller)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import time
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -151,6 +152,11 @@ def usage_of(call: EngineCall[Choices], answers: Iterable[Answer], reading: Read
         "prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached},
     }  # fmt: skip
+    tiers = Counter[str]()
+    for request in call.requests:
+        tiers.update(request.metrics.cached_by_tier)
+    if tiers:
+        usage["prompt_tokens_details"]["cached_tokens_by_tier"] = dict(tiers)
     if reading and reading.reasoning_parser:
         reasoning = sum(answer.reasoning_tokens for answer in answers)
         usage["completion_tokens_details"] = {"reasoning_tokens": reasoning}

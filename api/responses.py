@@ -21,7 +21,7 @@ from api import checks
 from api import fields as shared
 from api.chat import as_chat, conversation, renamed
 from api.checks import ApiError, CheckContext, Face, Field
-from api.generation import Caller, ClientGone, EngineCall, Events, as_api_error, generate, log_request
+from api.generation import RETENTION, Caller, ClientGone, EngineCall, Events, as_api_error, generate, log_request
 from api.logprobs import Token, Tokens, chat_logprobs
 from api.prompts import Reading
 from api.replies import CALL, CONTENT, REASONING, BlockReply, NewText, json_of, typed_event, usage_of
@@ -101,6 +101,7 @@ def as_chat_fields(api: Api, fields: dict[str, Any], caller: Caller) -> tuple[li
         item["id"] = item["id"] or f"msg_{caller.name}_{i}"
     if previous is not None:
         items = api.store.conversation(owner, previous) + items
+        caller.retention = RETENTION
     tools = fields["tools"] = fields["tools"] or Tools()
     for item in items:
         if item["type"] in ITEM_TOOLS:

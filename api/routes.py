@@ -60,9 +60,16 @@ class Api:
 
     def answer(self, face: Face, body: dict[str, Any], caller: Caller) -> dict[str, Any] | Events:
         """The reply to a request; an `ApiError` if it is refused. What else may end it is in `EngineCall.run`."""
-        fields = read_fields(face, body, CheckContext(self.config, caller.ignored))
+        fields = self.read(face, body, caller)
         del body  # it may be large
         return self.answer_fields(face, fields, caller)
+
+    def read(self, face: Face, body: dict[str, Any], caller: Caller) -> dict[str, Any]:
+        """The checked fields of a body; an `ApiError` names the first that is wrong."""
+        context = CheckContext(self.config, caller.ignored)
+        fields = read_fields(face, body, context)
+        caller.retention = context.retention
+        return fields
 
     def answer_fields(self, face: Face, fields: dict[str, Any], caller: Caller) -> dict[str, Any] | Events:
         """The reply to a request whose fields are checked; see `answer`."""

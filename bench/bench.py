@@ -22,6 +22,7 @@ Each line below goes after `python bench/bench.py`:
     streams                                      how much of `LLM.generate`'s throughput HTTP streams lose
     viewers                                      how much of the streams' throughput ten viewers of the page cost
     serve --trace TRACE.csv --rate 2             latencies and goodput of a server under a trace
+    sessions --model FOLDER                      agents' sessions that pause, on a pool for a quarter of them, by tiers
     startup                                      from the server's start to its first token, by phase
     latency --model FOLDER                       decode and prefill by batch size, peers beside it
     latency --breakdown 256                      microseconds of each phase of a step
@@ -185,6 +186,14 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         flag("slo-ttft", 1000.0, "longest good time to the first token, in ms"),
         flag("slo-tpot", 100.0, "longest good time per output token, in ms"),
         SCALE, MODEL, SERVER_OPTIONS, *peers("vllm"),
+    ),
+    "sessions": (
+        "bench_sessions:session_figures", MODEL, flag("sessions", 40), flag("turns", 10), flag("new-tokens", 32),
+        flag("pauses", [2.0, 60.0], "the shortest and the longest, in seconds", nargs=2),
+        flag("share", 0.25, "of all sessions' blocks that the pool has"),
+        flag("tiers", ["", "--swap-space 1"], "Manta's options of each run; {folder} is a new folder"),
+        flag("repeats", 1), THREADS, SERVER_OPTIONS, flag("llama", "", "the program llama-server"),
+        flag("gguf", "", "its file of the model"),
     ),
     "startup": ("bench_serve:startup_figures", flag("repeats", 3), MODEL, SERVER_OPTIONS),
     "latency": (

@@ -54,6 +54,12 @@ def planes(data: torch.Tensor, bits: int) -> torch.Tensor:
     return torch.stack([data >> at & (1 << bits) - 1 for at in range(0, 8, bits)], -2)
 
 
+def q1_0(blocks: torch.Tensor) -> CodedRows:
+    """d (2 q - 1), with a bit each, a byte's lowest first."""
+    codes = planes(blocks[:, 2:], 1).mT.flatten(1) << 1
+    return CodedRows(codes[:, None].view(torch.int8) - 1, halves(blocks[:, :2]))
+
+
 def q8_0(blocks: torch.Tensor) -> CodedRows:
     """d q, with 8 bits each."""
     return CodedRows(blocks[:, None, 2:].view(torch.int8), halves(blocks[:, :2]))
@@ -150,6 +156,7 @@ BLOCK_TYPES: dict[str, tuple[Callable[[torch.Tensor], CodedRows], CodedAs]] = {
     "IQ4_XS": (iq4_xs, CodedAs("iq4", 32, dtype=torch.int8, wide=256)),
     "MXFP4": (mxfp4, CodedAs("fp4", 32, dtype=torch.bfloat16)),
     "NVFP4": (nvfp4, CodedAs("fp4", 16, dtype=torch.float8_e4m3fn)),
+    "Q1_0": (q1_0, CodedAs("int4", 128, dtype=torch.float16)),
 }
 
 

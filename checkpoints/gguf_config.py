@@ -13,7 +13,7 @@ from statistics import NormalDist
 from typing import Any
 
 from checkpoints.gguf_file import Header, TensorPlace, numbers_of
-from checkpoints.gguf_names import Architecture, architecture_of, kinds_of, layers_of, listed, saved_names, stored_row
+from checkpoints.gguf_names import Architecture, architecture_in, kinds_of, layers_of, listed, saved_names, stored_row
 from models.families import FAMILIES
 from models.family_row import Family
 from observe.logs import warn_once
@@ -25,37 +25,37 @@ FIELDS = {  # values of most architectures, and the names that most families hav
     "attention.head_count_kv": "num_key_value_heads", "attention.key_length": "head_dim",
     "attention.layer_norm_epsilon": "layer_norm_eps", "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "rope.freq_base": "rope_theta", "rope.freq_base_swa": "rope_local_base_freq",
-    "attention.sliding_window": "sliding_window", "attn_logit_softcapping": "attn_logit_softcapping",
-    "final_logit_softcapping": "final_logit_softcapping", "logit_scale": "logit_scale",
-    "use_parallel_residual": "use_parallel_residual", "expert_weights_norm": "norm_topk_prob",
-    "expert_shared_feed_forward_length": "shared_expert_intermediate_size", "attention.clamp_kqv": "clip_qkv",
-    "attention.max_alibi_bias": "alibi_bias_max", "expert_shared_count": "n_shared_experts",
-    "leading_dense_block_count": "first_k_dense_replace", "expert_group_count": "n_group",
-    "expert_group_used_count": "topk_group", "attention.q_lora_rank": "q_lora_rank",
+    "attention.sliding_window": "sliding_window", "expert_weights_norm": "norm_topk_prob",
+    "attention.clamp_kqv": "clip_qkv", "attention.max_alibi_bias": "alibi_bias_max",
+    "expert_shared_count": "n_shared_experts", "leading_dense_block_count": "first_k_dense_replace",
+    "expert_group_count": "n_group", "expert_group_used_count": "topk_group", "attention.q_lora_rank": "q_lora_rank",
     "attention.kv_lora_rank": "kv_lora_rank", "embedding_length_per_layer_input": "hidden_size_per_layer_input",
-    "attention.shared_kv_layers": "num_kv_shared_layers", "altup.num_inputs": "altup_num_inputs",
-    "altup.active_idx": "altup_active_idx",
-    "embedding_scale": "embedding_multiplier", "residual_scale": "residual_multiplier",
+    "altup.active_idx": "altup_active_idx", "attention.shared_kv_layers": "num_kv_shared_layers",
+    "altup.num_inputs": "altup_num_inputs", "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier", "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping", "logit_scale": "logit_scale",
+    "use_parallel_residual": "use_parallel_residual", "full_attention_interval": "full_attention_interval",
+}  # fmt: skip
+DELTA = {  # and of layers with the gated delta rule
     "ssm.conv_kernel": "linear_conv_kernel_dim", "ssm.state_size": "linear_key_head_dim",
     "ssm.group_count": "linear_num_key_heads", "ssm.time_step_rank": "linear_num_value_heads",
-    "full_attention_interval": "full_attention_interval",
 }  # fmt: skip
 SAMPLING = {  # values of a request that sets none itself, and generation_config.json's names for them
     "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "penalty_repeat": "repetition_penalty",
 }  # fmt: skip
 READ = re.compile(  # what is read below
-    r"rope\.scale_linear|rope\.scaling\.(type|factor|original_context_length|attn_factor|finetuned|yarn_.*)|"
+    r"rope\.scale_linear|rope\.scaling\.(type|factor|alpha|original_context_length|attn_factor|finetuned|yarn_.*)|"
     r"(rope\.dimension_count|attention\.(key|value)_length)(_swa|_mla)?|vocab_size|expert_(used_)?count|"
     r"expert_feed_forward_length|expert_weights_scale|expert_gating_func|attention\.sliding_window_pattern|"
     r"attention\.(scale|recurrent_layers|causal)|attention\.temperature_(scale|length)|ssm\.inner_size|pooling_type|"
     r"classifier\.output_labels|activation_sparsity_scale|nextn_predict_layers|tensor_data_layout|"
     r"rope\.dimension_sections"  # a text has the same position in all its parts
 )
-HARMLESS = re.compile(  # what changes no number of a text's model
+HARMLESS = re.compile(  # what changes no number of a text's model; first what it has no layers for
+    rf"expert_shared_feed_forward_length|{'|'.join(map(re.escape, DELTA))}|"
     r"n_deepstack_layers|deepstack_mapping|(clip|image|video|projector)\..*|.*token_ids?|.*(quanti[sz]|imatrix).*|"
     r".*(name|version|license|author|url|comment|date|tags)"
 )
-COUNTS = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size")
 SCORINGS = {1: "softmax", 2: "sigmoid", 3: "softmax"}  # llama.cpp's numbers; of 3 only the chosen experts' scores count
 POOLINGS = {1: "mean", 2: "cls", 3: "lasttoken"}  # and sentence-transformers' names for them
 RANK = 4  # the pooling of a classification head
@@ -71,12 +71,12 @@ def config_of(headers: Sequence[Header], ends: Sequence[int]) -> Fields:
     if "token_embd.weight" not in tensors:
         raise ValueError(f"{first.path} has no tensor 'token_embd.weight'")
     kinds = kinds_of(tensors)
-    architecture = architecture_of(first, kinds)
+    architecture = architecture_in(first, kinds)
     row = stored_row(FAMILIES[architecture.family], kinds)
     for header in headers:
         saved_names(first, header, kinds)
     ours = plain_fields(first, architecture, row)
-    differing = [field for field in COUNTS if isinstance(ours.get(field), list)]
+    differing = [field for field, value in ours.items() if isinstance(value, list) and "." not in field]
     if differing and not (row.blocks or row.full_heads or (row.streams and differing == ["intermediate_size"])):
         lists = ", ".join(f"{field} is {ours[field]!r:.80}" for field in differing)
         raise ValueError(f"{first.path}: {lists}; {architecture.family} has the same for all layers")
@@ -115,16 +115,17 @@ def modules_of(first: Header) -> list[Fields]:
 def plain_fields(first: Header, architecture: Architecture, row: Family) -> Fields:
     """Fields that one value says; a list in the place of a number where layers differ. What nobody reads is left as it
     is, or named in one line of the log if it changes nothing."""
-    names, prefix = FIELDS | dict(architecture.fields), f"{first.architecture}."
+    names, prefix = FIELDS | dict(architecture.fields) | (DELTA if row.delta else {}), f"{first.architecture}."
     if r := row.routing:
         names |= {"expert_count": r.count, "expert_used_count": r.top_k, "expert_feed_forward_length": r.size}
+        names["expert_shared_feed_forward_length"] = "shared_expert_intermediate_size"
     ours, idle = {"rope_theta": 10000.0, **architecture.fixed}, list[str]()
     for full_name, value in first.metadata.items():
         name = full_name.removeprefix(prefix)
         read = READ.fullmatch(name) and (row.full_heads or not name.endswith("_swa"))
         if name in names:
-            alike = isinstance(value, list) and value == value[:1] * len(value)
-            ours[names[name]] = value[0] if alike and value else value
+            same_for_all = isinstance(value, list) and value and value == value[:1] * len(value)
+            ours[names[name]] = value[0] if same_for_all else value
         elif full_name.startswith(prefix) and not read:
             if not value or isinstance(value, str) or HARMLESS.fullmatch(name):
                 idle.append(f"{full_name} {value!r:.40}")
@@ -186,8 +187,8 @@ def layer_fields(first: Header, row: Family, ours: Fields, tensors: dict[str, Te
         if recurrent := first.get("attention.recurrent_layers"):
             kinds = {True: "linear_attention", False: "full_attention"}
             result["layer_types"] = [kinds[bool(here)] for here in recurrent[:layers]]
-    if first.architecture == "glm4" and any(first.get("rope.dimension_sections") or ()):  # then q and k are permuted
-        result["glm4.rope.dimension_sections"] = first.get("rope.dimension_sections")
+    if first.architecture == "glm4" and any(first.get("rope.dimension_sections") or ()):  # as GLM-4.1V's q and k lie
+        result["rope_interleave"] = False
     if row.chunked and ours.get("attention_chunk_size") == 0:
         result |= {"no_rope_layers": [1] * layers, "attn_temperature_tuning": False}
     if row.qk_norm == "unit":
@@ -258,8 +259,7 @@ def attention_fields(first: Header, row: Family, ours: Fields) -> Fields:
 
 
 def rope_fields(headers: Sequence[Header], architecture: Architecture, row: Family, ours: Fields) -> Fields:
-    """Fields of RoPE. llama.cpp stores the factors of Llama 3's frequencies, which LongRoPE has for each frequency,
-    too."""
+    """Fields of RoPE. llama.cpp stores Llama 3's scaling as a factor for each frequency, which LongRoPE has, too."""
     first, prefix = headers[0], f"{headers[0].architecture}."
     theta, context = ours["rope_theta"], first.get("context_length")
     factors = {
@@ -271,6 +271,9 @@ def rope_fields(headers: Sequence[Header], architecture: Architecture, row: Fami
         ours.pop("rope_local_base_freq", None)
         if local != theta and not row.full_heads:
             result[f"{prefix}rope.freq_base_swa"] = local
+    alpha, scaling = first.get("rope.scaling.alpha"), first.get("rope.scaling.type")
+    if alpha and (factors or row.full_heads or scaling != "none"):
+        result[f"{prefix}rope.scaling.alpha"] = alpha
     if row.full_heads:  # Gemma 4's factors of what is not rotated are as good as infinite
         rotated = [factor for factor in factors.pop("rope_freqs", [1.0]) if factor < 1e29]
         share = 2 * len(rotated) / first.get("attention.key_length")
@@ -284,17 +287,19 @@ def rope_fields(headers: Sequence[Header], architecture: Architecture, row: Fami
         value, reads = first.get(f"rope.scaling.{name}", usual), name == "yarn_log_multiplier"
         if value != usual and not (reads and architecture.log_multiplier) and not factors:
             result[f"{prefix}rope.scaling.{name}"] = [value]  # a 0 would say that nothing is there
-    linear = first.get("rope.scale_linear", factor)
     if factors:
-        alike = factors.get("rope_freqs")
+        llama3 = factors.get("rope_freqs")
         rope = {
-            "rope_type": "longrope", "factor": 1.0 if alike else context / trained,
-            "short_factor": alike or factors["rope_factors_short"],
-            "long_factor": alike or factors["rope_factors_long"],
-            "original_max_position_embeddings": context if alike else trained,
+            "rope_type": "longrope", "factor": 1.0 if llama3 else context / trained,
+            "short_factor": llama3 or factors["rope_factors_short"],
+            "long_factor": llama3 or factors["rope_factors_long"],
+            "original_max_position_embeddings": context if llama3 else trained,
         }  # fmt: skip
-        rope |= {"attention_factor": 1.0 if alike else scale} if alike or scale else {}
+        rope |= {"attention_factor": 1.0 if llama3 else scale} if llama3 or scale else {}
+    elif alpha:
+        rope = {"rope_type": "dynamic", "factor": 1.0, "alpha": alpha}
     elif kind in ("none", "linear"):
+        linear = first.get("rope.scale_linear", factor)
         scaled = kind == "linear" and linear not in (None, 0, 1)
         rope = {"rope_type": "linear", "factor": linear} if scaled else {"rope_type": "default"}
     else:

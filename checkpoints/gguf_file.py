@@ -18,20 +18,21 @@ MAGIC, VERSIONS = b"GGUF", (2, 3)
 # Types of values by their numbers, as struct spells them. Strings and arrays have a length first.
 SCALARS = dict(zip((*range(8), 10, 11, 12), "BbHhIifBQqd", strict=True)) | {7: "?"}
 STRING, ARRAY = 8, 9
-# Types of tensors by their numbers: names, and how many numbers a block has, and bytes.
-TYPES = {
-    0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22),
-    7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144),
-    13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210), 16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74),
-    18: ("IQ3_XXS", 256, 98), 19: ("IQ1_S", 256, 50), 20: ("IQ4_NL", 32, 18), 21: ("IQ3_S", 256, 110),
-    22: ("IQ2_S", 256, 82), 23: ("IQ4_XS", 256, 136), 29: ("IQ1_M", 256, 56), 30: ("BF16", 1, 2),
-    34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17), 40: ("NVFP4", 64, 36),
+# Types by number: name, and a block's numbers and bytes. `gguf_blocks` unpacks `OURS`, the package `gguf` the others.
+OURS = {
+    0: ("F32", 1, 4), 1: ("F16", 1, 2), 30: ("BF16", 1, 2), 8: ("Q8_0", 32, 34), 2: ("Q4_0", 32, 18),
+    6: ("Q5_0", 32, 22), 11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210),
+    20: ("IQ4_NL", 32, 18), 23: ("IQ4_XS", 256, 136), 39: ("MXFP4", 32, 17), 40: ("NVFP4", 64, 36),
+    41: ("Q1_0", 128, 18),
+}  # fmt: skip
+TYPES = OURS | {
+    3: ("Q4_1", 32, 20), 7: ("Q5_1", 32, 24), 10: ("Q2_K", 256, 84), 16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74),
+    18: ("IQ3_XXS", 256, 98), 19: ("IQ1_S", 256, 50), 21: ("IQ3_S", 256, 110), 22: ("IQ2_S", 256, 82),
+    29: ("IQ1_M", 256, 56), 34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66),
 }  # fmt: skip
 FLOATS = ("F32", "F16", "BF16")  # types that need no unpacking
 MOST_NAMES = 2**16  # of values in the metadata, or of tensors
 MOST_VALUES = 2**24  # of an array in the metadata; vocabularies have several hundred thousand
-# Types that need no package; see `checkpoints.gguf_blocks`.
-OURS = (*FLOATS, "Q8_0", "Q4_0", "Q5_0", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4", "NVFP4")
 SCALE, TOWER = re.compile(r"(?<=\.)(input_)?scale$"), re.compile(r"(v|mm|a)\.")
 SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 

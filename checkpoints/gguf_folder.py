@@ -42,7 +42,8 @@ def made_folder(path: str, sampling: Mapping[str, Any] = MappingProxyType({})) -
         raise ValueError(f"{path} is damaged: its metadata has a value of another kind ({error!r:.200})") from None
     if count := sum(header.num_tower for header in headers):
         console.info(f"{path}: pictures and sounds are not read; its {count} tensors for them are left out")
-    packed = {tensor.kind for header in headers for tensor in header.tensors.values()} - set(OURS)
+    ours = {kind for kind, *_ in OURS.values()}
+    packed = {tensor.kind for header in headers for tensor in header.tensors.values()} - ours
     if packed and importlib.util.find_spec("gguf") is None:
         raise ValueError(f"{path} has tensors of type {min(packed)}, which takes a package: pip install gguf")
     home = Path(os.path.abspath(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")))

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from checkpoints.gguf_file import Header
-from models.families import FAMILIES
+from models.families import FAMILIES, architecture_of
 from models.family_row import NAMES, Family
 
 
@@ -31,30 +31,20 @@ class Architecture(NamedTuple):
 
 GRANITE = {"attention.scale": "attention_multiplier", "logit_scale": "logits_scaling"}
 MINICPM = {"embedding_scale": "scale_emb", "residual_scale": "scale_depth", "logit_scale": "dim_model_base"}
-PLAIN = {  # architectures of which the name says all
-    "apertus": "ApertusForCausalLM", "bailingmoe2": "BailingMoeV2ForCausalLM", "bloom": "BloomForCausalLM",
-    "chatglm": "GlmForCausalLM", "cohere2": "Cohere2ForCausalLM", "command-r": "CohereForCausalLM",
-    "ernie4_5": "Ernie4_5ForCausalLM", "exaone": "ExaoneForCausalLM", "exaone-moe": "ExaoneMoeForCausalLM",
-    "gemma": "GemmaForCausalLM", "gemma2": "Gemma2ForCausalLM", "gemma3": "Gemma3ForCausalLM",
-    "gemma3n": "Gemma3nForCausalLM", "gemma4": "Gemma4ForCausalLM", "glm4": "Glm4ForCausalLM",
-    "glm4moe": "Glm4MoeForCausalLM", "minicpm3": "MiniCPM3ForCausalLM", "qwen2moe": "Qwen2MoeForCausalLM",
-    "qwen35": "Qwen3_5ForCausalLM", "qwen35moe": "Qwen3_5MoeForCausalLM",
-    "gpt-oss": "GptOssForCausalLM", "gpt2": "GPT2LMHeadModel", "gptneox": "GPTNeoXForCausalLM",
-    "hunyuan-dense": "HunYuanDenseV1ForCausalLM", "hunyuan-moe": "HunYuanMoEV1ForCausalLM",
-    "jais2": "Jais2ForCausalLM", "minimax-m2": "MiniMaxM2ForCausalLM", "mpt": "MptForCausalLM",
-    "nemotron": "NemotronForCausalLM", "olmoe": "OlmoeForCausalLM", "orion": "OrionForCausalLM",
-    "phi2": "PhiForCausalLM", "phi3": "Phi3ForCausalLM", "phimoe": "PhimoeForCausalLM", "qwen": "QWenLMHeadModel",
-    "qwen2": "Qwen2ForCausalLM", "qwen2vl": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
-    "qwen3vl": "Qwen3ForCausalLM", "seed_oss": "SeedOssForCausalLM", "stablelm": "StableLmForCausalLM",
-    "starcoder": "GPTBigCodeForCausalLM", "starcoder2": "Starcoder2ForCausalLM",
+NAMED = (  # architectures that Hugging Face calls so, too
+    "apertus arcee baichuan bailingmoe bloom cohere2 ernie4_5 exaone exaone-moe gemma gemma2 gemma3 gemma3n gemma4 "
+    "glm4 glm4moe gpt-oss gpt2 gptneox internlm2 jais2 minicpm3 minimax-m2 mpt nemotron olmo olmoe orion phi3 phimoe "
+    "qwen qwen2 qwen2moe qwen3 qwen35 qwen35moe seed_oss smollm3 stablelm starcoder2"
+)
+FAMILY_OF = {name: str(architecture_of({"model_type": name.replace("-", "_")})) for name in NAMED.split()} | {
+    "bailingmoe2": "BailingMoeV2ForCausalLM", "chatglm": "GlmForCausalLM", "command-r": "CohereForCausalLM",
+    "deci": "DeciLMForCausalLM", "hunyuan-dense": "HunYuanDenseV1ForCausalLM",
+    "hunyuan-moe": "HunYuanMoEV1ForCausalLM", "hunyuan_vl": "HunYuanDenseV1ForCausalLM",
+    "paddleocr": "LlamaForCausalLM", "phi2": "PhiForCausalLM", "qwen2vl": "Qwen2ForCausalLM",
+    "qwen3vl": "Qwen3ForCausalLM", "starcoder": "GPTBigCodeForCausalLM", "xverse": "LlamaForCausalLM",
 }  # fmt: skip
-PERMUTED = {
-    "arcee": "ArceeForCausalLM", "baichuan": "BaichuanForCausalLM", "bailingmoe": "BailingMoeForCausalLM",
-    "deci": "DeciLMForCausalLM", "internlm2": "InternLM2ForCausalLM", "olmo": "OlmoForCausalLM",
-    "smollm3": "SmolLM3ForCausalLM", "xverse": "LlamaForCausalLM",
-}  # fmt: skip
-ARCHITECTURES = {name: Architecture(family) for name, family in PLAIN.items()} | {
-    name: Architecture(family, True) for name, family in PERMUTED.items()} | {
+PERMUTED = ("arcee", "baichuan", "bailingmoe", "deci", "internlm2", "olmo", "smollm3", "xverse")
+ARCHITECTURES = {name: Architecture(family, name in PERMUTED) for name, family in FAMILY_OF.items()} | {
     "afmoe": Architecture("AfmoeForCausalLM", fixed={"mup_enabled": True}),
     "cohere2moe": Architecture("Cohere2MoeForCausalLM", fixed={"expert_selection_fn": "sigmoid"}),
     "deepseek2": Architecture(
@@ -74,9 +64,8 @@ ARCHITECTURES = {name: Architecture(family) for name, family in PLAIN.items()} |
         "scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256}),
     "mistral3": Architecture("Ministral3ForCausalLM", True, log_multiplier=1.0),
     "olmo2": Architecture("Olmo2ForCausalLM", instead=("attention.sliding_window", "Olmo3ForCausalLM")),
-    "qwen3moe": Architecture("Qwen3MoeForCausalLM", fixed={"norm_topk_prob": True}),
     "qwen3next": Architecture("Qwen3NextForCausalLM", fixed={"norm_topk_prob": True}),
-    "qwen3vlmoe": Architecture("Qwen3MoeForCausalLM", fixed={"norm_topk_prob": True}),
+    **dict.fromkeys(("qwen3moe", "qwen3vlmoe"), Architecture("Qwen3MoeForCausalLM", fixed={"norm_topk_prob": True})),
 }  # fmt: skip
 # llama.cpp's names of tensors, and Hugging Face's: of parts in braces, see `models.family_row.NAMES`, or of what
 # `saved_as` adds to them. Where the ending is another one, it is said.
@@ -133,7 +122,7 @@ def kinds_of(names: Collection[str]) -> frozenset[str]:
     return frozenset(match[2] for match in map(BLOCK.fullmatch, names) if match)
 
 
-def architecture_of(first: Header, kinds: Collection[str]) -> Architecture:
+def architecture_in(first: Header, kinds: Collection[str]) -> Architecture:
     """The architecture of the model whose first file has this header, and whose tensors are of these kinds; a
     ValueError if Manta does not have it."""
     name = first.architecture
@@ -194,7 +183,7 @@ def saved_names(first: Header, header: Header, kinds: frozenset[str]) -> dict[st
     Args:
         first: of the model's first file. header: of this one. kinds: of all of the model's tensors.
     """
-    architecture = architecture_of(first, kinds)
+    architecture = architecture_in(first, kinds)
     row = stored_row(FAMILIES[architecture.family], kinds)
     layers, tiles = layers_of(first), tiles_of(first)
     heads = listed(first, "attention.head_count", layers)

@@ -8,6 +8,7 @@ models' own tokenizer.json have them. Standard library only.
 from __future__ import annotations
 
 import json
+import re
 import struct
 from typing import Any
 
@@ -156,15 +157,12 @@ class Vocabulary:
             ours: self.tokens[id] for ours, theirs in names.items() if (id := self.named(theirs)) is not None
         }
         content |= {"add_bos_token": self.adds("bos"), "add_eos_token": self.adds("eos")}
-        metadata = self.header.metadata
-        prefix = "tokenizer.chat_template"
-        templates = {"default": metadata[prefix]} if prefix in metadata else {}
-        for name, text in metadata.items():
-            if name.startswith(f"{prefix}."):
-                templates[name.removeprefix(f"{prefix}.")] = text
+        templates = [
+            {"name": match[1] or "default", "template": text} for name, text in self.header.metadata.items()
+            if (match := re.fullmatch(r"tokenizer\.chat_template(?:\.(.*))?", name))
+        ]  # fmt: skip
         if templates:
-            listed = [{"name": name, "template": text} for name, text in templates.items()]
-            content["chat_template"] = listed if len(listed) > 1 else listed[0]["template"]
+            content["chat_template"] = templates if len(templates) > 1 else templates[0]["template"]
         if self.kind == "llama" and self.header.architecture == "phi3":  # as llama.cpp does it; the file does not say
             content["added_tokens_decoder"] = {
                 str(id): {"content": text, "rstrip": text not in ("<unk>", "<s>", "<|endoftext|>"), "special": True}

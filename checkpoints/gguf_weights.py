@@ -20,7 +20,7 @@ import torch
 from checkpoints.dequantize import CodedRows, Packed, apart, coordinates, distinct
 from checkpoints.gguf_blocks import BLOCK_TYPES, BLOCKS, DTYPES, split, unpack
 from checkpoints.gguf_file import FLOATS, Header, parts_of, read_header
-from checkpoints.gguf_names import XIELU, Order, SavedTensor, architecture_of, kinds_of, saved_names, stored_row
+from checkpoints.gguf_names import XIELU, Order, SavedTensor, architecture_in, kinds_of, saved_names, stored_row
 from models.families import FAMILIES
 
 
@@ -32,7 +32,7 @@ class GGUFFile:
         parts = parts_of(path)
         first, kinds = of_model(tuple(parts), tuple(os.stat(part).st_mtime_ns for part in parts))
         self.first = self.header if parts[0] == path else first
-        self.row = stored_row(FAMILIES[architecture_of(first, kinds).family], kinds)
+        self.row = stored_row(FAMILIES[architecture_in(first, kinds).family], kinds)
         self.names = saved_names(self.first, self.header, kinds)
         with open(path, "rb") as file, warnings.catch_warnings(action="ignore"):  # of memory that cannot be written to
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)  # a private copy would count as memory

@@ -25,18 +25,15 @@ TORCHAO = {  # the configs of torchao: the scheme, the codes to which products r
     "Int4WeightOnlyConfig": (
         "torchao-int4", "",
         "group_size int4_packing_format int4_choose_qparams_algorithm int4_tile_packed_ntile layout use_hqq "
-        "zero_point_domain preserve_zero",
-    ),
+        "zero_point_domain preserve_zero"),
     "Int8WeightOnlyConfig": ("torchao-int8", "", "granularity"),
     "Int8DynamicActivationInt8WeightConfig": (
-        "torchao-int8", "int8", "granularity act_mapping_type weight_only_decode reduce_range layout",
-    ),
+        "torchao-int8", "int8", "granularity act_mapping_type weight_only_decode reduce_range layout"),
     "Float8WeightOnlyConfig": ("torchao-fp8", "", "granularity weight_dtype"),
     "Float8DynamicActivationFloat8WeightConfig": (
         "torchao-fp8", "fp8",
         "granularity weight_dtype activation_dtype packing_format mm_config activation_value_lb activation_value_ub "
-        "kernel_preference alg_id",
-    ),
+        "kernel_preference alg_id"),
 }  # fmt: skip
 
 
@@ -95,10 +92,10 @@ def read_quantization(raw: Any) -> tuple[Format, ...]:
         raise ValueError(f"{WHERE} has {kind}; Manta reads {', '.join(METHODS)}")
     method = METHODS[name]
     check_fields(WHERE, raw, ("quant_method", *method.fields.split()))
-    return tuple(dict.fromkeys(alike(method.read(raw))))
+    return tuple(dict.fromkeys(same_inputs(method.read(raw))))
 
 
-def alike(formats: list[Format]) -> list[Format]:
+def same_inputs(formats: list[Format]) -> list[Format]:
     """The formats, without rounded inputs where a scheme has them for some modules alone: files do not say which."""
     inputs: dict[str, set[tuple[str, bool]]] = {}
     for form in formats:
@@ -121,6 +118,14 @@ def one_of(raw: dict[str, Any], name: str, allowed: tuple[Any, ...], default: An
     value = default if value is None else value.lower() if isinstance(value, str) else value
     if value not in allowed or type(value) not in map(type, allowed):
         raise ValueError(f"{WHERE} has the {name} {raw.get(name)!r:.80}; Manta reads {', '.join(map(str, allowed))}")
+    return value
+
+
+def objects_of(raw: dict[str, Any], name: str) -> dict[str, dict[str, Any]]:
+    """The objects in a field, by their names."""
+    value = raw.get(name) or {}
+    if not isinstance(value, dict) or not all(isinstance(content, dict) for content in value.values()):
+        raise ValueError(f"{WHERE} has the {name} {value!r:.80}; it must be an object of objects")
     return value
 
 
@@ -154,14 +159,11 @@ def read_gptq(raw: dict[str, Any]) -> list[Format]:
     """GPTQ of auto-gptq and gptqmodel. Modules that `dynamic` names may have other bits and groups than the rest."""
     name = "checkpoint_format" if raw.get("checkpoint_format") is not None else "format"
     version = one_of(raw, name, ("gptq", "gptq_v2"), "gptq")
-    one_of(raw, "pack_dtype", ("int32",), "int32")
-    one_of(raw, "is_marlin_format", (False,), False)
-    one_of(raw, "data_type", ("int",), "int")
-    others = raw.get("dynamic") or {}
-    if not isinstance(others, dict) or not all(isinstance(changes, dict) for changes in others.values()):
-        raise ValueError(f"{WHERE} has the dynamic {others!r:.80}; it must be an object of objects")
+    for field, only in (("pack_dtype", "int32"), ("is_marlin_format", False), ("data_type", "int")):
+        one_of(raw, field, (only,), only)
+    others = [changes for pattern, changes in objects_of(raw, "dynamic").items() if not pattern.startswith("-:")]
     formats = []
-    for changes in ({}, *(changes for pattern, changes in others.items() if not pattern.startswith("-:"))):
+    for changes in ({}, *others):
         check_fields(f"{WHERE}.dynamic", changes, tuple(METHODS["gptq"].fields.split()))
         fields = raw | changes
         bits, symmetric = one_of(fields, "bits", (2, 3, 4, 8)), one_of(fields, "sym", (True, False), True)
@@ -175,7 +177,7 @@ def read_awq(raw: dict[str, Any]) -> list[Format]:
     one_of(raw, "method", ("awq",), "awq")
     for name in ("version", "format", "checkpoint_format"):
         one_of(raw, name, ("gemm",), "gemm")
-    one_of(raw, "zero_point", (True,), True)
+    one_of(raw, "zero_point", (True, False), True)  # files have zero points in either case
     return [Format("awq", one_of(raw, "bits", (4,)), group_of(raw), False)]
 
 
@@ -185,10 +187,8 @@ def read_auto_round(raw: dict[str, Any]) -> list[Format]:
     layouts = {"auto_round:auto_gptq": read_gptq, "auto_round:auto_awq": read_awq}
     read = layouts[one_of(raw, "packing_format", tuple(layouts))]
     one_of(raw, "act_bits", (16, 32), 16)
-    others = raw.get("extra_config") or {}
-    if not isinstance(others, dict) or not all(isinstance(changes, dict) for changes in others.values()):
-        raise ValueError(f"{WHERE} has the extra_config {others!r:.80}; it must be an object of objects")
-    coded = [changes for changes in others.values() if changes.get("bits") not in (16, 32)]  # the others are plain
+    others = objects_of(raw, "extra_config").values()
+    coded = [changes for changes in others if changes.get("bits") not in (16, 32)]  # the others are plain
     return [form for changes in ({}, *coded) for form in read(raw | changes)]
 
 

@@ -28,8 +28,7 @@ KV_SCALE = re.compile(r"((?<=\.self_attn)\.attn|\.(qkv|[kv])_proj)?\.(kv|k|v)_sc
 
 @contextlib.contextmanager
 def opened(path: str) -> Iterator[Any]:
-    """Open a safetensors file and read its header; or a GGUF file, which has the same methods. A ValueError says why it
-    cannot be read."""
+    """Open a safetensors file, or a GGUF file, which has the same methods. A ValueError says why it cannot be read."""
     if path.endswith(".gguf"):
         yield GGUFFile(path)
         return

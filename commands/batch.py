@@ -89,7 +89,7 @@ def main(argv: list[str]) -> None:
         adapters = AdapterNames(config, names)
         adapters.check_folders(engine_config)
         file, answers = open_files(flags.input_file, flags.output_file)
-    board = Board()
+        board = Board(engine_config.kv_disk)
     with engines("batch", launch(engine_config, board, secret)) as fleet:
         with exit_on_mistake(parser):
             adapters.check(fleet)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import struct
 import threading
 import time
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from device.serve import NEVER
+from observe.logs import console
 from parallel import Group, RankGone, connection_errors
 from ring import BEAT
 
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 HEAD = 4096  # bytes of a message that travel with its length, so that most messages take one exchange
 MOST_SENDING = 8  # sends that may be on their way for each rank; a message longer than HEAD is two
 GOODBYE = 1 << 40  # beats
+MISSED = 20.0  # seconds without rank 0 after which a rank ends that has not noticed
 ROLL_CALL = 4 * BEAT  # seconds in which ranks that live say so after an exchange has failed
 
 
@@ -36,15 +39,20 @@ class RollCall:
     """
 
     def __init__(self, rank: int, size: int, timeout: float):
-        self.rank, self.others, self.store = rank, range(1, size), dist.HashStore()
+        self.rank, self.others, self.store, self.met = rank, range(1, size), dist.HashStore(), time.monotonic()
         if size > 1:
             with connection_errors(f"rank {rank} has not met the other ranks"):
                 self.store, *_ = next(dist.rendezvous("env://", rank, size, timeout=timedelta(seconds=timeout)))
 
     def beat(self, beats: int = 1) -> None:
-        """Count heartbeats of this rank; GOODBYE: leave word."""
-        with contextlib.suppress(RuntimeError):  # rank 0 has ended, and so does this one
+        """Count heartbeats of this rank; GOODBYE: leave word. It ends if it misses for long that rank 0 has ended."""
+        try:
             self.store.add(f"{self.rank}", beats)
+            self.met = time.monotonic()
+        except RuntimeError:  # rank 0 has ended, and gloo tells so who waits for it, but not always
+            if time.monotonic() > self.met + MISSED:
+                console.error(f"rank {self.rank} has lost rank 0, and ends")
+                os._exit(1)
 
     def channel(self, worker: Worker) -> Channel:
         """The ranks' channel. Rank 0 waits for an answer as long as for a step, and the others for rank 0 for ever."""

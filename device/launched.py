@@ -13,6 +13,7 @@ from batch_state import Rows
 from plan import Logprobs, StepPlan, StepResult
 
 if TYPE_CHECKING:
+    from device.kv_disk import KVDisk
     from models.logprobs import Gathered
     from observe.phases import Phases
 
@@ -31,6 +32,7 @@ class Launched:
     padded: bool = False  # whether places for drafts were computed that had none
     done: torch.cuda.Event | None = None  # happens when the device has finished; None: it has
     phases: Phases | None = None  # None without a trace
+    disk: KVDisk | None = None  # None without blocks on disk
 
     @property
     def step(self) -> int:
@@ -80,6 +82,8 @@ class Launched:
                 result.drafts[slot] = [token for token in drafts if token >= 0]
         if self.phases:
             result.phases += self.phases.spans()
+        if self.disk:
+            result.disk = self.disk.ended()
         return result
 
 

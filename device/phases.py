@@ -19,6 +19,7 @@ from parallel import add_stages
 
 if TYPE_CHECKING:
     from cpu.weights import GreedyHead
+    from device.kv_disk import KVDisk
     from lora.stacks import AdapterPool
     from models.pooled import Pooler
     from observe.sanitizer import KVSanitizer
@@ -35,6 +36,8 @@ def add_phases(worker: Worker) -> None:
         add_greedy_head(worker, worker.greedy_head)
     if worker.sanitizer:
         add_sanitizer(worker, worker.sanitizer)
+    if worker.disk:
+        add_disk(worker, worker.disk)
     if worker.group.experts:
         add_lockstep(worker)
     if worker.pipeline.stages > 1:
@@ -173,6 +176,19 @@ def add_sanitizer(w: Worker, sanitizer: KVSanitizer) -> None:
     put(w.plan_phases, w.move_blocks, follow)
     put(w.forward_phases, w.prepare_batch, check)
     put(w.forward_phases, w.run_model, lambda run: sanitizer.check_hidden(run.plan, run.hidden))
+
+
+def add_disk(w: Worker, disk: KVDisk) -> None:
+    """Blocks of the host are written to disk and read from there by threads, see `KVDisk`."""
+
+    def begin(run: StepRun) -> None:  # once what this plan and earlier ones move is in the device's queue
+        event = torch.cuda.Event() if w.device == "cuda" and (run.plan.disk_out or run.plan.disk_in) else None
+        if event:
+            event.record()
+        disk.begin(run.plan, event)
+
+    put(w.plan_phases, w.move_blocks, lambda run: disk.give_up(run.plan.disk_first), 0)
+    w.plan_phases.append(begin)
 
 
 def add_pooling(w: Worker, pooler: Pooler) -> None:

@@ -109,12 +109,12 @@ class PiecewiseGraphs:
         return next((size for size in self.sizes if size >= count), count)
 
     def run(self, batch: Batch, adapted: bool) -> torch.Tensor:
-        """Do what `Transformer.forward` does, for a step of at most as many tokens as the largest size has.
+        """Do what `Transformer.forward` does. It does so itself in steps that are too large, or have changes.
 
         Where it has adapters (`adapted`), they have begun the step.
         """
         count = len(batch.input_ids)
-        if self.adapters and self.adapters.changes:
+        if count > self.sizes[-1] or (self.adapters and self.adapters.changes):
             return self.model.forward(batch, self.pool, self.states)
         size = self.padded(count)
         self.input_ids[:count] = batch.input_ids

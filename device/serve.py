@@ -17,7 +17,7 @@ from typing import Any
 from config import EngineConfig, HookError
 from model_config import ModelConfig
 from observe.logs import logger
-from plan import Call, CallError, PeersGone, Reply, StepPlan, StepResult
+from plan import Call, CallError, Reply, StepPlan, StepResult
 from ring import BEAT, Codec
 
 NEVER = 1e9  # seconds
@@ -36,8 +36,9 @@ def step_timeout(config: EngineConfig, step_seconds: float) -> float:
 def settle_torch() -> None:
     """Set the variables that torch reads when it is loaded, unless the environment has them."""
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch takes huge pages for large tensors, which read faster
-    # With libgomp's default a thread that waits for work keeps its core for longer than the engine takes to plan.
-    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+    # A thread of libgomp that waits for work keeps its core for some 0.1 ms. With the default it takes longer than the
+    # engine needs to plan; and beside other processes that want the cores, threads wait for each other's turns.
+    os.environ.setdefault("GOMP_SPINCOUNT", "5000")
     # torch and oneDNN each keep prepared products of the latest sizes, some 0.3 MB for each: by default 1,024, which
     # take hours of mixed lengths to fill, and leave holes in malloc's memory.
     for name in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
@@ -80,7 +81,7 @@ def work(
         worker = new_worker(config, model_config, rank, rendezvous)
     except ValueError as error:
         return send(codec.encode(Reply(0, error=str(error))))
-    from parallel import RankGone
+    from parallel import PeersGone, RankGone
 
     send(codec.encode(Reply(0, worker.facts())))
     launched: deque[Any] = deque()

@@ -7,18 +7,21 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 from dataclasses import asdict, replace
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 
 from checkpoints.tied_head import settle_head
-from config import EngineConfig, lacking, load_module
+from config import VERSION, EngineConfig, lacking, load_module
 from cpu import machine
 from cpu import weights as cpu_weights
 from cpu.compiled import Builder, compile_ops
+from device import kv_disk
 from device.coded import FP8_CAPABILITY
 from device.compile_guard import CompileGuard, check_compiler
 from device.memory import (
@@ -78,12 +81,16 @@ def start_worker(config: EngineConfig, model_config: ModelConfig, rank: int = 0,
     if experts:
         experts.connect(start.config.expert_rendezvous, start.device, start.config.startup_timeout)
     with start.phase("warm-up"):
-        worker.info = facts(start, worker, *warm_up(start, worker))
+        speeds = warm_up(start, worker)
+        worker.info = facts(start, worker, *speeds)
         worker.info["row_seconds"] = time_rows(start, worker)
     if experts:
         experts.exchange(0)
     worker.take_sampled()  # of the warm-up
     pipeline.live = pipeline.stages > 1
+    if start.config.kv_disk:
+        with start.phase("KV disk"):
+            worker.info["kv_disk"] = add_disk(start, worker, speeds[0])
     worker.info["startup"] = start.seconds
     worker.sanitize()
     return worker
@@ -168,6 +175,35 @@ def facts(
     }
 
 
+def fingerprint_of(start: Start) -> str:
+    """A hash of what must agree for the bytes of KV blocks to mean the same, but for the weights; a folder's name."""
+    c, path = start.config, Path(start.config.folder) / "config.json"
+    options = (
+        c.block_size, c.tensor_parallel_size, c.pipeline_parallel_size, c.pipeline_layer_partition, c.quantization,
+        c.hf_overrides, c.model_plugin, c.batch_invariant, c.sanitize_kv, c.speculative_config, start.max_model_len,
+    )  # fmt: skip
+    model = start.model_config.architecture, path.read_bytes() if path.is_file() else b""
+    types = str(start.dtype), str(start.model.kv_dtype), start.ops.BACKEND, start.device
+    return hashlib.sha256(repr((kv_disk.MAGIC, VERSION, options, model, types)).encode()).hexdigest()[:32]
+
+
+def add_disk(start: Start, worker: KeptWorker, token_seconds: float) -> dict[str, Any]:
+    """Give the worker its files of KV blocks; returns facts of them: the engine's folder, bytes of a block over all
+    ranks, seconds to read a block of each kind of layers and to compute its tokens, and whether the former is less. A
+    ValueError if the folder is not ours alone, or there is no host memory."""
+    config, group, nbytes = start.config, start.group, worker.block_bytes()
+    if not len(worker.host_pool):
+        config.refuse("kv_disk", f"it needs host memory for blocks, and swap_space is {config.swap_space}")
+    rank = group.pipeline.stage * group.size + group.rank
+    worker.disk = disk = kv_disk.KVDisk(config, fingerprint_of(start), rank, worker.host_views)
+    read, compute = disk.time_reads(nbytes) * len(start.model.layout.windows), token_seconds * config.block_size
+    pays, folder = read < compute, str(disk.folder.parent)
+    times = f"a block is read in {1000 * read:.3g} ms, and its tokens are computed in {1000 * compute:.3g} ms"
+    note = f"  KV disk   {'' if pays else 'not used: '}{folder}: {times}\n"
+    seconds = {"read": read, "compute": compute} if pays else {}
+    return {"folder": folder, "bytes": group.sum(nbytes), "pays": pays, "note": note} | seconds
+
+
 def check_sizes(config: EngineConfig, model_config: ModelConfig, device: str) -> int:
     """The `max_model_len` of a sequence. Options that do not go with the device or the model are ValueErrors."""
     if device == "cuda" and config.block_size not in CUDA_BLOCK_SIZES:
@@ -177,6 +213,9 @@ def check_sizes(config: EngineConfig, model_config: ModelConfig, device: str) ->
     if config.num_state_snapshots and not model_config.delta:
         count, name = config.num_state_snapshots, model_config.architecture
         raise ValueError(f"num_state_snapshots is {count}; {name} has no recurrent states, so it must be 0 or left out")
+    if config.kv_disk and model_config.delta:
+        name = model_config.architecture
+        config.refuse("kv_disk", f"{name} has recurrent states, which are not kept on disk, so it must be left out")
     drafts, most = config.num_drafts, model_config.max_position
     max_model_len = config.max_model_len or most
     if drafts and max_model_len < 4 + drafts:

@@ -58,6 +58,11 @@ class KeptWorker(Worker):
         self.dropped = False  # whether there are no weights
         self.emptied: list[tuple[torch.UntypedStorage, int, torch.Tensor | None]] = []  # each one's size, and copy
 
+    def host_views(self, block: int) -> list[memoryview]:
+        """The bytes of a host block, for files, and of its shadow if there is a sanitizer."""
+        shadows = [self.sanitizer.host_shadow.hashes[block]] if self.sanitizer else []
+        return [tensor.view(torch.uint8).numpy().data for tensor in (self.host_pool[block], *shadows)]
+
     # --- sleep --------------------------------------------------------------------------------------------------------
 
     def sleep(self, level: int) -> None:
@@ -69,6 +74,8 @@ class KeptWorker(Worker):
         if KV_CACHE not in self.asleep:
             self.asleep.add(KV_CACHE)  # first, so that `wake_up` makes all of it anew if this fails
             self.take_sampled()  # what the last stage has sampled is on its way
+            if self.disk:
+                self.disk.give_up()
             self.rows = self.sanitizer = None
             self.pool, self.states = self.pool[:1].clone(), self.states[:0].clone()  # a block's size may be asked for
             if self.device == "cpu":  # what is pinned beside a GPU stays

@@ -114,7 +114,7 @@ class Workers:
         self, method: Method, timeout: float | None = None, args: Sequence[Any] = (), kwargs: Kwargs = None
     ) -> list[Any]:
         """Call one of CALLABLE, or a function of the worker, on each rank; see `LLM.collective_rpc`. In the engine of a
-        script the method may be a `plan.reference_to` a function, too.
+        script the method may be a `config.reference_to` a function, too.
 
         If the call fails, workers that are processes are started anew, as they were before, or this is a WorkerError.
         """

@@ -6,8 +6,8 @@ import contextlib
 import os
 from typing import Any
 
-from config import EngineConfig
-from executor import MpExecutor, UniExecutor, local_backend, new_local_executor, visible_gpus
+from config import EngineConfig, visible_gpus
+from executor import MpExecutor, UniExecutor, local_backend, new_local_executor
 from executors.ray_executor import RayExecutor, join_cluster
 from executors.torchrun import ExternalExecutor, lead_or_follow
 from model_config import ModelConfig
@@ -19,7 +19,8 @@ def choose_backend(config: EngineConfig, alone: bool) -> str:
     Engines that are not `alone` share the experts with others on this machine. Raises what `local_backend` does.
     """
     size = config.world_size
-    if config.distributed_executor_backend == "auto" and alone and size > 1 and size > room(config):
+    here = not alone or config.kv_disk  # which must be on the engine's own machine
+    if config.distributed_executor_backend == "auto" and not here and size > 1 and size > room(config):
         with contextlib.suppress(ValueError):
             join_cluster()
             return "ray"

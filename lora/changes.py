@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from checkpoints.dequantize import Packed, Stored
+from checkpoints.dequantize import Stored
 
 ROWS = 512  # of a weight that are read at a time
 Tokens = torch.Tensor | slice  # of a step: their places
@@ -79,20 +79,14 @@ Changes = dict[int, Change]  # of an adapter, by `TargetProduct.number`
 StepChanges = list[tuple[Tokens, Changes]]  # and the tokens of a step that have it
 
 
-def factors_of(
-    name: str, magnitude: torch.Tensor, whole: Stored, a: torch.Tensor, b: torch.Tensor, turned: bool
-) -> torch.Tensor:
-    """m / ||W + B A|| of each output [out] float32, where m is the `magnitude` of DoRA and B includes the scale.
+def factors_of(name: str, magnitude: torch.Tensor, weight: Stored, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """m / ||W + B A|| of each output [out] float32, where m is the `magnitude` of DoRA, and B includes the scale.
 
-    `turned`: W is stored as [inputs, outputs], unless it is packed. A ValueError with its name, if the norm is 0.
+    W is the `weight` [out, in], A [r, in], B [out, r]. A ValueError with the module's name, if a norm is 0.
     """
-    a, b, squares = a.float(), b.float(), torch.zeros(len(b))
-    for i, part in enumerate(whole.split(ROWS)):
-        rows = slice(i * ROWS, i * ROWS + len(part))
-        if turned and not isinstance(whole, Packed):
-            squares += (part.float() + a[:, rows].T @ b.T).square().sum(0)
-        else:
-            squares[rows] = (part.float() + b[rows] @ a).square().sum(1)
-    if not (factors := magnitude.float() / squares.sqrt()).isfinite().all():
+    a, b = a.float(), b.float()
+    pairs = zip(weight.split(ROWS), b.split(ROWS), strict=True)
+    norms = torch.cat([(part.float() + rows @ a).norm(dim=1) for part, rows in pairs])
+    if not (factors := magnitude / norms).isfinite().all():
         raise ValueError(f"{name} has outputs whose weights are all 0, which no magnitude of DoRA can scale")
     return factors

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from checkpoints.dequantize import DTYPES, Stored
+from checkpoints.dequantize import DTYPES, Packed, Stored
 from checkpoints.hub import checkpoint_files
 from checkpoints.storage import Storage
 from checkpoints.tied_head import equal, find_stored
@@ -145,8 +145,10 @@ class AdapterReader:
             if "magnitude" in tensors:
                 if (whole := tensors.get("whole", stored.get(name))) is None:
                     raise ValueError(f"{what} has a magnitude of DoRA, and the model has no files with its weights")
-                pair, turned = (tensors["A"], tensors["B"]), part.transposed or name == self.table
-                tensors["factor"] = factors_of(what, tensors.pop("magnitude"), whole[: part.shape[0]], *pair, turned)
+                # A packed matrix is [out, in], also of a family that has it as [in, out] where it is plain.
+                turned, whole = part.transposed and not isinstance(whole, Packed), whole[: part.shape[0]]
+                whole = whole.mT if turned or name == self.table else whole
+                tensors["factor"] = factors_of(what, tensors.pop("magnitude"), whole, tensors["A"], tensors["B"])
         for name in [name for name, tensors in modules.items() if not tensors]:
             del modules[name]
         if not modules:

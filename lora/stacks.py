@@ -26,6 +26,7 @@ import contextlib
 import functools
 import hashlib
 import os
+import threading
 from bisect import bisect_left
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -305,7 +306,7 @@ class AdapterPool:
             self.pool, self.host = self.new_pools(slots, rows, model)
             self.headed = torch.zeros(1 + slots, dtype=torch.int32, device=model.device)
             self.read, self.held = ([HeldAdapter(0, False, {})] * count for count in (rows, slots))
-            self.readers, self.loads = ThreadPoolExecutor(READERS), {}
+            self.readers, self.loads = ThreadPoolExecutor(READERS, "lora", give_way), {}
         self.prompts, self.host_prompts = (  # [.., M, hidden]; None: this stage has none
             pool[:, begin : begin + count].unflatten(1, (virtual, model.config.hidden_size)) if count else None
             for pool in (self.pool, self.host)
@@ -547,6 +548,12 @@ class AdapterPool:
             raise ValueError(f"{path}: tensor {PROMPT} has NaN or infinite elements")
         if self.host_prompts is not None:
             self.host_prompts[row, :count] = tensor
+
+
+def give_way() -> None:
+    """Let other threads have the cores before this one and those that it starts, as far as the system can do that."""
+    with contextlib.suppress(AttributeError, OSError):  # for Linux a thread is a process
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 
 def outputs_of(b: torch.Tensor, at: tuple[slice | int, ...], view: tuple[int, ...]) -> torch.Tensor:

@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 
 from config import EngineConfig
-from parallel import connection_errors
-from plan import PeersGone
+from parallel import PeersGone, connection_errors
 
 
 class ExpertGroup:

@@ -128,9 +128,9 @@ BAICHUAN = Family(
     keys={"num_key_value_heads": ""}, fixed={"tie_word_embeddings": False}, names={"qkv": "self_attn.W_pack"}
 )
 GLM = Family(
-    qkv_bias="attention_bias", interleaved=True,
+    qkv_bias="attention_bias", interleaved="rope_interleave",
     defaults={"partial_rotary_factor": 0.5, "attention_bias": True, "num_key_value_heads": 2, "head_dim": 128,
-        "rms_norm_eps": 1.5625e-07},
+        "rms_norm_eps": 1.5625e-07, "rope_interleave": True},
     names={"gate_up": "mlp.gate_up_proj"},
 )  # fmt: skip
 COHERE = BIASED.but(

@@ -69,7 +69,7 @@ def read_rope(
     trained = f.whole("max_position_embeddings", 2, MAX_CONTEXT)
     kind = says.get("rope_type") or says.get("type") or "default"
     # Of models that also see: text has the same position in all its parts. And Phi-3's first name for LongRoPE.
-    kind = {"mrope": "default", "su": "longrope"}.get(str(kind), kind)
+    kind = {"mrope": "default", "xdrope": "dynamic", "su": "longrope"}.get(str(kind), kind)
     kind = "longrope" if kind == "yarn" and says.get("long_factor") else kind
     if kind not in ROPE_KINDS:
         raise ValueError(f"config.json asks for RoPE of type {kind!r:.80}; Manta has {', '.join(ROPE_KINDS)}")

@@ -52,7 +52,7 @@ class Journal(Observer):
     def added(self, group: SequenceGroup) -> None:
         r, params = group, dataclasses.asdict(group.params)
         pooling, adapter = r.pooling and dataclasses.asdict(r.pooling), r.adapter and dataclasses.astuple(r.adapter)
-        fields = r.request_id, r.prompt, params, r.salt, r.priority, r.client, pooling, adapter, r.beam
+        fields = r.request_id, r.prompt, params, r.salt, r.priority, r.client, pooling, adapter, r.retention, r.beam
         self.events.append(["add", self.now, *fields])
 
     def aborted(self, request_id: str, index: int | None = None, reason: str = "abort") -> None:
@@ -160,9 +160,9 @@ def replay(lines: Items[str], watch: Callable[[Scheduler, dict[str, Any]], None]
 def apply_event(scheduler: Scheduler, kind: str, rest: list[Any]) -> None:
     """Repeat an event: a request comes or is taken back, masks are late, or cached prefixes are forgotten."""
     if kind == "add":
-        request_id, prompt, params, salt, priority, client, pooling, adapter, beam = rest
+        request_id, prompt, params, salt, priority, client, pooling, adapter, retention, beam = rest
         of_prompt, with_adapter = pooling and PoolingParams(**pooling), adapter and Adapter(*adapter)
-        whose = salt, priority, client, of_prompt, with_adapter
+        whose = salt, priority, client, of_prompt, with_adapter, retention
         scheduler.add(SequenceGroup(request_id, prompt, SamplingParams(**params), *whose, beam=beam and Beam(*beam)))
     elif kind == "abort":
         scheduler.abort(*rest)

@@ -99,7 +99,7 @@ class Recorder(Observer):
         then = before.get(self.rank, {})
         # A successor of the engine that said so counts from 0 again.
         new = {name: max(0, total - then.get(name, total)) for name, total in totals.items()}
-        waiting = len(s.waiting) + len(s.admission.deferred)
+        waiting = len(s.waiting) + len(s.admission.deferred) + len(s.admission.reading)
         view = {
             "rank": self.rank,
             "block_size": s.blocks.block_size,
@@ -137,7 +137,7 @@ class Recorder(Observer):
         """Running, swapped and waiting sequences, each in their order, as far as an answer may list them."""
         s = self.scheduler
         yield from ((seq, "running") for seq in s.running)
-        waiting = chain(s.waiting, s.admission.deferred)
+        waiting = chain(s.waiting, s.admission.deferred, s.admission.reading)
         for state, queue in (("swapped", s.swapped), ("waiting", waiting)):
             yield from ((seq, state) for seq in nsmallest(MAX_REQUESTS, queue, key=lambda seq: seq.key))
 

@@ -160,6 +160,7 @@ def start_log(facts: dict[str, Any], workers: str) -> str:
         f"  KV cache  {f['num_blocks']:,} blocks of {f['block_size']}{of} in "
         f"{f['kv_bytes'] / 2**20:,.0f} MiB: {counted(fit, 'request')} at the full length of "
         f"{f['max_model_len']:,}\n"
+        f"{f['kv_disk']['note'] if f.get('kv_disk') else ''}"
         f"  start-up  {', '.join(f'{phase} {seconds:.2f} s' for phase, seconds in f['startup'].items())}"
     )
 

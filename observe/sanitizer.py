@@ -54,7 +54,7 @@ class Shadow:
         """Copy blocks to `target` for each (from, to), as `copy_blocks` and `swap_blocks` do with the pools."""
         if pairs:
             source_ids, target_ids = torch.tensor(pairs, device=self.hashes.device).unbind(1)
-            target.hashes[target_ids] = self.hashes[source_ids]
+            target.hashes[target_ids.to(target.hashes.device)] = self.hashes[source_ids].to(target.hashes.device)
             froms, to = np.array(pairs).T
             target.writers[to], target.steps[to] = self.writers[froms], self.steps[froms]
 
@@ -83,7 +83,7 @@ class KVSanitizer:
         self.token_ids, self.block_tables = state.token_ids, state.block_tables
         self.block_size, self.windows = block_size, windows = state.block_size, tuple(windows)
         self.shadow = Shadow(len(pool), block_size, device)
-        self.host_shadow = Shadow(num_host_blocks, block_size, device)
+        self.host_shadow = Shadow(num_host_blocks, block_size, "cpu")  # where `device/kv_disk.py` reads and fills it
         self.step = -1  # of the latest plan
         self.names = np.full(slots, "", dtype=object)
         # [slot, i] is the hash of the sequence's first i tokens. The last row is for padding.

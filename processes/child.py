@@ -27,14 +27,16 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
 from io import FileIO
+from pathlib import Path
 from typing import Any, NoReturn
 
-from config import PROG, run_file
+from config import PROG, private_folder, run_file
 from executor import is_stopped
 from observe.logs import console, logger
 from plan import Health
@@ -410,6 +412,22 @@ class FrameServer:
 ABSENT, STARTING, READY, DRAINING = range(4)  # states of an engine
 
 
+def kept_secret(folder: str) -> bytes:
+    """The 16 secret bytes in a file of such a folder, which is made if it is not there; a ValueError if it is not."""
+    path = Path(private_folder(folder)) / "secret"
+    try:
+        if not path.exists():  # it appears whole, also where several servers start at once
+            with tempfile.NamedTemporaryFile(dir=folder) as file, contextlib.suppress(FileExistsError):
+                file.write(os.urandom(16))
+                file.flush()
+                os.link(file.name, path)
+        if len(secret := path.read_bytes()) == 16:
+            return secret
+    except OSError as error:
+        raise ValueError(f"kv_disk is {folder!r}: {path}: {error.strerror}") from None
+    raise ValueError(f"kv_disk is {folder!r}; {path} must have 16 bytes: remove it, and salted prefixes are lost")
+
+
 class Board(ctypes.Structure):
     """Memory that the API processes and their parent share, which was mapped before the fork.
 
@@ -434,12 +452,12 @@ class Board(ctypes.Structure):
         ("names", ctypes.c_char * MOST_NAME * MOST_NAMES * PLACES),
     )  # fmt: skip
 
-    def __new__(cls) -> Board:
+    def __new__(cls, kv_disk: str | None = None) -> Board:
         return cls.from_buffer(mmap.mmap(-1, ctypes.sizeof(cls)))
 
-    def __init__(self) -> None:
+    def __init__(self, kv_disk: str | None = None) -> None:
         self.mine, self.tasks = 0, tuple[str, ...]()
-        self.secret = os.urandom(16)
+        self.secret = kept_secret(kv_disk) if kv_disk else os.urandom(16)  # salts of what is on disk outlive the server
 
     def tag(self, *parts: str) -> str:
         """A hash of `parts` that only the API processes can make, all of them the same."""

@@ -24,7 +24,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from plan import Abort, Call, EngineCoreRequest, EngineOutput, Health, Kwargs, Method, Outputs, Reply, reference_to
+from config import reference_to
+from plan import Abort, Call, EngineCoreRequest, EngineOutput, Health, Kwargs, Method, Outputs, Reply
 from processes.connection import GONE, GRACE, OUT_OF_REACH, SILENT, Connection, EngineDeadError
 from processes.messages import Message
 from processes.suspects import Suspects

@@ -14,9 +14,9 @@ import time
 from collections import defaultdict, deque
 from typing import Any
 
-from config import TENSORS, VERSION, EngineConfig, FatalHookError
+from config import TENSORS, VERSION, EngineConfig, FatalHookError, visible_gpus
 from core import GLANCE, EngineCore
-from executor import MpExecutor, WorkerError, end_with_parent, name_process, visible_gpus
+from executor import MpExecutor, WorkerError, end_with_parent, name_process
 from observe.logs import console, logger, set_up, start_log
 from plan import Abort, Call, EngineCoreRequest, Health, Outputs, Rendezvous, Reply, error_output
 from processes.child import Child, FrameServer, ParentPipe, weights_in
@@ -82,7 +82,7 @@ class EngineServer:
             return
         core, scheduler = self.core, self.core.scheduler
         waiting = len(scheduler.waiting) + len(scheduler.swapped) + len(scheduler.admission.deferred)
-        waiting += len(core.paused) + len(core.adapters.waiting)
+        waiting += len(core.paused) + len(core.adapters.waiting) + len(scheduler.admission.reading)
         load = Load(self.load.rank, waiting, len(scheduler.running))
         if load != self.load:
             self.load = load

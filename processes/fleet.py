@@ -16,8 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from checkpoints.hub import find_model
-from config import PROG, EngineConfig, stamp_of
-from executor import visible_gpus
+from config import PROG, EngineConfig, stamp_of, visible_gpus
 from executors.torchrun import lead_or_follow
 from model_config import ModelConfig
 from observe.logs import console, logger

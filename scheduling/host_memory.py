@@ -37,6 +37,7 @@ class TieredSpaceManager(BlockSpaceManager):
         self.host_pinned: list[int] = []  # the host's blocks to free once the plan is made
         self.copies_left = num_host_blocks  # copies to the host until a prompt asks for a dropped block
         self.uncopied: OrderedDict[bytes, None] = OrderedDict()  # the keys of blocks that were dropped without a copy
+        self.lowering: dict[bytes, None] = {}  # keys of marked requests that have ended, to be copied in this order
 
     # --- cached prefixes ----------------------------------------------------------------------------------------------
 
@@ -58,9 +59,26 @@ class TieredSpaceManager(BlockSpaceManager):
     def price(self, entry: Entry) -> int:
         return super().price(entry) + sum(table.count(ON_HOST) for table in entry.tables)
 
+    def tier_of(self, key: bytes) -> str:
+        """Where a block that is brought back comes from."""
+        return "host"
+
+    def count_tiers(self, seq: Sequence, tables: list[list[int]], places: list[tuple[int, int]]) -> None:
+        """Note by tier how many tokens of a prompt were found, where these (column, kind) are brought back. What all
+        windows have passed is counted with what comes after it."""
+        tiers = {i: self.tier_of(seq.hashes[i] + self.marks[kind]) for i, kind in places}
+        if self.host.num_blocks and seq.group.time_in_queue is None:
+            counts, tier = dict.fromkeys(("device", "host", "disk"), 0), "device"
+            for i in reversed(range(-(-seq.num_reused // self.block_size))):
+                if any(table[i : i + 1] != [-1] for table in tables):
+                    tier = tiers.get(i, "device")
+                counts[tier] += min(self.block_size, seq.num_reused - i * self.block_size)
+            seq.group.cached_by_tier = counts
+
     def bring_back(self, seq: Sequence, tables: list[list[int]], plan: StepPlan) -> None:
         """Bring blocks back from the host, in order of their tokens."""
         missing = [(i, kind) for kind, table in enumerate(tables) for i, block in enumerate(table) if block == ON_HOST]
+        self.count_tiers(seq, tables, missing)
         for column, kind in missing:
             key = seq.hashes[column] + self.marks[kind]
             host_block = self.host.block_of[key]
@@ -71,6 +89,15 @@ class TieredSpaceManager(BlockSpaceManager):
             self.device.publish(block, key)
             tables[kind][column] = block
 
+    def lower(self, seq: Sequence) -> None:
+        """Note that a sequence has ended: if its request is marked, its blocks are copied to the host soon."""
+        if seq.group.retention and self.host.num_blocks and self.device.enable_prefix_caching:
+            self.lowering |= dict.fromkeys(digest + mark for digest in seq.hashes for mark in self.marks)
+
+    def has_moves(self) -> bool:
+        """Whether blocks are to be moved though no sequence runs."""
+        return bool(self.lowering)
+
     def planned(self, plan: StepPlan) -> None:
         """The plan is made: copy cached blocks to host memory, as far as there is room, and free what was pinned."""
         self.host.free(self._copy_cached(plan) + self.host_pinned)
@@ -78,37 +105,56 @@ class TieredSpaceManager(BlockSpaceManager):
         super().planned(plan)
 
     def _copy_cached(self, plan: StepPlan) -> list[int]:
-        """Copy cached blocks to the host: those that the plan overwrites, then those that later plans overwrite first.
+        """Copy cached blocks to the host: those that the plan overwrites, those of marked requests that have ended, and
+        then those that later plans overwrite first.
 
-        The latter may be copied while the step runs. A step copies at most as many blocks as its tokens fill, and
+        The latter two may be copied while the step runs. A step copies at most as many blocks as its tokens fill, and
         COPIES more. After as many copies as the host has blocks it waits until a prompt asks for a block that the
-        device has dropped: else hits are not likely. Returns the host's blocks, for the caller to free.
+        device has dropped: else hits are not likely. What is marked does not wait. Returns the host's blocks, for the
+        caller to free.
         """
-        device, host = self.device, self.host
+        device, host, lowering = self.device, self.host, self.lowering
         if not host.num_blocks:
             return []
-        most = min(COPIES + sum(count for _, count in plan.rows) // self.block_size, self.copies_left, host.num_free)
+        room = min(COPIES + sum(count for _, count in plan.rows) // self.block_size, host.num_free)
+        most = min(room, self.copies_left)
         dropped = [pair for pair in self.dropped if pair[1] not in host.block_of]
+        if lowering:
+            dropped.sort(key=lambda pair: pair[1] in lowering)
+            most = max(most, min(room, sum(key in lowering for _, key in dropped)))
         first = max(0, len(dropped) - most)  # the beginnings of prompts come last, and are worth the most
         self.uncopied |= dict.fromkeys(digest for _, digest in dropped[:first])
         while len(self.uncopied) > host.num_blocks:
             self.uncopied.popitem(last=False)
+        lowered = self._lowered(room - len(dropped[first:]))
         idle = ((block, device.hashes[block]) for block in islice(device.idle, 4 * most))
         ahead = [(block, digest) for block, digest in idle if digest is not None and digest not in host.block_of]
-        moved = [*dropped[first:], *ahead][:most]
+        ahead = [pair for pair in ahead if pair not in lowered][: max(0, most - len(lowered) - len(dropped[first:]))]
+        moved = [*dropped[first:], *lowered, *ahead]
         copies = host.allocate(len(moved))
         for (block, digest), copy in zip(moved, copies, strict=True):
             host.publish(copy, digest)
             plan.swap_out.append((block, copy))
         plan.num_beside = len(moved) - min(len(dropped), most)
-        self.copies_left -= len(moved)
+        self.copies_left = max(0, self.copies_left - len(moved) + len(lowered))
         self.dropped.clear()
         return copies[::-1]
+
+    def _lowered(self, most: int) -> list[tuple[int, bytes]]:
+        """The next `most` blocks of marked requests that only the device has, and their keys."""
+        pairs = list[tuple[int, bytes]]()
+        while self.lowering and len(pairs) < most:
+            key = next(iter(self.lowering))
+            del self.lowering[key]
+            if key not in self.host.block_of and (block := self.device.block_of.get(key)) is not None:
+                pairs.append((block, key))
+        return pairs
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes, on the device and in host memory."""
         super().reset_prefix_cache()
         self.host.reset_prefix_cache()
+        self.lowering.clear()
 
     def forget_moves(self, plans: Items[StepPlan]) -> None:
         """Let nobody find what these plans were to move, nor any snapshot: a step may have failed before its moves."""
@@ -126,6 +172,15 @@ class TieredSpaceManager(BlockSpaceManager):
         """The blocks of what a sequence has computed, by kind."""
         columns = self.host.blocks_for(seq.num_computed)
         return [[block for block in table[:columns] if block >= 0] for table in seq.tables]
+
+    def has_context(self, seq: Sequence) -> bool:
+        """Whether a sequence's tables have all that its next token sees. If steps in flight are given up that had
+        drafts, windows may have passed more than that."""
+        pairs = zip(self.windows, seq.tables, strict=True)
+        begins = [
+            (max(0, seq.num_computed - window + 1) // self.block_size, table) for window, table in pairs if window
+        ]
+        return all(-1 not in table[begin:] for begin, table in begins)
 
     def swap_pays(self, blocks: list[list[int]], tokens: int) -> bool:
         """Whether a sequence that holds these blocks of `tokens` tokens is preempted by swap.

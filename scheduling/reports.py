@@ -106,6 +106,7 @@ class Reports:
         passed = [line for key, line in lines if key and (adapters.lacks(line[0]) or key == adapters.leaving)]
         deferred = len(admission.deferred) + sum(map(len, passed))
         waiting = {"capacity": len(admission.waiting) + len(admission.deferred) - deferred, "deferred": deferred}
+        waiting |= {"disk": len(admission.reading)} if scheduler.space.disk else {}
         drafting = scheduler.drafting
         taken = {str(i): sum(n for k, n in drafting.taken_counts.items() if k > i) for i in range(drafting.most)}
         return ({"spec_decode_num_accepted_tokens_per_pos_total": taken} if taken else {}) | {
@@ -120,7 +121,7 @@ class Reports:
     def adapters(self, paused: list[str]) -> dict[str, str]:
         """The names of adapters that requests run with and wait for, those that are `paused` among them."""
         admission, running = self.scheduler.admission, self.scheduler.running
-        queues = chain(admission.waiting, admission.swapped, admission.deferred)
+        queues = chain(admission.waiting, admission.swapped, admission.deferred, admission.reading)
         waits, runs = ({seq.group.adapter.name for seq in seqs if seq.group.adapter} for seqs in (queues, running))
         return {
             "max_lora": str(self.scheduler.config.max_loras),
@@ -156,6 +157,7 @@ class Reports:
             seq.timeline.leave(now)
         answers = [*group.finished_reports, *map(report_of, group.seqs)]
         first = group.first_token_at
+        reads = [stay["seconds"] for answer in answers for stay in answer["stays"] if stay["state"] == "reading"]
         return {
             "request_id": group.request_id,
             "client": group.client,
@@ -163,6 +165,8 @@ class Reports:
             "priority": group.priority,
             "prompt_tokens": group.num_prompt,
             "cached_tokens": group.num_cached,
+            "cached_tokens_by_tier": group.cached_by_tier,
+            "disk_seconds": sum(reads),
             "finished": not group.seqs,
             "seconds": now - group.arrival,
             "first_token_seconds": None if first is None else first - group.arrival,

@@ -106,7 +106,7 @@ class Samples:
     def _has_more(self, group: SequenceGroup, seq: Sequence) -> bool:
         """Whether samples other than `seq` have yet to come in."""
         others = (other for other in reversed(group.seqs) if other is not seq)  # the last ones come in last
-        return any(other.status in (Status.HELD, Status.WAITING) for other in others)
+        return any(other.status in (Status.HELD, Status.READING, Status.WAITING) for other in others)
 
     def _let_go(self, group: SequenceGroup, now: float) -> None:
         """Have a request's held samples queue."""

@@ -20,9 +20,8 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from config import DEMO
+from config import DEMO, visible_gpus
 from engine import LLM
-from executor import visible_gpus
 from sampling_params import SamplingParams
 from tasks import Tasks
 

@@ -14,6 +14,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 
 from config import EngineConfig
+from fake_disk import FakeDisk
 from integrity import check_integrity
 from plan import Adapter, Logprobs, StateRoom, StepPlan, StepResult, Verified
 from sampling_params import SamplingParams
@@ -24,6 +25,7 @@ from sequence import Sequence, SequenceGroup, derived_seed
 VOCAB, EOS = 50, 7
 NUM_MOVES = 7  # kinds of moves in a plan
 NUM_ADAPTERS = 5
+ON_DISK = {"folder": "", "bytes": 100, "pays": True, "read": 1.0, "compute": 1e9}  # a worker's facts
 
 
 def next_token(tokens: list[int], seed: int = 0) -> int:
@@ -125,6 +127,7 @@ class FakeWorker:
         self.pool, self.host = ([[None] * self.size for _ in range(n)] for n in (num_blocks, num_host_blocks))
         self.slots: dict[int, dict] = {}
         self.trims = False  # whether a row computes the drafts that there are, as on a CPU, or as many as were planned
+        self.disk: FakeDisk | None = None
         self.host_adapters, self.adapters = [[i] for i in range(NUM_ADAPTERS)], [["none"]] * config.max_loras
 
     def enter(self, plan: StepPlan) -> None:
@@ -145,6 +148,8 @@ class FakeWorker:
 
     def move(self, plan: StepPlan, most: int = NUM_MOVES) -> None:
         """Make a plan's moves, or only the first `most` kinds of them."""
+        if self.disk:
+            self.disk.give_up(plan.disk_first)
         for pairs, origin, goal in (
             (plan.swap_out[: len(plan.swap_out) - plan.num_beside], self.pool, self.host),
             (plan.swap_in, self.host, self.pool),
@@ -162,6 +167,8 @@ class FakeWorker:
     def step(self, plan: StepPlan) -> StepResult:
         self.enter(plan)
         self.move(plan)
+        if self.disk:
+            self.disk.begin(plan, self.host)
         counts = [count - plan.drafts.get(slot, 0) for slot, count in plan.rows]
         assert counts == sorted(counts, key=lambda count: count > 1), "rows of one known token come first"
         written: set[tuple[int, int]] = set()
@@ -220,7 +227,9 @@ class FakeWorker:
                 self.states[slot] = row["tokens"][: row["computed"]]
         for block, copy in ahead_of(plan):  # as late as a device may do it
             self.host[copy] = list(self.pool[block])
-        return StepResult(plan.step, sampled, stopped, logprobs, scores, {}, verified, guesses, proposed)
+        result = StepResult(plan.step, sampled, stopped, logprobs, scores, {}, verified, guesses, proposed)
+        result.disk = self.disk.turn(self.host) if self.disk else []
+        return result
 
     def sample(self, row: dict, drafts: list[int]) -> tuple[list[int], list[Logprobs], bool]:
         """What a sequence gets that has caught up: tokens, with their log-probabilities, and whether the last ends it.
@@ -264,6 +273,7 @@ class Engine:
         depth: int = 1,
         states: tuple[int, int] | None = None,
         row_seconds: tuple[tuple[int, float, float], ...] = (),
+        files: dict[bytes, list] | None = None,
         **fields,
     ):
         fields = {"block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 16,
@@ -274,10 +284,13 @@ class Engine:
         room = StateRoom(*states, blocks=1.5) if states else None
         self.scheduler = Scheduler(
             self.config, num_blocks, max_model_len, VOCAB, [EOS], num_host_blocks, windows, swap_cost, room,
-            row_seconds, clock=lambda: self.now)  # fmt: skip
+            row_seconds, ON_DISK if files is not None else None, clock=lambda: self.now)  # fmt: skip
         self.searches = BeamSearches(self.scheduler, lambda *event: None)
         self.worker_args = self.config, num_blocks, num_host_blocks, windows, room
-        self.worker = FakeWorker(*self.worker_args)
+        self.worker, self.files = FakeWorker(*self.worker_args), files
+        if files is not None:
+            self.scheduler.space.has_file = files.__contains__
+            self.worker.disk = FakeDisk(files, self.config.world_size, num_blocks)
         self.depth, self.flying = depth, deque[StepPlan]()
         self.groups: dict[str, SequenceGroup] = {}
         self.answers: dict[str, dict[int, list[int]]] = {}
@@ -296,7 +309,7 @@ class Engine:
 
     def add(
         self, request_id: str, prompt: list[int], salt: str = "", priority: int = 0, client: str = "",
-        adapter: int | None = None, **params,
+        adapter: int | None = None, retention: int = 0, **params,
     ) -> Sequence:  # fmt: skip
         """A request; its adapter, if it has one, is in that row of the host's memory."""
         chosen = None if adapter is None else Adapter(salt_of(adapter), adapter)
@@ -304,7 +317,7 @@ class Engine:
         if params.get("use_beam_search"):
             params = {"temperature": 0} | params
         request = SequenceGroup(
-            request_id, prompt, SamplingParams(**{"seed": 0} | params), salt, priority, client, None, chosen
+            request_id, prompt, SamplingParams(**{"seed": 0} | params), salt, priority, client, None, chosen, retention
         )
         (self.searches.begin if request.params.use_beam_search else self.scheduler.add)(request)
         self.groups[request_id] = request
@@ -312,8 +325,8 @@ class Engine:
         return request.seqs[0]
 
     def step(self) -> StepPlan:
+        waits = self.flying or self.scheduler.awaiting_masks or self.scheduler.space.has_moves()
         plan = self.scheduler.schedule()
-        waits = self.flying or self.scheduler.awaiting_masks
         assert plan.rows or plan.new or waits, "a step with work to do runs something"
         assert sum(count for _, count in plan.rows) <= self.config.max_num_batched_tokens
         assert len(plan.rows) <= self.config.max_num_seqs
@@ -369,6 +382,8 @@ class Engine:
             self.worker.enter(dataclasses.replace(plan, released=[], new_blocks=[]))
         for plan in broken[:1]:
             self.worker.move(plan, moves)
+            if self.worker.disk and moves == NUM_MOVES:
+                self.worker.disk.begin(plan, self.worker.host)
         for _, row in (pair for plan in self.flying for pair in plan.state_copies):
             self.worker.states[row] = ["failed"]  # a state that has not come as far as it was to
         for _, slot in (pair for plan in self.flying for pair in plan.adapters):
@@ -377,8 +392,10 @@ class Engine:
     def _start_over(self, lost: bool, cause: str | None) -> None:
         self.flying.clear()
         if lost:
-            trims, self.worker = self.worker.trims, FakeWorker(*self.worker_args)
-            self.worker.trims = trims
+            before, self.worker = self.worker, FakeWorker(*self.worker_args)
+            self.worker.trims = before.trims
+            if before.disk:
+                self.worker.disk = FakeDisk(before.disk.files, before.disk.ranks, self.scheduler.step)
         for output in self.searches.take(self.scheduler.start_over(lost, cause)):
             assert output.finished and cause and output.error.startswith(cause)
             assert output.request_id not in self.finished
@@ -390,9 +407,13 @@ class Engine:
     def outputs(self) -> dict[str, list[int]]:
         return {request_id: answers[0] for request_id, answers in self.answers.items()}
 
+    def has_work(self) -> bool:
+        """Whether requests have not finished, or blocks are to be moved."""
+        return self.scheduler.has_work() or self.scheduler.space.has_moves()
+
     def run(self) -> None:
         """Run all requests to their ends, and check their answers."""
-        while self.scheduler.has_work():
+        while self.has_work():
             self.step()
         while self.flying:
             self.land()

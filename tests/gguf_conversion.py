@@ -27,6 +27,8 @@ ARCHITECTURES = {
     "GPT2LMHeadModel": "gpt2", "GPTBigCodeForCausalLM": "starcoder", "GPTNeoXForCausalLM": "gptneox",
     "Gemma2ForCausalLM": "gemma2", "Gemma3ForCausalLM": "gemma3", "Gemma3nForCausalLM": "gemma3n",
     "Gemma4ForCausalLM": "gemma4", "GemmaForCausalLM": "gemma", "Glm4ForCausalLM": "glm4",
+    "Glm4vForConditionalGeneration": "glm4", "GraniteMoeHybridForCausalLM": "granite",
+    "HunYuanVLForConditionalGeneration": "hunyuan_vl", "PaddleOCRVLForConditionalGeneration": "paddleocr",
     "Glm4MoeForCausalLM": "glm4moe", "Glm4MoeLiteForCausalLM": "deepseek2", "GlmForCausalLM": "chatglm",
     "GptOssForCausalLM": "gpt-oss", "GraniteForCausalLM": "granite", "GraniteMoeForCausalLM": "granitemoe",
     "GraniteMoeSharedForCausalLM": "granitemoe", "HunYuanDenseV1ForCausalLM": "hunyuan-dense",
@@ -63,9 +65,9 @@ NUMBERS = {  # whole ones, by the fields of config.json that may say them
     "leading_dense_block_count": "first_k_dense_replace num_dense_layers moe_layer_start_index",
     "interleave_moe_layer_step": "interleave_moe_layer_step moe_layer_interval", "expert_group_count": "n_group",
     "expert_group_used_count": "topk_group", "attention.q_lora_rank": "q_lora_rank",
-    "attention.kv_lora_rank": "kv_lora_rank", "ssm.conv_kernel": "linear_conv_kernel_dim",
-    "ssm.state_size": "linear_key_head_dim", "ssm.group_count": "linear_num_key_heads",
-    "ssm.time_step_rank": "linear_num_value_heads", "attention.shared_kv_layers": "num_kv_shared_layers",
+    "attention.kv_lora_rank": "kv_lora_rank", "ssm.conv_kernel": "linear_conv_kernel_dim mamba_d_conv",
+    "ssm.state_size": "linear_key_head_dim mamba_d_state", "ssm.group_count": "linear_num_key_heads mamba_n_groups",
+    "ssm.time_step_rank": "linear_num_value_heads mamba_n_heads", "attention.shared_kv_layers": "num_kv_shared_layers",
     "embedding_length_per_layer_input": "hidden_size_per_layer_input", "altup.num_inputs": "altup_num_inputs",
     "full_attention_interval": "full_attention_interval",
 }  # fmt: skip
@@ -92,6 +94,13 @@ def permute(weight: np.ndarray, heads: int) -> np.ndarray:
     return halves.swapaxes(1, 2).reshape(weight.shape)
 
 
+def unpermute(weight: np.ndarray, heads: int, rotated: int) -> np.ndarray:
+    """The opposite of `permute`, of the first `rotated` rows of each head."""
+    rows = weight.reshape(heads, -1, *weight.shape[1:])
+    parts = rows[:, :rotated:2], rows[:, 1:rotated:2], rows[:, rotated:]
+    return np.concatenate(parts, 1).reshape(weight.shape)
+
+
 def said(config: Config, names: str) -> Any:
     """What the first of some fields that is there says."""
     return next((config[name] for name in names.split() if config.get(name) is not None), None)
@@ -103,6 +112,11 @@ def heads_of(config: Config) -> tuple[int, int, int]:
     kv_heads = said(config, NUMBERS["attention.head_count_kv"]) or heads
     hidden = said(config, NUMBERS["embedding_length"])
     return heads, kv_heads, said(config, NUMBERS["attention.key_length"]) or hidden // heads
+
+
+def mrope_sections(config: Config) -> list[int]:
+    """How many elements of a head are rotated by a token's time, its row and its column."""
+    return said(config.get("rope_parameters") or {}, "mrope_section xdrope_section") or []
 
 
 def falcon_groups(config: Config) -> int:
@@ -135,6 +149,8 @@ def values_of(kind: str, config: Config) -> Iterator[tuple[str, Any]]:
         yield "attention.layer_norm_epsilon", None
     if kind in ("dots1", "bailingmoe2", "glm4moe"):
         yield "expert_gating_func", 2
+    if sections := mrope_sections(config):
+        yield "rope.dimension_sections", sections + [0] * (4 - len(sections))
     if kind == "hunyuan-moe":
         yield "expert_shared_count", 1
     if kind == "minicpm":
@@ -226,6 +242,8 @@ def stored(kind: str, config: Config, name: str, weight: np.ndarray) -> Iterator
     elif kind in PERMUTED and "k_proj" in name:
         groups = len(weight) // dim
         yield name, permute(weight, groups)
+    elif kind == "glm4" and mrope_sections(config) and re.search("[qk]_proj", name):
+        yield name, unpermute(weight, len(weight) // dim, dim // 2)
     elif name.endswith("kv_b_proj.weight") and kind == "deepseek2":
         both = weight.reshape(heads, -1, weight.shape[1])
         nope = config["qk_nope_head_dim"]
@@ -239,9 +257,12 @@ def stored(kind: str, config: Config, name: str, weight: np.ndarray) -> Iterator
         if kind == "gpt-oss":
             take = (lambda first: weight[..., first::2]) if ending == "bias" else (lambda first: weight[:, first::2])
             gate, up = take(0), take(1)
-        where = "shared_experts" if "shared_mlp" in name else "experts"
-        yield f"{layer}.mlp.{where}.gate_proj.{ending}", gate
-        yield f"{layer}.mlp.{where}.up_proj.{ending}", up
+        where = "shared_experts." if "shared_mlp" in name else "experts."
+        where = "" if kind == "granite" else where
+        yield f"{layer}.mlp.{where}gate_proj.{ending}", gate
+        yield f"{layer}.mlp.{where}up_proj.{ending}", up
+    elif kind == "granite" and "shared_mlp.output_linear" in name:
+        yield f"{layer}.mlp.down_proj.weight", weight
     elif re.search(r"experts\.down_proj(_bias)?$", name):
         weight = weight.swapaxes(-1, -2) if kind in ("gpt-oss", "llama4") and weight.ndim == 3 else weight
         yield f"{layer}.mlp.experts.down_proj.{'bias' if end.endswith('_bias') else 'weight'}", weight

@@ -73,6 +73,16 @@ def write_gguf(
     return numbers
 
 
+def dequantized(raw: np.ndarray, kind: str) -> np.ndarray:
+    """The numbers of rows [.., N, bytes] of blocks of a type, by the package, which does not know Q1_0's."""
+    if kind != "Q1_0":
+        return gguf.dequantize(raw, gguf.GGMLQuantizationType[kind])
+    blocks = raw.reshape(-1, 18)
+    bits = np.unpackbits(blocks[:, 2:], axis=1, bitorder="little")
+    scales = blocks[:, :2].copy().view(np.float16).astype(np.float32)
+    return np.where(bits, scales, -scales).reshape(*raw.shape[:-1], -1)
+
+
 def random_blocks(shape: tuple[int, ...], kind: gguf.GGMLQuantizationType) -> np.ndarray:
     """Blocks of a matrix of Q4_K, Q5_K or Q6_K, which the package cannot make: of any codes. Their scales make numbers
     as large as those of a plain matrix."""
@@ -115,6 +125,9 @@ def rope(writer: gguf.GGUFWriter, kind: str, config: dict[str, Any]) -> None:
     if scaling in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(scaling))
         writer.add_rope_scaling_factor(says["factor"])
+    if scaling == "xdrope":
+        writer.add_rope_scaling_alpha(says["alpha"])
+        writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
     if scaling == "yarn":
         writer.add_rope_scaling_orig_ctx_len(says["original_max_position_embeddings"])
     if scaling == "longrope":

@@ -9,8 +9,8 @@ from collections.abc import Sequence as Items
 from admission import Admission
 from kv_cache import BlockManager
 from scheduler import Scheduler
+from scheduling.disk import DiskSpaceManager
 from scheduling.fair import OUTPUT_WEIGHT, UNPLACED, Fair
-from scheduling.host_memory import TieredSpaceManager
 from sequence import Sequence, Status
 
 
@@ -25,14 +25,36 @@ def check_integrity(scheduler: Scheduler) -> None:
     check_lanes(scheduler)
 
 
-def check_space(space: TieredSpaceManager, admission: Admission, seqs: list[Sequence]) -> None:
+def check_space(space: DiskSpaceManager, admission: Admission, seqs: list[Sequence]) -> None:
     """The books of all pools agree with the block tables, and with the host rows of states."""
     kept = [table for group in admission.samples.holders for table in group.prompt_tables]
     check_pool(space.device, [*kept, *(table for seq in seqs for table in seq.tables)])
-    check_pool(space.host, (table for seq in seqs for table in seq.host_tables))
+    check_pool(space.host, [*(table for seq in seqs for table in seq.host_tables), *disk_tables(space)])
+    check_disk(space, admission)
     if space.states:
         check_pool(space.states.snapshots, [])
         check_pool(space.states.host, [[seq.host_state for seq in seqs]])
+
+
+def disk_tables(space: DiskSpaceManager) -> list[list[int]]:
+    """The host blocks that are pinned for moves to and from the disk."""
+    return [[move.block for move in space.moves.values()], *(blocks for _, blocks, _ in space.held.values())]
+
+
+def check_disk(space: DiskSpaceManager, admission: Admission) -> None:
+    """What is on its way to and from the disk agrees with who waits for it."""
+    reads = {ticket: move for ticket, move in space.moves.items() if move.reads}
+    assert space.reading == {move.key: ticket for ticket, move in reads.items()}
+    assert all(move.ranks for move in space.moves.values())
+    assert all(ticket >= space.first for ticket in space.moves)
+    assert {ticket for ticket, _, _ in space.to_read} <= reads.keys()
+    held = {seq for seq in space.held if not seq.finish_reason}
+    assert set(admission.reading) == held | {seq for seq in space.ready if not seq.finish_reason}
+    for tickets, *_ in space.held.values():
+        assert tickets and tickets <= reads.keys()
+    assert space.looking is None
+    for block, key in space.arrived.items():
+        assert space.host.hashes[block] == key or key not in space.host.block_of or space.host.block_of[key] != block
 
 
 def check_pool(manager: BlockManager, tables: Iterable[Items[int]]) -> None:
@@ -66,17 +88,18 @@ def check_fair(policy: Fair, scheduler: Scheduler) -> None:
 def check_admission(admission: Admission, scheduler: Scheduler, seqs: list[Sequence]) -> None:
     """Each sequence is in one place, and each slot has one owner."""
     waiting, swapped, deferred = map(list, (admission.waiting, admission.swapped, admission.deferred))
+    deferred_or_reading = [*deferred, *admission.reading]
     requests, running = scheduler.requests.values(), scheduler.running
     held = [seq for group in requests for seq in group.held]
     alone = admission.isolation.isolated
     assert all(alone and seq.group not in alone for seq in deferred)
     assert not alone or all(seq.group in alone for seq in (*waiting, *swapped, *running))
     assert admission.isolation.suspects.keys() <= set(requests)
-    places = [id(seq) for seq in (*waiting, *swapped, *deferred, *held, *running)]
+    places = [id(seq) for seq in (*waiting, *swapped, *deferred_or_reading, *held, *running)]
     assert sorted(places) == sorted(map(id, seqs))
     slots = [seq.slot for seq in running]
     assert sorted(slots + admission.free_slots) == list(range(admission.config.max_num_seqs))
-    for seq in (*waiting, *swapped, *deferred, *held):
+    for seq in (*waiting, *swapped, *deferred_or_reading, *held):
         assert seq.slot < 0 and not seq.tables
     for seq in held:
         assert seq.status is Status.HELD and (leader := seq.group.leader)

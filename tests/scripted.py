@@ -57,6 +57,7 @@ class ScriptedClient:
         self.streams: dict[str, Stream] = {}
         self.aborted: list[tuple[str, int | None, str]] = []
         self.stories: dict[str, dict[str, Any]] = {}
+        self.retentions: list[int] = []  # of each request
         self.script: list[EngineOutput | Exception] | None = None
         self.says: str | None = None
 
@@ -74,6 +75,7 @@ class ScriptedClient:
             return stream
         self.added.append((request.prompt_token_ids, params, request.salt))
         self.clients.append(request.client)
+        self.retentions.append(request.retention)
         self.open.add(id)
         self.streams[id] = stream
         for item in self.score(request.prompt_token_ids, params) if self.script is None else self.script:

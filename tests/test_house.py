@@ -63,22 +63,23 @@ EVERY_FILE = [
 ]
 # These may fall. They rise only when a capability with a name of its own comes.
 MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 24, 700, 80, 750
-MOST_STORY_LINES = 6612
+MOST_STORY_LINES = 6557
 MOST_LINES = {
-    ".": 10639, "api": 6267, "checkpoints": 3548, "commands": 937, "cpu": 2758, "device": 4205, "executors": 901,
-    "lora": 1257, "models": 3758, "observe": 1459, "ops": 3137, "processes": 3483,
-    "scheduling": 1850, "speculation": 820, "text": 4669,
+    ".": 10603, "api": 6302, "checkpoints": 3548, "commands": 937, "cpu": 2758, "device": 4478, "executors": 902,
+    "lora": 1260, "models": 3757, "observe": 1466, "ops": 3137, "processes": 3501,
+    "scheduling": 2173, "speculation": 820, "text": 4669,
 }  # fmt: skip
 STDLIB_ONLY = {
     "admission", "checkpoints.gguf_config", "checkpoints.gguf_file", "checkpoints.gguf_folder",
-    "checkpoints.gguf_tokenizer", "checkpoints.ollama", "checkpoints.quantization", "config", "kv_cache",
-    "lora.adapter", "model_config", "models.config_fields", "models.families", "models.family_row", "models.kv_layout",
+    "checkpoints.gguf_names", "checkpoints.gguf_tokenizer", "checkpoints.ollama", "checkpoints.quantization", "config",
+    "kv_cache", "lora.adapter", "model_config", "models.config_fields", "models.families", "models.family_row",
+    "models.kv_layout",
     "models.pooling", "models.read_config", "models.read_rope", "models.text_halves", "observe.freed_blocks",
     "observe.live", "observe.logs", "observe.metrics", "plan", "sampling_params", "scheduler",
     "scheduling.adapters", "scheduling.beam_search", "scheduling.classic", "scheduling.crash_isolation",
-    "scheduling.lanes", "scheduling.drafts", "scheduling.fair", "scheduling.host_memory", "scheduling.limits",
-    "scheduling.policy", "scheduling.reports", "scheduling.reserve", "scheduling.samples", "scheduling.states",
-    "sequence", "speculation.options",
+    "scheduling.disk", "scheduling.lanes", "scheduling.drafts", "scheduling.fair", "scheduling.host_memory",
+    "scheduling.limits", "scheduling.policy", "scheduling.reports", "scheduling.reserve", "scheduling.samples",
+    "scheduling.states", "sequence", "speculation.options",
 }  # fmt: skip
 TORCH_FREE_ROOMS = ("api", "commands", "text", "scheduling", "processes", "executors")
 TORCH_FREE = (

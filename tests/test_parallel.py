@@ -289,4 +289,4 @@ def test_a_rank_without_a_gpu_is_refused(monkeypatch):
     with pytest.raises(
         ValueError, match="tensor_parallel_size is 4 and pipeline_parallel_size 1; torch sees 3 CUDA devices"
     ):
-        Group.connect(3, 4, "env://", "cuda")
+        Group.connect(3, 4, "env://", "cuda", 1, 60.0)

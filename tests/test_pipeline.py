@@ -28,7 +28,7 @@ from integrity import check_integrity
 from model import Batch, Transformer
 from model_config import ModelConfig
 from models.kv_layout import layout_of, part_of
-from parallel import SENT, Group, Pipeline, Sampled
+from parallel import MOST_SENT, Group, Pipeline, Sampled
 from plan import StepPlan
 from random_checkpoints import GEMMA4, shape
 from worker_functions import count_sent
@@ -323,7 +323,7 @@ def test_a_stage_lets_go_of_what_the_next_one_has(forked: None, make_llm: Callab
     """gloo says so only to a stage that waits for it."""
     llm = make_llm(threads=1, pipeline_parallel_size=2, distributed_executor_backend="mp")
     llm.generate([[5, 6, 7]], SamplingParams(max_tokens=60, ignore_eos=True), use_tqdm=False)
-    assert max(llm.collective_rpc(count_sent)) <= SENT * 2 + 1
+    assert max(llm.collective_rpc(count_sent)) <= MOST_SENT * 2 + 1
     llm.core.close()
 
 

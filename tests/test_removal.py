@@ -59,7 +59,7 @@ PARTS: dict[str, tuple[list[str], dict[str, dict[str, str]]]] = {  # its files, 
         ["commands/batch.py", "commands/terminal.py", "api/batch*.py", "api/anthropic*.py"],
         {
             "server.py": {
-                "from api import batches\n": "",
+                "from api import batches, http\n": "from api import http\n",
                 "from commands import batch, others, terminal\n": "from commands import others\n",
                 "    batches.go_on(api)\n": "",
                 '    "chat": terminal.chat,\n': "",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -20,7 +21,7 @@ from fake_worker import (
     salt_of,
     sample_seed,
 )
-from integrity import check_integrity
+from integrity import check_integrity, disk_tables
 from models.kv_layout import most_blocks
 from plan import StepPlan
 from scheduler import Scheduler
@@ -53,7 +54,7 @@ class Scenario:
     SAMPLES = ({}, {}, MASKED, {"n": 2}, {"n": 4} | MASKED, {"n": 1, "best_of": 3})
 
     def __init__(self, blocks, host, size, seqs, tokens, caching, chunked, mode, policy, reserve, windows, ahead, depth,
-                 poison=None, states=None, stages=1, loras=0, drafts=0):  # fmt: skip
+                 poison=None, states=None, stages=1, loras=0, drafts=0, files=None):  # fmt: skip
         stages = min(stages, seqs)
         ahead = max(ahead, drafts)
         speculation = {"method": "ngram", "num_speculative_tokens": drafts} if drafts else None
@@ -64,15 +65,17 @@ class Scenario:
 
         self.adapters, self.adapter_of = NUM_ADAPTERS if loras else 0, dict[str, int | None]()
         self.limit, self.fair = max(n for n in range(2, 41) if needed(n) <= blocks), policy == "fair"
-        self.any_order = self.fair or loras > 0  # whether later work may come first
+        self.any_order = self.fair or loras > 0 or files is not None  # whether later work may come first
         self.engine = Engine(
             blocks, self.limit, host, windows, 1.5, stages - 1 + depth, states, block_size=size, max_num_seqs=seqs,
             max_num_batched_tokens=tokens if chunked else 40, enable_prefix_caching=caching,
             enable_chunked_prefill=chunked, preemption_mode=mode, scheduling_policy=policy,
             schedule_conservativeness=reserve, num_lookahead_slots=ahead, pipeline_parallel_size=stages,
             max_loras=max(1, loras), speculative_config=speculation, row_seconds=PRICES[(blocks + seqs) % len(PRICES)],
+            files=files,
         )  # fmt: skip
         self.engine.worker.trims = blocks % 2 > 0
+        self.files = files
         self.poison = str(poison)  # the name of the one that kills
         self.engine.kills = lambda ran: self.poison in ran
         self.asked: dict[str, tuple[list[int], int]] = {}
@@ -102,8 +105,10 @@ class Scenario:
         self.adapter_of[name] = chosen = adapter - 1 if adapter and self.adapters else None
         params, self.prompts[name] = self.SAMPLES[samples], ids
         fields = {"priority": priority, "client": str(priority), "adapter": chosen, "max_tokens": max_tokens}
+        fields["retention"] = 300 * (self.files is not None and max_tokens % 3 == 0)
         seq = self.engine.add(name, ids, **params, **fields)
         self.asked[name] = ids, max_tokens
+        self.learn(ids, chosen)  # it may be aborted before a step, and its blocks still come from disk
         for other in self.engine.scheduler.requests.values():
             if other is seq.group or self.any_order or other.seqs[0].key[0] > seq.key[0]:
                 self.expect(other)
@@ -127,13 +132,18 @@ class Scenario:
         deaths = self.engine.deaths
         self.be_late()
         self.interrupted = False
+        if self.engine.scheduler.admission.reading:
+            for name in self.due:  # what is read takes a bounded number of steps, see `FakeDisk`
+                self.due[name] += 1
         self.engine.step()
         self.check_books()
         if self.engine.deaths > deaths:
             self.check_loss({self.poison})
         if self.interrupted:
             self.check_loss(set())
-        for rank, arrival in sorted(keys[r.request_id] for r in waiting if r.time_in_queue is not None):
+        for rank, arrival in (
+            () if self.files is not None else sorted(keys[r.request_id] for r in waiting if r.time_in_queue is not None)
+        ):
             assert arrival > self.last_in.get(rank, 0), "a later one of its class was let in before"
             self.last_in[rank] = arrival
         for name in self.engine.scheduler.requests:
@@ -178,6 +188,8 @@ class Scenario:
 
     def abort(self, place: int, index: int | None) -> None:
         scheduler = self.engine.scheduler
+        if not scheduler.requests:  # it only moves blocks
+            return
         name = sorted(scheduler.requests)[place % len(scheduler.requests)]
         scheduler.abort(name, index)
         check_integrity(scheduler)
@@ -209,7 +221,7 @@ class Scenario:
         kept = [request.prompt_tables for request in scheduler.requests.values()]
         for pool, tables in (
             (space.device, [*kept, *(seq.tables for seq in seqs)]),
-            (space.host, [seq.host_tables for seq in seqs]),
+            (space.host, [*(seq.host_tables for seq in seqs), disk_tables(space)]),
         ):
             owners = Counter(block for kinds in tables for table in kinds for block in table if block >= 0)
             assert pool.ref_counts == [owners[block] for block in range(pool.num_blocks)]
@@ -218,8 +230,8 @@ class Scenario:
         assert len(set(slots)) == len(slots) and not set(slots) & set(scheduler.admission.free_slots)
         admission, counts = scheduler.admission, Counter(seq.status for seq in seqs)
         deferred = [*admission.deferred]
-        places = (scheduler.running, scheduler.waiting, scheduler.swapped, deferred)
-        statuses = (Status.RUNNING, Status.WAITING, Status.SWAPPED, Status.DEFERRED)
+        places = (scheduler.running, scheduler.waiting, scheduler.swapped, deferred, admission.reading)
+        statuses = (Status.RUNNING, Status.WAITING, Status.SWAPPED, Status.DEFERRED, Status.READING)
         assert [*map(len, places)] == [counts[status] for status in statuses]
         assert all(seq.status is Status.RUNNING for seq in scheduler.others)
         # What steps are to bring that have not run yet, nobody can look at.
@@ -252,7 +264,7 @@ class Scenario:
 
     def finish(self) -> None:
         engine = self.engine
-        while engine.scheduler.has_work():
+        while engine.has_work():
             self.step()
         engine.run()
         for name, (ids, max_tokens) in self.asked.items():
@@ -264,23 +276,28 @@ class Scenario:
             assert pool.num_free == pool.num_blocks
 
 
-def run_scenario(seed: int, loras: int = 0, drafts: int = 0) -> Scheduler:
-    """A random scenario from its beginning to its end, with slots for so many adapters, and so many drafts a row."""
+def run_scenario(seed: int, loras: int = 0, drafts: int = 0, files: dict[bytes, list] | None = None) -> Scheduler:
+    """A random scenario from its beginning to its end, with slots for so many adapters, and so many drafts a row.
+
+    With `files` there is a disk, which needs prefix caching and host memory, and keeps no recurrent states."""
     rng = random.Random(seed)
-    scenario = Scenario(
+    drawn: list[Any] = [
         rng.randint(8, 24), rng.choice((0, 5, 24)), rng.choice((1, 3, 4)), rng.randint(1, 6), rng.randint(6, 20),
         rng.random() < 0.7, rng.random() < 0.7, rng.choice(("auto", "recompute", "swap")),
         rng.choice(("fcfs", "priority", "fair")), rng.choice((0.0, 0.0, 1.0)), rng.choice(KINDS),
         rng.choice((0, 0, 3)), rng.choice((1, 2)), rng.choice((None, None, 0, 2, 5)), rng.choice(STATES),
         rng.choice((1, 1, 2, 3)), loras, drafts,
-    )  # fmt: skip
+    ]  # fmt: skip
+    if files is not None:
+        drawn[1], drawn[5], drawn[14] = drawn[1] or 12, True, None
+    scenario = Scenario(*drawn, files)
     scenario.num_interrupts = rng.choice((0, 2))
     for _ in range(rng.randint(3, 16)):
         action = rng.random()
         if action < 0.5:
             drawn = rng.randint(1, 39), rng.randrange(3), rng.randint(1, 30), rng.randrange(3), rng.randrange(6)
             scenario.add(*drawn, rng.randrange(NUM_ADAPTERS + 1) if loras else 0)
-        elif scenario.engine.scheduler.has_work():
+        elif scenario.engine.has_work():
             if action < 0.6:
                 abort = rng.choice((scenario.abort, scenario.abort_meanwhile))
                 abort(rng.randrange(9), rng.choice((None, 0, 1)))
@@ -291,7 +308,7 @@ def run_scenario(seed: int, loras: int = 0, drafts: int = 0) -> Scheduler:
                 scenario.lose(lost, refuse, rng.randrange(4), rng.randrange(NUM_MOVES + 1))
             else:
                 for _ in range(rng.randint(1, 5)):
-                    if scenario.engine.scheduler.has_work():
+                    if scenario.engine.has_work():
                         scenario.step()
     scenario.finish()
     return scenario.engine.scheduler
@@ -323,6 +340,22 @@ def test_random_scenarios_with_drafts(seeds):
     assert counts["spec_decode_num_draft_tokens_total"] > counts["spec_decode_num_accepted_tokens_total"] > 200
 
 
+@pytest.mark.parametrize("seeds", PARTS, ids=lambda seeds: f"{seeds.start} to {seeds.stop - 1}")
+def test_random_scenarios_with_a_disk(seeds):
+    """Each two scenarios have the same files: the second engine finds what the first one has written."""
+    counts, files = Counter(), dict[bytes, list]()
+    for seed in seeds:
+        files, first = ({}, seed) if seed % 2 == 0 else (files, seed - 1)
+        counts.update(run_scenario(first, first % 3 == 0, 2 * (first % 5 == 0), files).counters)
+    for name in ("disk_cache_hits_total", "kv_disk_written_blocks_total", "kv_disk_bad_blocks_total"):
+        assert counts[name] > len(seeds) / 50, name
+
+
+def test_no_window_has_passed_what_a_swapped_sequence_sees():
+    """Steps in flight have drafts, and are given up: here their windows had passed a block that is needed again."""
+    assert run_scenario(5310, 1, 2, {}).counters["num_swapped_blocks_total"] > 0
+
+
 class Traffic(RuleBasedStateMachine):
     """The same with hypothesis at the wheel, which finds the shortest way to a fault."""
 
@@ -342,19 +375,19 @@ class Traffic(RuleBasedStateMachine):
     def add(self, **drawn):
         self.scenario.add(**drawn)
 
-    @precondition(lambda self: self.scenario.engine.scheduler.has_work())
+    @precondition(lambda self: self.scenario.engine.has_work())
     @rule(count=st.integers(1, 5))
     def step(self, count):
         for _ in range(count):
-            if self.scenario.engine.scheduler.has_work():
+            if self.scenario.engine.has_work():
                 self.scenario.step()
 
-    @precondition(lambda self: self.scenario.engine.scheduler.has_work())
+    @precondition(lambda self: self.scenario.engine.has_work())
     @rule(place=st.integers(0, 8), index=st.sampled_from((None, 0, 1)))
     def abort(self, place, index):
         self.scenario.abort(place, index)
 
-    @precondition(lambda self: self.scenario.engine.scheduler.has_work())
+    @precondition(lambda self: self.scenario.engine.has_work())
     @rule(place=st.integers(0, 8), index=st.sampled_from((None, 0, 1)))
     def abort_meanwhile(self, place, index):
         self.scenario.abort_meanwhile(place, index)
@@ -363,7 +396,7 @@ class Traffic(RuleBasedStateMachine):
     def interrupt(self, count):
         self.scenario.num_interrupts += count
 
-    @precondition(lambda self: self.scenario.engine.scheduler.has_work())
+    @precondition(lambda self: self.scenario.engine.has_work())
     @rule(lost=st.booleans(), refuse=st.booleans(), whole=st.integers(0, 3), moves=st.integers(0, NUM_MOVES))
     def lose(self, **drawn):
         self.scenario.lose(**drawn)

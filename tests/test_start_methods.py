@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from multiprocessing import resource_tracker, spawn
 from pathlib import Path
 from types import SimpleNamespace
@@ -309,14 +310,18 @@ def test_what_does_not_start_says_so(monkeypatch, make_llm, capfd):
 # --- what ends with an LLM --------------------------------------------------------------------------------------------
 
 
-def descendants() -> set[int]:
-    """The processes of engines: of multiprocessing itself there are more, and of those that make C++."""
-    engines, python = set(), psutil.Process().exe()
-    for child in psutil.Process().children(recursive=True):
+def descendants() -> set[psutil.Process]:
+    """The processes of engines: of multiprocessing itself there are more. Those that make C++ are left out, with all
+    that they start: on a busy machine they get so little time that even a trial of theirs stays for minutes."""
+    engines, python, parents = set(), psutil.Process().exe(), [psutil.Process()]
+    while parents:
         with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile
-            line = " ".join(child.cmdline())
-            engine = child.exe() == python and "resource_tracker" not in line and "compiled.py" not in line
-            engines |= {child.pid} if engine else set()
+            for child in parents.pop().children():
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    line = " ".join(child.cmdline())
+                    if "compiled.py" not in line:
+                        engines |= {child} if child.exe() == python and "resource_tracker" not in line else set()
+                        parents.append(child)
     return engines
 
 
@@ -327,6 +332,15 @@ def things() -> set[Any]:
         with contextlib.suppress(FileNotFoundError):  # of the listing itself
             files.add(os.readlink(f"/proc/self/fd/{fd}"))
     return threads | files
+
+
+def settled(look: Callable[[], set[Any]], count: int = 0) -> set[Any]:
+    """What `look` returns, once these are so many; an error names them if they never are."""
+    deadline = time.monotonic() + 60
+    while len(seen := look()) != count:
+        assert time.monotonic() < deadline, f"there are {len(seen)} instead of {count}: {seen}"
+        time.sleep(0.05)
+    return seen
 
 
 @pytest.mark.parametrize(
@@ -346,13 +360,13 @@ def test_an_llm_that_is_forgotten_frees_what_it_has(make_llm, monkeypatch, field
     before, here = descendants(), things()
     made = make_llm(threads=1, max_model_len=128, trace=None, **fields)
     assert tokens(made, ["To be"])
-    eventually(lambda: len(descendants() - before) == count)  # one that will make C++ is among them while it starts
-    its = descendants() - before
+    its = settled(lambda: descendants() - before, count)  # one that will make C++ is among them while it starts
     model = weakref.ref(made.core.executor.worker.model) if not fields else lambda: None
     del made
     gc.collect()
-    assert model() is None and not its & descendants()
-    eventually(lambda: things() <= here)
+    assert model() is None, f"it is kept by {[type(referrer) for referrer in gc.get_referrers(model())]}"
+    assert not its & descendants()
+    settled(lambda: things() - here)
 
 
 @pytest.mark.parametrize(

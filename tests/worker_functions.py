@@ -60,7 +60,7 @@ def die_in_loads(worker: Any) -> None:
 
 def lose_peers(worker: Any) -> None:
     """The next step fails as if another engine were gone that has a part of the experts."""
-    from plan import PeersGone
+    from parallel import PeersGone
 
     def launch(plan: Any) -> None:
         raise PeersGone("engine 0 has lost the other engines")

@@ -113,7 +113,7 @@ CLAUDE = Agent(
         ('{"command": "ls -', "[1, 2]", "This is no JSON.", "`path` is missing.", "Now go on.", "Today is 2026-11-27."),
     ),
     (
-        "metadata", "context_management", "safeguards", "messages.cache_control", "system.cache_control",
+        "metadata", "context_management", "safeguards",
         "system.x-anthropic-billing-header", "tools.defer_loading",
     ),
     claude_blocks, claude_joined,

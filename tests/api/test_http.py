@@ -258,7 +258,7 @@ def test_a_client_that_is_refused_again_and_again_waits(monkeypatch: pytest.Monk
     """With several keys. The others wait for nothing, and neither does it once it has been quiet for a while."""
     now, waited = [100.0], list[float]()
     refusals = Refusals(lambda: now[0])
-    monkeypatch.setattr("server.Refusals", lambda: refusals)
+    monkeypatch.setattr("server.http.Refusals", lambda: refusals)
     monkeypatch.setattr("server.gevent.sleep", waited.append)
     monkeypatch.setattr(refusals, "MOST_COST", 0.125)
     monkeypatch.setattr("server.time.monotonic", iter(range(1000)).__next__)  # each request takes a second

@@ -185,10 +185,10 @@ def test_a_stop_string_cuts_the_log_probabilities_to_the_tokens_kept(llm):
     scores = [Logprobs(-1.0 - i, [], []) for i in range(len(ids))]
     generation = Generation([5], params, llm.tokenizer)
     generation.push(EngineOutput("a", ids[:1], cumulative_logprob=-1.0, logprobs=scores[:1]))
-    assert (generation.logprobs, generation.num_new) == (scores[:1], 1)
+    assert generation.logprobs == scores[:1]
     generation.push(EngineOutput("a", ids[1:], cumulative_logprob=-99.0, logprobs=scores[1:]))
     kept = len(generation.token_ids)
-    assert generation.finished and 1 < kept < len(ids) and generation.num_new == kept - 1
+    assert generation.finished and 1 < kept < len(ids)
     assert generation.logprobs == scores[:kept] and generation.cumulative_logprob == sum(range(-kept, 0))
 
 

@@ -160,13 +160,46 @@ def test_keys_that_clients_extend_by_the_month_are_ignored_and_named(http_client
         ]},
         {"role": "user", "content": [result_of(FOUND | {"citations": {"enabled": True}}) | {"toolset_name": "x"}]},
     ]  # fmt: skip
-    named = ["id", "cache_control", "caller", "toolset_name", "citations"]
+    named = ["id", "caller", "toolset_name", "citations"]
     for route in (TALK, COUNT):
         assert ignored(http_client, route, messages=talk) == {f"messages.{name}" for name in named}
-        assert ignored(http_client, route, system=[TEXT | marked | {"new": None}]) == {"system.cache_control"}
-    keys = ("defer_loading", "input_examples", "allowed_callers", "annotations", "cache_control", "new")
+        assert ignored(http_client, route, system=[TEXT | marked | {"new": None, "old": 1}]) == {"system.old"}
+    keys = ("defer_loading", "input_examples", "allowed_callers", "annotations", "new")
     names = ignored(http_client, tools=[ADD | {key: [] for key in keys}], tool_choice={"type": "none"})
     assert names == {f"tools.{key}" for key in keys}
+
+
+HOUR = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+SHORT = {"cache_control": {"type": "ephemeral", "ttl": "5m", "scope": "global"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "retention"),
+    [
+        ({}, 0),
+        ({"cache_control": None}, 0),
+        (SHORT, 300),
+        (HOUR, 3600),
+        ({"system": [TEXT | SHORT, TEXT | HOUR]}, 3600),
+        ({"messages": [{"role": "user", "content": [TEXT | {"cache_control": {"type": "ephemeral"}}]}]}, 300),
+        ({"messages": [{"role": "user", "content": [result_of(TEXT | HOUR)]}]}, 3600),
+        ({"tools": [ADD]}, 300),
+        ({"tools": [ADD | HOUR]}, 3600),
+    ],
+    ids=str,
+)
+def test_a_mark_says_for_how_long_a_prefix_is_kept(
+    http_client: FlaskClient, engine: ScriptedClient, fields: dict[str, Any], retention: int
+) -> None:
+    assert not any(name.endswith("cache_control") for name in ignored(http_client, **fields))
+    assert engine.retentions == [retention]
+
+
+@pytest.mark.parametrize("mark", [{"ttl": "1d"}, {"ttl": 5}, {"type": "eternal"}, {"kind": 1}, []], ids=str)
+def test_other_marks_are_refused(http_client: FlaskClient, mark: Any) -> None:
+    for fields in ({"cache_control": mark}, {"system": [TEXT | {"cache_control": mark}]}):
+        for route in (TALK, COUNT):
+            error_of(post(http_client, route, **fields), 400, "invalid_request_error")
 
 
 # --- tools ------------------------------------------------------------------------------------------------------------

@@ -53,6 +53,39 @@ def test_completion(http_client: FlaskClient) -> None:
     }  # fmt: skip
 
 
+def test_usage_by_tier(http_client: FlaskClient, engine: ScriptedClient) -> None:
+    """Only where the engine has more than one; summed over the prompts."""
+    tiers = {"device": 2, "host": 0, "disk": 16}
+    engine.script = [EngineOutput("any", [5], "length", None, 18, tiers, finished=True, time_in_queue=0.0)]
+    answer = post(http_client, COMPLETIONS, prompt=["To be", "or not"], max_tokens=1).json
+    details = {"cached_tokens": 36, "cached_tokens_by_tier": {"device": 4, "host": 0, "disk": 32}}
+    assert answer["usage"]["prompt_tokens_details"] == details
+
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "retention"),
+    [
+        (COMPLETIONS, {}, 0), (COMPLETIONS, {"cache_salt": "a"}, 300), (CHAT, {}, 0), (CHAT, {"cache_salt": "a"}, 300),
+        (CHAT, {"tools": TOOLS}, 300), (CHAT, {"tools": []}, 0),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_conversations_that_are_likely_to_go_on_are_marked(
+    http_client: FlaskClient, engine: ScriptedClient, path: str, fields: dict[str, Any], retention: int
+) -> None:
+    assert post(http_client, path, max_tokens=1, **fields).status_code == 200
+    assert engine.retentions == [retention]
+
+
+def test_a_servers_own_salt_is_no_mark(engine: ScriptedClient) -> None:
+    http_client = client_of(engine, api_key=("a",))
+    http_client.post(CHAT, json=BODIES[CHAT], headers={"Authorization": "Bearer a"})
+    assert engine.added[0][2] and engine.retentions == [0]
+
+
 def test_chat(http_client: FlaskClient, engine: ScriptedClient) -> None:
     answer = post(http_client, CHAT, max_tokens=8).json
     assert answer["id"].startswith("chatcmpl-") and answer["object"] == "chat.completion"

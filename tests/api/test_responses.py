@@ -180,6 +180,7 @@ def test_a_response_goes_on_from_the_one_before(engine: ScriptedClient) -> None:
     assert [ids for ids, _, _ in engine.added] == [
         prompt_of(("system", "Be brief."), *talk[:1]), prompt_of(("system", "Be long."), *talk[:3]), prompt_of(*talk)
     ]  # fmt: skip
+    assert engine.retentions == [0, 300, 300]
     http_client.delete(f"{ASK}/{first['id']}")
     assert ask(http_client, previous_response_id=again["id"])["status"] == "incomplete"  # holds all before it
     for id in (first["id"], "resp_5", "", "x" * 1024):

@@ -101,6 +101,8 @@ CASES: dict[str, Shape] = {
     "gemma4-experts": like("gemma4-experts", "Gemma4ForCausalLM"),
     "gemma4-shared": like("gemma4-shared", "Gemma4ForCausalLM"),
     "glm4": like("glm4", "Glm4ForCausalLM"),
+    "glm4-v": ("Glm4vForConditionalGeneration", TINY | {"model_type": "glm4v", "rope_parameters": PLAIN | {
+        "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}}),
     "glm4moe": like("glm4-moe", "Glm4MoeForCausalLM"),
     "glm4moe-solar": like("solar-open", "SolarOpenForCausalLM", rope_parameters=PLAIN),
     "gpt-oss": like("gpt-oss", "GptOssForCausalLM"),
@@ -109,8 +111,13 @@ CASES: dict[str, Shape] = {
     "granite": like("granite", "GraniteForCausalLM"),
     "granitemoe": like("granite-moe", "GraniteMoeForCausalLM"),
     "granitemoe-shared": like("granite-moe-shared", "GraniteMoeSharedForCausalLM", attention_multiplier=0.3),
+    "granite-4": like("granite-hybrid-dense", "GraniteMoeHybridForCausalLM", layer_types=["attention"] * 2,
+        intermediate_size=40, mamba_d_conv=4, mamba_d_state=256, mamba_n_groups=1),
     "hunyuan-dense": like("hunyuan", "HunYuanDenseV1ForCausalLM"),
     "hunyuan-moe": like("hunyuan-moe", "HunYuanMoEV1ForCausalLM", rope_parameters=PLAIN),
+    "hunyuan_vl": ("HunYuanVLForConditionalGeneration", TINY | {
+        "model_type": "hunyuan_vl", "tie_word_embeddings": True, "head_dim": 32, "rope_parameters": PLAIN | {
+            "rope_type": "xdrope", "alpha": 1000.0, "factor": 1.0, "xdrope_section": [4, 4, 4, 4]}}),
     "internlm2": ("InternLM2ForCausalLM", TINY | {"bias": False}),
     "jais2": like("jais2", "Jais2ForCausalLM"),
     "llama": like("llama-biases", "LlamaForCausalLM"),
@@ -128,6 +135,9 @@ CASES: dict[str, Shape] = {
     "olmo2-windows": like("olmo3", "Olmo3ForCausalLM", layer_types=["sliding_attention"] * 3 + ["full_attention"]),
     "olmoe": like("olmoe", "OlmoeForCausalLM"),
     "orion": ("OrionForCausalLM", TINY | {"rms_norm_eps": 1e-3}),
+    "paddleocr": ("PaddleOCRVLForConditionalGeneration", TINY | {
+        "model_type": "paddleocr_vl", "use_bias": True, "tie_word_embeddings": False, "head_dim": 32,
+        "rope_parameters": PLAIN | {"mrope_section": [6, 5, 5]}}),
     "phi2": like("phi", "PhiForCausalLM"),
     "phi3": like("phi3", "Phi3ForCausalLM"),
     "phi3-longrope": like("phi4-partial-longrope", "Phi3ForCausalLM"),
@@ -321,19 +331,6 @@ def test_ranks_take_their_shares_of_other_layouts(tmp_path: Path, name: str):
                     assert torch.allclose(getattr(owner, key), tensor, rtol=1e-6, atol=1e-6), key
 
 
-def test_a_permuted_file_has_its_sections_refused(tmp_path: Path):
-    """GLM-4.1V's text, whose q and k are in another order there."""
-    plain = checkpoint(tmp_path / "plain", "glm4")
-
-    def more(writer: gguf.GGUFWriter, kind: str) -> None:
-        no_vocabulary(writer, kind)
-        writer.add_array(f"{kind}.rope.dimension_sections", [2, 1, 1, 0])
-
-    made = convert(plain, more)
-    with pytest.raises(ValueError, match=r"'glm4\.rope\.dimension_sections' is \[2, 1, 1, 0\], and Manta does not"):
-        ModelConfig.from_folder(str(made))
-
-
 # --- tasks ------------------------------------------------------------------------------------------------------------
 
 
@@ -379,11 +376,11 @@ def test_a_reranker_has_labels(tmp_path: Path):
 
 def test_an_override_drops_a_value_that_nobody_knows(tmp_path: Path):
     plain = checkpoint(tmp_path / "plain", "qwen3")
-    made = convert(plain, other(wkv__head_size=7, ssm__state_size=7))
+    made = convert(plain, other(wkv__head_size=7, altup__num_inputs=7))
     with pytest.raises(ValueError, match="and Manta does not know these fields") as caught:
         ModelConfig.from_folder(str(made))
     (override,) = re.findall(r"--hf-overrides '(.*)'", str(caught.value))
-    assert json.loads(override) == {"qwen3.wkv.head_size": None, "linear_key_head_dim": None}
+    assert json.loads(override) == {"qwen3.wkv.head_size": None, "altup_num_inputs": None}
     changed, expected = ModelConfig.from_folder(str(made), override), ModelConfig.from_folder(str(plain))
     assert replace(changed, row=expected.row) == expected
 

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -143,8 +144,8 @@ def gptq(config: dict[str, Any]) -> Callable[[int, int], Encoded]:
     return encode
 
 
-def awq(n: int, k: int) -> Encoded:
-    codes, zeros, scales = random_ints(n, k, 32, 4)
+def awq(n: int, k: int, symmetric: bool = False) -> Encoded:
+    codes, zeros, scales = random_ints(n, k, 32, 4, symmetric)
     order = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])  # the columns that the four bits of a word have, from the lowest on
     swap = (torch.arange(n).view(-1, 8)[:, order]).flatten()
     packed = {"qweight": words(codes.T[:, swap], 4), "qzeros": words(zeros.T[:, swap], 4), "scales": scales.T}
@@ -275,6 +276,7 @@ def checkpoints(
 
 CASES: dict[str, tuple[dict[str, Any], Callable[[int, int], Encoded]]] = {
     "awq": (AWQ, awq),
+    "awq symmetric": (AWQ | {"zero_point": False, "sym": True}, partial(awq, symmetric=True)),
     "int8 channel": (compressed("int-quantized", num_bits=8, strategy="channel"), int8("channel", True)),
     "int8 all zeros": (compressed("int-quantized", num_bits=8, strategy="channel"), int8("channel", True, True)),
     "int8 zeros": (
@@ -557,7 +559,7 @@ def test_what_config_json_says(raw: dict[str, Any] | None, formats: list[Format]
         (AWQ | {"version": "gemv"}, "has the version 'gemv'; Manta reads gemm"),
         (AWQ | {"bits": 8}, "has the bits 8; Manta reads 4"),
         (AWQ | {"method": "paroquant"}, "has the method 'paroquant'; Manta reads awq"),
-        (AWQ | {"zero_point": False}, "has the zero_point False; Manta reads True"),
+        (AWQ | {"zero_point": 1}, "has the zero_point 1; Manta reads True, False"),
         (compressed("pack-quantized", num_bits=3), "Manta reads int, 2, 4, 8"),
         (compressed("int-quantized", type="float"), "Manta reads int, 8"),
         (compressed("nvfp4-pack-quantized", type="float", strategy="group"), "one of tensor_group, and True"),

@@ -50,7 +50,7 @@ def parts_of(size: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Ten
 
 
 def run_rank(rank: int, size: int, folder: Path) -> None:
-    group, calls = Group.connect(rank, size, f"file://{folder}/meet", "cpu"), list[torch.Size]()
+    group, calls = Group.connect(rank, size, f"file://{folder}/meet", "cpu", 1, 60.0), list[torch.Size]()
     group.peer_sum = PeerSum(torch.zeros(BYTES, dtype=torch.uint8), stand_in(calls, rank))
     for shape in SHAPES:
         for dtype in (torch.float32, torch.bfloat16):
@@ -145,7 +145,8 @@ def test_hosts_and_gpus_that_are_no_peers_are_obstacles(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *pair: pair in peers)
-    group = Group(0, 2, "cuda", local_size=1)
+    group = Group(0, 2, "cuda")
+    group.local_size = 1
     assert peer_sums.obstacle(group) == "they are on several hosts"
     group.local_size = 2
     assert peer_sums.obstacle(group) == "GPU 0 cannot read the memory of all others"

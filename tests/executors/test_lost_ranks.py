@@ -165,6 +165,25 @@ def test_who_leaves_word_or_beats_is_not_lost(
     assert now <= channel.ROLL_CALL + 1
 
 
+def test_a_rank_that_misses_the_end_of_rank_0_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, codes = 0.0, list[int]()
+
+    def fail(key: str, amount: int) -> int:
+        raise RuntimeError("rank 0 has ended")
+
+    roll_call = channel.RollCall(1, 1, 1.0)
+    monkeypatch.setattr(channel, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(channel.os, "_exit", codes.append)
+    roll_call.beat()
+    roll_call.store = SimpleNamespace(add=fail)
+    now = channel.MISSED - 1
+    roll_call.beat()
+    assert not codes
+    now = channel.MISSED + 1
+    roll_call.beat()
+    assert codes == [1]
+
+
 def test_a_rank_that_leaves_word_late_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     store, now = dist.HashStore(), 0.0
     roll_calls = [object.__new__(channel.RollCall) for _ in range(2)]

@@ -109,13 +109,14 @@ def test_a_server_on_two_ranks_answers_and_ends(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_where_a_rank_is_gone_all_of_them_end(tmp_path: Path) -> None:
     with two_ranks(tmp_path) as server:
-        reader = Reader(server, prompt="Once", max_tokens=900)
-        eventually(lambda: bool(reader.text), 20)
+        readers = [Reader(server, prompt=f"Once {i}", max_tokens=900) for i in range(8)]  # one may be done too soon
+        eventually(lambda: bool(readers[0].text), 20)
         os.kill(rank(server, 1), signal.SIGKILL)
-        reader.join(30)
-        assert not reader.is_alive()
-        # torchrun ends rank 0 at the same time, which may cut the last events off: then the stream has no end.
-        assert "engine process has ended" in reader.error["message"] if reader.error else not reader.ended
+        for reader in readers:
+            reader.join(30)
+            assert not reader.is_alive()
+            # torchrun ends rank 0 at the same time, which may cut the last events off: then the stream has no end.
+            assert "engine process has ended" in reader.error["message"] if reader.error else not reader.ended
         assert server.process.wait(END) == 1
         server.assert_gone()
         log = server.log.read_text()
@@ -253,7 +254,8 @@ def test_a_task_of_slurm_takes_the_gpu_of_its_local_id(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda *args, **kwargs: None)
     monkeypatch.setattr(torchrun, "end_with_parent", lambda number: None)
-    monkeypatch.setattr(torchrun, "follow", lambda config, model, rank: Group.connect(rank, 7, "env://", "cuda"))
+    meet = ("env://", "cuda", 1, 60.0)
+    monkeypatch.setattr(torchrun, "follow", lambda config, model, rank: Group.connect(rank, 7, *meet))
     with patch.dict(os.environ, TASK):
         torchrun.lead_or_follow(EngineConfig(), None)
     assert taken == [1] and "RANK" not in os.environ

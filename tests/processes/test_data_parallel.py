@@ -25,9 +25,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from config import EngineConfig
+from config import EngineConfig, visible_gpus
 from engine import LLM
-from executor import visible_gpus
 from plan import EngineCoreRequest, Health, Rendezvous
 from processes.child import READY, Board
 from processes.client import EngineDeadError, MPClient, Stream
