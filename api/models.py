@@ -33,7 +33,7 @@ from api.replies import sse, typed_event
 from api.routes import Api, no_model
 from api.viewers import Viewers
 from observe.prometheus import exposition
-from processes.child import ABSENT, DRAINING, READY, STARTING, Board, ClientShares
+from processes.child import ABSENT, ASLEEP, DRAINING, READY, STARTING, Board, ClientShares
 from processes.client import EngineDeadError, MPClient, Stream
 from processes.models import ModelBoard, ModelEntry, ModelRow, ModelSet
 from processes.suspects import Suspects
@@ -41,7 +41,7 @@ from tokenizer import Tokenizer
 
 LOOK = 0.05  # seconds between two looks at a model that is waited for
 COMMENTS = 5.0  # seconds until a stream that waits begins, and between two of its comments
-STATES = {ABSENT: "unloaded", STARTING: "loading", READY: "loaded", DRAINING: "unloading"}
+STATES = {ABSENT: "unloaded", STARTING: "loading", READY: "loaded", DRAINING: "unloading", ASLEEP: "asleep"}
 
 
 class ServedModel:
@@ -60,7 +60,8 @@ class ServedModel:
         self.config, self.board, self.adapters = dataclasses.replace(config, **entry.served), board, adapters
         self.api: Api | None = None
         self.client: MPClient | None = None
-        self.loads = 0  # of the row, when this process connected
+        self.tokenizer: Tokenizer | None = None  # as long as the engine is the same, be it asleep or not
+        self.loads = self.ends = 0  # of the row, when this process connected
         self.suspects, self.lock = Suspects(), RLock()
         self.waiting: dict[object, float] = {}  # since when each request waits
         self.running = 0
@@ -105,11 +106,13 @@ class ServedModel:
         loads = self.row.loads
         self.client = MPClient(self.address, 0, self.suspects)
         (facts,) = self.client.utility("facts").values()
-        tokenizer, trouble = gevent.get_hub().threadpool.apply(self._read_tokenizer)
-        if not tokenizer:
-            raise ApiError(503, f"{self.name}: {without_folders(trouble)}")
+        if not self.tokenizer or self.ends != self.row.ends:
+            self.ends = self.row.ends
+            self.tokenizer, trouble = gevent.get_hub().threadpool.apply(self._read_tokenizer)
+            if not self.tokenizer:
+                raise ApiError(503, f"{self.name}: {without_folders(trouble)}")
         facts |= {"options": dataclasses.asdict(self.entry.config)}
-        self.api = Api(self.client, tokenizer, facts, self.config, (self.name,), self.board, self.adapters)
+        self.api = Api(self.client, self.tokenizer, facts, self.config, (self.name,), self.board, self.adapters)
         self.loads, self.max_model_len = loads, facts["max_model_len"]
 
     def _read_tokenizer(self) -> tuple[Tokenizer | None, str]:

@@ -78,6 +78,11 @@ class ServerConfig:
         "GiB that loaded models may take together (default: gpu_memory_utilization of a GPU, or what is free)",
         0.1,
     )
+    models_host_memory: float | None = option(
+        None,
+        "GiB of the host's memory for weights of models that sleep (default: half of what is free beside a GPU)",
+        0,
+    )
     model_min_seconds: float = option(5.0, "seconds that a model serves before it makes room for others", 0.0, 1e6)
     lora_modules: tuple[str, ...] = option(
         (), "NAME=PATH of an adapter that requests name as their model, or vLLM's JSON object; or several"

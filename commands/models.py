@@ -101,9 +101,9 @@ class SeveralModels:
     @contextlib.contextmanager
     def running(self) -> Iterator[ModelSet]:
         """Their engines, which come and go within the `with` block."""
-        self.models = ModelSet(
-            self.entries, int((self.config.models_memory or 0) * 2**30), self.config.model_min_seconds
-        )
+        sizes = self.config.models_memory, self.config.models_host_memory
+        memory, host = (None if size is None else int(size * 2**30) for size in sizes)
+        self.models = ModelSet(self.entries, memory, self.config.model_min_seconds, host)
         with engines("server", running(self.models)):
             yield self.models
 

@@ -409,7 +409,7 @@ class FrameServer:
         client.close()
 
 
-ABSENT, STARTING, READY, DRAINING = range(4)  # states of an engine
+ABSENT, STARTING, READY, DRAINING, ASLEEP = range(5)  # states of an engine; ASLEEP only among several models
 
 
 def kept_secret(folder: str) -> bytes:

@@ -12,6 +12,7 @@ import signal
 import socket
 import time
 from collections import defaultdict, deque
+from collections.abc import Callable
 from typing import Any
 
 from config import TENSORS, VERSION, EngineConfig, FatalHookError, visible_gpus
@@ -50,6 +51,8 @@ class EngineServer:
         self.core, self.frames = core, FrameServer(listener)
         self.owners: dict[str, socket.socket] = {}
         self.deferred: deque[tuple[float, socket.socket, Call]] = deque()  # calls, and until when each waits
+        self.on_called: Callable[[dict[str, Any]], None] = lambda done: None  # what the parent called is done
+        self.resting = False  # whether the parent has put the engine to sleep, so that dead workers are not replaced
         core.workers.on_trouble = self._tell
         if isinstance(core.executor, MpExecutor):
             core.executor.on_trouble = self._tell
@@ -119,7 +122,7 @@ class EngineServer:
                 core.admit()
                 self._hand_out(core.tell())
                 if time.monotonic() > checked + BEAT:
-                    core.workers.check()
+                    (core.executor if self.resting else core.workers).check()
                     self._log_stats()
                     checked = time.monotonic()
             self._report()
@@ -169,6 +172,11 @@ class EngineServer:
         if isinstance(message, Wave):
             if self.lockstep:
                 self.lockstep.update(message)
+            return
+        if isinstance(message, Call) and not client:  # the parent's; if it fails, the engine ends
+            self.resting = message.method == "sleep"
+            self.core.utility(message.method, *message.args)
+            self.on_called({"called": message.call_id})
             return
         assert client
         if isinstance(message, EngineCoreRequest):
@@ -233,7 +241,8 @@ def engine_main() -> None:
     parent.is_idle = server.is_idle
     if config.distributed_executor_backend == "external_launcher":  # its ranks would take a sudden end for a death
         parent.on_close = server.end
-    core.on_weights = parent.tell
+    core.on_weights = server.on_called = parent.tell
+    parent.on_told = lambda: server.frames.inbox.put((None, Call(*parent.options["call"])))
     parent.ready(core.facts)
     code = 1
     try:
@@ -270,6 +279,7 @@ class EngineProcess(Child):
         name = f"engine process {rank}" if config.max_engines > 1 else "the engine process"
         options = dataclasses.asdict(config) | {"beside_server": True}
         beside = [coordinator] if coordinator else []
+        self.calls = self.called = 0  # how many calls it was told to make, and has made
         super().__init__(name, __file__, options, config.startup_timeout, beside, environment, ends)
 
     def on_end(self) -> None:
@@ -284,8 +294,23 @@ class EngineProcess(Child):
             self.listen()
         return weights_in(self.options)
 
+    def call(self, method: str) -> None:
+        """Have the engine call one of its utilities, and end if that fails; `progress` tells when it has."""
+        self.calls += 1
+        self._write({"call": [self.calls, method]})
+
+    def progress(self, timeout: float = 0) -> bool | None:
+        """As `Child.progress`; later on, whether it has made its calls (None: not yet)."""
+        if self.starting:
+            return super().progress(timeout)
+        self.look()
+        return self.called == self.calls or None
+
     def on_told(self, options: dict[str, Any]) -> None:
-        """The engine has other weights; its successor loads the same, if it can."""
+        """A `call` is done; or the engine has other weights, and its successor loads the same, if it can."""
+        if called := options.pop("called", 0):
+            self.called = called
+            return
         self.options |= options
         self.facts |= options
         self.irreplaceable = "weights that came as tensors" if options["weights"] == TENSORS else self.launched

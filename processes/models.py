@@ -6,8 +6,8 @@
 
 The sockets that lead to an engine are made before the API processes are forked. So an engine that starts later is
 reached by all of them. An API process connects when the model is READY, and hangs up when it is not any more and none
-of its requests runs there; when all have hung up, the engine ends. Nothing in the parent waits: what takes time is a
-process that it looks at again and again, about once a second and whenever one of them asks for it by SIGCHLD.
+of its requests runs there; when all have hung up, the engine sleeps or ends. Nothing in the parent waits: what takes
+time is a process that it looks at again and again, about once a second and whenever one of them asks for it by SIGCHLD.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import Any
 
 from config import TENSORS, EngineConfig, run_file
 from observe.logs import logger
-from processes.child import ABSENT, DRAINING, READY, STARTING, STOP_TIMEOUT, Board
+from processes.child import ABSENT, ASLEEP, DRAINING, READY, STARTING, STOP_TIMEOUT, Board
 from processes.engine_process import EngineProcess
 from processes.residency import Residency, Terms, Usage
 
@@ -55,7 +55,7 @@ class ModelRow(ctypes.Structure):
     """What API processes and their parent tell each other of a model; each of the former writes in a place of its own.
 
     Attributes:
-        state: ABSENT, STARTING, READY or DRAINING.
+        state: ABSENT, STARTING, READY, DRAINING or ASLEEP.
         loads, ends: how often it became READY, and how often its engine has ended.
         place: in the queue of models that wait for memory, from 1 on.
         begun: when it came into its state.
@@ -122,16 +122,17 @@ class Planner:
 
     Args:
         entries: the models.
-        memory: bytes that all models may take; 0: the process says how many this machine has.
+        room: how many `others` each model has, and the bytes that all may take, awake (`memory`) and asleep (`host`);
+            None: the process says how many this machine has.
     """
 
-    def __init__(self, entries: Sequence[ModelEntry], memory: int):
+    def __init__(self, entries: Sequence[ModelEntry], room: dict[str, int | None]):
         self.names, self.unread = {entry.name for entry in entries}, b""
         with tempfile.TemporaryFile() as lines:  # not a pipe, because this process must not wait until it is read
             for entry in entries:
                 budget = int(entry.memory * 2**30) if entry.memory else None
                 message = {"name": entry.name, "options": dataclasses.asdict(entry.config), "budget": budget}
-                lines.write(json.dumps(message | {"memory": memory}).encode() + b"\n")
+                lines.write(json.dumps(message | room).encode() + b"\n")
             lines.seek(0)
             options = {"stdin": lines, "stdout": subprocess.PIPE, "bufsize": 0, "start_new_session": True}
             self.process = run_file(str(PLANNER), **options)  # type: ignore[arg-type]
@@ -164,20 +165,22 @@ class ModelSet:
 
     Args:
         entries: the models, each with a row of the board in this order.
-        memory: bytes that they may take together; 0: what the machine has for them.
+        memory: bytes that they may take together; None: what the machine has for them.
         min_seconds: see `Residency`.
+        host: bytes of the host's memory for those that sleep; None: likewise.
     """
 
-    def __init__(self, entries: Sequence[ModelEntry], memory: int, min_seconds: float):
+    def __init__(self, entries: Sequence[ModelEntry], memory: int | None, min_seconds: float, host: int | None):
         self.entries = {entry.name: entry for entry in entries}
         self.board = ModelBoard()
         self.rows = dict(zip(self.entries, self.board.rows, strict=False))
         self.ends = {name: socket.socketpair() for name in self.entries}
-        self.residency = Residency(memory, min_seconds)
+        self.room = {"memory": memory, "host": host, "others": len(entries) - 1}
+        self.residency = Residency(0, min_seconds)  # the first answer of a planner says the rest
         self.engines: dict[str, EngineProcess] = {}
         self.leaving: dict[str, tuple[EngineProcess, float]] = {}  # engines that end, and when they are killed
         first = sorted((e for e in entries if os.path.exists(e.config.model)), key=lambda entry: not entry.pin)
-        self.planners = [Planner(first, memory)] if first else []
+        self.planners = [Planner(first, self.room)] if first else []
 
     def check(self) -> None:
         """Look at all processes, and start and end engines. It never waits."""
@@ -222,11 +225,13 @@ class ModelSet:
             if name in self.residency.terms or name in in_work or now < row.refused_until:
                 continue
             if self.entries[name].pin or any(row.asked):  # each by itself, because one may have to be downloaded
-                self.planners.append(Planner([self.entries[name]], self.residency.memory))
+                self.planners.append(Planner([self.entries[name]], self.room))
 
     def _take_need(self, answer: dict[str, Any], now: float) -> None:
         name, residency = answer["name"], self.residency
-        residency.memory = residency.memory or answer.get("memory", 0)
+        if "memory" in answer and not residency.memory:
+            self.room |= {"memory": answer["memory"], "host": answer["host"]}
+            residency.memory, residency.host = answer["memory"] - answer["contexts"], answer["host"]
         row, entry = self.rows[name], self.entries[name]
         if why := answer.get("failure"):
             logger.error(f"{name} cannot be loaded: {why}")
@@ -238,7 +243,7 @@ class ModelSet:
             config = dataclasses.replace(entry.config, **answer["options"])
             self.entries[name] = dataclasses.replace(entry, config=config)
             row.need, row.folder = answer["need"], os.fsencode(config.folder)
-            residency.add(name, Terms(row.need, entry.pin, entry.ttl), now)
+            residency.add(name, Terms(row.need, entry.pin, entry.ttl, answer["asleep"]), now)
             for other, terms in residency.terms.items() if entry.pin else ():
                 if not terms.pin and (why := residency.refusal(terms.need)):
                     self.rows[other].refuse(float("inf"), 400, why)
@@ -248,24 +253,32 @@ class ModelSet:
     # --- engines --------------------------------------------------------------------------------------------------
 
     def _look(self, name: str, engine: EngineProcess, now: float) -> None:
-        """See whether an engine has become ready, has ended, or may end because nobody is connected any more."""
+        """See whether an engine has become ready, has ended, or may rest because nobody is connected any more."""
         row = self.rows[name]
-        if row.state == STARTING:
-            if ready := engine.progress():
-                row.loads += 1
-                self._enter(name, READY, now)
-                logger.info(f"{engine.name} is ready, after {now - engine.begun:.1f} s (pid {engine.process.pid})")
-            elif ready is False:
-                self._failed(name, engine.failure or "its engine process could not start; stderr may say why", now)
-        elif engine.process.poll() is not None:  # its clients know it, and the next request starts another
+        if not engine.starting and engine.process.poll() is not None:  # its clients know it
             code = engine.process.returncode
             how = f"by the signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"with the code {code}"
             logger.warning(f"{engine.name} has ended {how} (pid {engine.process.pid})")
             self._end(name, now)
-        else:
-            engine.look()
-            if row.state == DRAINING and not any(row.connected):
-                self._end(name, now)
+        elif (is_done := engine.progress()) and row.state == STARTING:
+            logger.info(f"{engine.name} is ready, after {now - row.begun:.1f} s (pid {engine.process.pid})")
+            row.loads += 1
+            self._enter(name, READY, now)
+        elif is_done is False:
+            self._failed(name, engine.failure or "its engine process could not start; stderr may say why", now)
+        elif is_done and row.state == ASLEEP:
+            self.residency.falling.discard(name)
+        elif row.state == DRAINING and not any(row.connected):
+            self._rest(name, engine, now)
+
+    def _rest(self, name: str, engine: EngineProcess, now: float) -> None:
+        rest = self.residency.rest(name)
+        if rest == ABSENT:
+            self._end(name, now)
+        elif rest == ASLEEP:
+            logger.info(f"{engine.name} goes to sleep")
+            engine.call("sleep")
+            self._enter(name, ASLEEP, now)
 
     def _failed(self, name: str, why: str, now: float) -> None:
         logger.error(f"{name} could not be loaded, and is not tried again for {RETRY:g} s: {why}")
@@ -281,7 +294,10 @@ class ModelSet:
         for name, state in decided.items():
             engine = self.engines.get(name)
             self.rows[name].state, self.rows[name].begun = state, now
-            if state == STARTING:
+            if engine and state == STARTING:
+                logger.info(f"{engine.name} wakes up")
+                engine.call("wake_up")
+            elif state == STARTING:
                 config = self.entries[name].config
                 engine = self.engines[name] = EngineProcess(config, None, self.ends[name])
                 engine.name = f"the engine of {name}"

@@ -1,7 +1,9 @@
 """Decides which models are loaded. It knows sizes and times, and touches no process: `processes/models.py` does that.
 
     ABSENT ──asked for, and it fits──> STARTING ──> READY ──others wait, ttl, unload──> DRAINING ──> ABSENT
-                                                      ^───────nobody waits any more───────┘
+                                           ^          ^───────nobody waits any more───────┤             ^
+                                           └─────asked for, and it fits────── ASLEEP <────┘             │
+                                                                                └───ttl, others sleep───┘
 
 Models that are asked for come in the order of their oldest waiting request. Where memory is short, models make room
 that nobody uses, the one used longest ago first. If these are too few, models in use drain: they finish what runs, and
@@ -9,6 +11,9 @@ their new requests queue behind those that wait. A model that has become READY s
 models that do not fit together do not take turns at every request. Pinned models stay for good.
 
 What drains for a model is kept for it. A later one that waits may start before it only in memory that is left over.
+
+A model that has drained for others sleeps if the host's memory has room for its weights. There, too, models make room
+that nobody waits for, the one used longest ago first: they end.
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from processes.child import ABSENT, DRAINING, READY, STARTING
+from processes.child import ABSENT, ASLEEP, DRAINING, READY, STARTING
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +32,7 @@ class Terms:
     need: int  # bytes
     pin: bool = False  # it is loaded before anybody asks, and never ends
     ttl: float = math.inf  # seconds without use after which it ends
+    host: int = 0  # bytes of the host's memory that it takes while it sleeps; 0: it never does
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,23 +53,30 @@ class Residency:
     Args:
         memory: bytes that all of them may take together.
         min_seconds: for which a READY model serves before it must make room.
+        host: bytes of the host's memory that all that sleep may take together.
 
     Attributes:
         terms: of each model, by name; a model gets its entry when its size is known.
-        states: ABSENT, STARTING, READY or DRAINING.
+        states: ABSENT, STARTING, READY, DRAINING or ASLEEP.
+        since: when each model came into its state; while it is DRAINING or ASLEEP, into the state before.
+        falling: those ASLEEP that have not given their memory back yet.
+        hosted: the models that take memory of the host; besides those ASLEEP some wake up or end.
         not_before: when a model that could not start may be tried again.
         leaving: models that end whoever waits for them.
         queue: the models that wait for memory, in order.
     """
 
-    def __init__(self, memory: int, min_seconds: float):
-        self.memory, self.min_seconds = memory, min_seconds
+    def __init__(self, memory: int, min_seconds: float, host: int = 0):
+        self.memory, self.min_seconds, self.host = memory, min_seconds, host
         self.terms: dict[str, Terms] = {}
         self.states: dict[str, int] = {}
-        self.since: dict[str, float] = {}  # when each model came into its state
+        self.since: dict[str, float] = {}
+        self.falling: set[str] = set()
+        self.hosted: set[str] = set()
         self.not_before: dict[str, float] = {}
         self.leaving: set[str] = set()
         self.queue: list[str] = []
+        self.usage: Mapping[str, Usage] = {}  # as of the last decision
 
     def add(self, name: str, terms: Terms, now: float) -> None:
         """Let a model be loaded from now on."""
@@ -80,10 +93,30 @@ class Residency:
         return f"it needs {sizes[0]} of memory, and the models may take {sizes[1]} together{beside} (models_memory)"
 
     def enter(self, name: str, state: int, now: float) -> None:
-        """Note that a model is READY, or ABSENT: its process has ended."""
-        self.states[name], self.since[name] = state, now
+        """Note that a model is READY; or ABSENT: its process has ended; or ASLEEP: it was told to sleep."""
+        self.states[name] = state
+        self.falling.discard(name)
+        if state == ASLEEP:
+            self.falling.add(name)
+            self.hosted.add(name)
+        elif state != DRAINING:
+            self.since[name] = now
+        if state in (READY, ABSENT):
+            self.hosted.discard(name)
         if state == ABSENT:
             self.leaving.discard(name)
+
+    def rest(self, name: str) -> int:
+        """What becomes of a DRAINING model that nobody is connected to: ASLEEP; or ABSENT: it is to be ended; DRAINING:
+        first others have to leave the host's memory."""
+        asleep, others = {*self._in(ASLEEP)}, self.hosted - {name}
+        used = {other: (other in asleep, self.usage.get(other, UNUSED).used) for other in others}
+        ending = sorted(others - asleep.intersection(self.queue), key=lambda other: used[other])
+        for i in range(len(ending) + 1) if self.terms[name].host and name not in self.leaving else ():
+            if sum(self.terms[other].host for other in {name} | others - {*ending[:i]}) <= self.host:
+                self.leaving |= asleep.intersection(ending[:i])
+                return DRAINING if i else ASLEEP
+        return ABSENT
 
     def unload(self, name: str) -> None:
         """Have the next decision let a model drain, whoever uses it."""
@@ -91,15 +124,15 @@ class Residency:
             self.leaving.add(name)
 
     def decide(self, now: float, usage: Mapping[str, Usage]) -> dict[str, int]:
-        """The new states of models: STARTING means that its process is to be started, and DRAINING that it gets no new
-        requests and is to be ended once it has none; READY that it goes on after all."""
-        before = dict(self.states)
-        for name in self._in(READY):
+        """The new states of models: STARTING means that its process is to be started or woken, DRAINING that it gets no
+        new requests and is to `rest` once it has none, and READY that it goes on after all."""
+        before, self.usage = dict(self.states), usage
+        for name in self._in(READY, ASLEEP):
             terms, use = self.terms[name], usage.get(name, UNUSED)
             unused = now - max(use.used, self.since[name])
             if not (terms.pin or use.busy or use.asked is not None) and unused >= terms.ttl:
                 self.leaving.add(name)
-        for name in self._in(STARTING, READY):
+        for name in self._in(STARTING, READY, ASLEEP):
             if name in self.leaving:
                 self.enter(name, DRAINING, now)
         self.queue = self._waiting(now, usage)
@@ -119,7 +152,7 @@ class Residency:
     def _waiting(self, now: float, usage: Mapping[str, Usage]) -> list[str]:
         """The models that are asked for and not there, the first to be loaded first."""
         since = {}
-        for name in self._in(ABSENT, DRAINING):
+        for name in self._in(ABSENT, ASLEEP, DRAINING):
             begun = usage.get(name, UNUSED).asked
             begun = self.since[name] if begun is None and self.terms[name].pin else begun
             if begun is not None and now >= self.not_before.get(name, now):
@@ -127,14 +160,15 @@ class Residency:
         return sorted(since, key=lambda name: since[name])
 
     def _make_room(self, now: float, usage: Mapping[str, Usage]) -> None:
-        free = self.memory - self._sum(self._in(STARTING, READY, DRAINING))
-        left = free + self._sum(self._in(DRAINING))  # in the end, beside what is kept for those before in the queue
+        leaving = [*self._in(DRAINING), *self.falling]
+        free = self.memory - self._sum([*self._in(STARTING, READY), *leaving])
+        left = free + self._sum(leaving)  # in the end, beside what is kept for those before in the queue
         for name in self.queue:
             need = self.terms[name].need
-            if self.states[name] == ABSENT and need <= min(free, left):
+            if self.states[name] != DRAINING and need <= min(free, left):
                 self.enter(name, STARTING, now)
                 free -= need
-            elif self.states[name] == ABSENT:
+            elif self.states[name] != DRAINING:
                 for victim in self._victims(need - left, now, usage):
                     self.enter(victim, DRAINING, now)
                     left += self.terms[victim].need

@@ -22,11 +22,11 @@ import pytest
 from api.adapters import AdapterNames
 from api.checks import ApiError
 from api.generation import Caller, ClientGone
-from api.models import ModelAnswers, ModelsApi, looks
+from api.models import STATES, ModelAnswers, ModelsApi, looks
 from api.options import ServerConfig
 from config import DEMO, EngineConfig
 from engine import LLM
-from processes.child import ABSENT, DRAINING, READY, STARTING
+from processes.child import ABSENT, ASLEEP, DRAINING, READY, STARTING
 from processes.models import ModelBoard, ModelEntry
 from sampling_params import SamplingParams
 from scripted import BODIES, CHAT, COMPLETIONS, FACTS, ScriptedClient, events, refusal
@@ -204,6 +204,24 @@ def test_a_process_hangs_up_when_nothing_runs_on_an_engine_that_drains(models: C
     world.engines.clear()
     world.enter("one", READY)  # once more
     assert world.ask("one").status_code == 200 and row.loads == 2
+
+
+def test_a_tokenizer_is_read_once_as_long_as_its_engine_lives(models: Callable[..., Models]) -> None:
+    world = models()
+    served, read = world.api.served["one"], []
+    reader, served._read_tokenizer = served._read_tokenizer, lambda: read.append(1) or reader()  # type: ignore
+    for state in (READY, DRAINING, ASLEEP, STARTING, READY):
+        world.enter("one", state)
+        assert world.http.get("/v1/models/one").json["state"] == STATES[state]
+        if state == READY:
+            assert world.ask("one").status_code == 200
+        served.look()
+        assert (served.api is not None) == (state == READY)
+    assert len(read) == 1
+    for state in (DRAINING, ABSENT, READY):
+        world.enter("one", state)
+        served.look()
+    assert world.ask("one").status_code == 200 and len(read) == 2
 
 
 def test_answers_hold_the_engine_as_long_as_they_are_in_flight(models: Callable[..., Models]) -> None:
@@ -398,6 +416,53 @@ def test_three_models_in_memory_for_two(tmp_path: Path, alone: dict[str, list[st
         reader.join(30)
         assert reader.ended and not reader.error and len(reader.text) > 100
         assert state_of(server, loaded) == "unloaded"
+
+
+def times(server: Server, name: str, words: str) -> int:
+    """How often the log has these words of a model's engine."""
+    return server.log.read_text().count(f"the engine of {name} {words}")
+
+
+ONE_AWAKE = ("--models-memory", "0.9", "--models-host-memory", "0.7")  # and one asleep
+
+
+def test_two_models_take_turns_in_sleep(tmp_path: Path, alone: dict[str, list[str]]) -> None:
+    """Each is loaded once, unless it ends while it sleeps; and answers as alone."""
+    with serve_three(tmp_path, *ONE_AWAKE, "--models-host-memory", "1.4", "--api-server-count", "2") as server:
+        for _ in range(3):
+            for name in ("one", "two"):
+                assert answer_of(server, name) == alone[name][0]
+        assert [times(server, name, "is started") for name in ("one", "two")] == [1, 1]
+        assert times(server, "one", "wakes up") == times(server, "two", "wakes up") == 2
+        assert state_of(server, "one") == "asleep"
+        os.kill(engine_pid(server, "one"), signal.SIGKILL)
+        eventually(lambda: state_of(server, "one") == "unloaded")
+        assert answer_of(server, "one") == alone["one"][0] and times(server, "one", "is started") == 2
+        assert state_of(server, "two") == "asleep"
+        assert json.loads(server.post("/models/unload", {"model": "two"})[1])["state"] == "unloaded"
+        assert answer_of(server, "one") == alone["one"][0] and answer_of(server, "two") == alone["two"][0]
+        assert times(server, "two", "is started") == 2 and times(server, "two", "wakes up") == 2
+
+
+@pytest.mark.full
+def test_the_hosts_memory_has_room_for_one_that_sleeps(tmp_path: Path, alone: dict[str, list[str]]) -> None:
+    """The sleeper used longest ago ends for another; one whose worker dies while it sleeps ends, too."""
+    with serve_three(tmp_path, *ONE_AWAKE) as server:
+        for name in ("one", "two", "three"):
+            assert answer_of(server, name) == alone[name][0]
+        assert [state_of(server, name) for name in ("one", "two", "three")] == ["unloaded", "asleep", "loaded"]
+        assert answer_of(server, "two") == alone["two"][0] and times(server, "two", "wakes up") == 1
+        assert state_of(server, "three") == "unloaded"  # there was no room while two slept
+        assert answer_of(server, "one") == alone["one"][0] and state_of(server, "two") == "asleep"
+        engine = engine_pid(server, "two")
+        (worker,) = [pid for pid in server.family() if parent_of(pid) == engine and holds_a_model(pid)]
+        os.kill(worker, signal.SIGKILL)
+        eventually(lambda: state_of(server, "two") == "unloaded")
+        assert answer_of(server, "two") == alone["two"][0] and times(server, "two", "is started") == 2
+    with serve_three(tmp_path, *ONE_AWAKE, "--models-host-memory", "0.3") as server:
+        for name in ("one", "two", "one"):
+            assert answer_of(server, name) == alone[name][0]
+        assert state_of(server, "two") == "unloaded" and not times(server, "two", "goes to sleep")
 
 
 @pytest.mark.full

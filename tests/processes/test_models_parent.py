@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from config import DEMO, EngineConfig
-from processes.child import ABSENT, DRAINING, READY, STARTING
+from processes.child import ABSENT, ASLEEP, DRAINING, READY, STARTING
 from processes.models import ModelEntry, ModelSet
 from processes.residency import Terms
 
@@ -24,6 +24,8 @@ class Engine:
         self.config, self.name, self.begun, self.starting = config, "", time.monotonic(), True
         self.failure, self.weights = "", dict(WEIGHTS)
         self.ready: bool | None = None
+        self.calls: list[str] = []
+        self.called = 0
         self.code: int | None = None
         self.closed = self.stopped = False
         self.process = SimpleNamespace(
@@ -31,11 +33,14 @@ class Engine:
         )
 
     def progress(self) -> bool | None:
-        self.starting = self.starting and self.ready is None
+        assert not self.closed
+        if not self.starting:
+            return self.called == len(self.calls) or None
+        self.starting = self.ready is None
         return self.ready
 
-    def look(self) -> None:
-        assert not self.closed
+    def call(self, method: str) -> None:
+        self.calls.append(method)
 
     def hang_up(self) -> None:
         self.closed = True
@@ -47,11 +52,11 @@ class Engine:
 class Parent:
     """A set of models, its engines, and a clock."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, memory: int = 10, **needs: int):
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, memory: int = 10, host: int = 0, **needs: int):
         self.engines: dict[str, list[Engine]] = {name: [] for name in needs}
         monkeypatch.setattr("processes.models.EngineProcess", self.launch)
         entries = [ModelEntry(name, EngineConfig("not/here", seed=i), name == "pinned") for i, name in enumerate(needs)]
-        self.models, self.now = ModelSet(entries, memory, 0.0), 100.0
+        self.models, self.now = ModelSet(entries, memory, 0.0, host), 100.0
         monkeypatch.setattr("processes.models.time", SimpleNamespace(monotonic=lambda: self.now))
         monkeypatch.setattr("processes.models.Planner", self.plan)
         self.needs, self.rows, self.planned = needs, self.models.rows, list[str]()
@@ -60,11 +65,13 @@ class Parent:
         self.engines[[*self.needs][config.seed]].append(engine := Engine(config))
         return engine
 
-    def plan(self, entries: list[ModelEntry], memory: int) -> SimpleNamespace:
+    def plan(self, entries: list[ModelEntry], room: dict[str, int]) -> SimpleNamespace:
         """A planner that knows what each model needs; below 0: it cannot be found."""
         name = entries[0].name
         self.planned.append(name)
-        answer = {"name": name, "need": self.needs[name], "options": {"model": DEMO}, "memory": memory}
+        assert room == {"memory": 10, "host": room["host"], "others": len(self.needs) - 1}
+        answer = {"name": name, "need": self.needs[name], "asleep": 4, "options": {"model": DEMO}} | room
+        answer["contexts"] = room["host"] // 8
         answer |= {"failure": "there is no such folder"} if self.needs[name] < 0 else {}
         return SimpleNamespace(names=set(), answers=lambda: [answer], stop=lambda: None)
 
@@ -192,3 +199,84 @@ def test_a_server_that_drains_starts_nothing(parent: Callable[..., Parent]):
     world.ask("a")
     world.check(20)
     assert not world.engines["a"]
+
+
+# --- sleep ------------------------------------------------------------------------------------------------------------
+
+
+def asleep(parent: Callable[..., Parent], host: int = 8) -> tuple[Parent, Engine]:
+    """A world whose model b is loaded, and has put a to sleep."""
+    world = parent(a=6, b=6, host=host)
+    engine = world.load("a")
+    world.ask("b")
+    world.check()
+    world.rows["a"].connected[0] = False
+    world.check()
+    assert engine.calls == ["sleep"] and not engine.closed and world.rows["a"].state == ASLEEP
+    assert not world.engines["b"]  # its memory is not free yet
+    engine.called = 1
+    world.load("b")
+    return world, engine
+
+
+def test_an_engine_sleeps_and_wakes_up(parent: Callable[..., Parent]):
+    world, engine = asleep(parent)
+    world.ask("a")
+    world.check()
+    world.rows["b"].connected[0] = False
+    world.check()
+    world.engines["b"][0].called = 1
+    world.check()
+    assert engine.calls == ["sleep", "wake_up"] and world.rows["a"].state == STARTING
+    world.check(50)
+    assert world.rows["a"].state == STARTING and world.rows["a"].loads == 1
+    engine.called = 2
+    world.check()
+    assert world.rows["a"].state == READY and world.rows["a"].loads == 2 and world.rows["a"].ends == 0
+    assert world.rows["b"].state == ASLEEP and len(world.engines["a"]) == 1
+
+
+def test_what_sleeps_leaves_room_for_contexts(parent: Callable[..., Parent]):
+    world = parent(a=10, b=9, host=8)
+    world.ask("a")
+    world.ask("b")
+    world.check()
+    assert world.models.residency.memory == 9 and world.models.residency.host == 8
+    assert world.rows["a"].status == 400 and not world.rows["b"].status
+
+
+def test_an_engine_that_cannot_sleep_where_others_are_waited_for_ends(parent: Callable[..., Parent]):
+    world, engine = asleep(parent, host=4)
+    world.ask("a")
+    world.check()
+    world.rows["b"].connected[0] = False
+    world.check()
+    assert world.engines["b"][0].closed and not world.engines["b"][0].calls and not engine.closed
+    world.engines["b"][0].code = 0
+    world.check()
+    assert engine.calls == ["sleep", "wake_up"]
+
+
+@pytest.mark.parametrize("how", ["it dies", "it is unloaded", "it cannot wake up"])
+def test_an_engine_asleep_that_ends_is_loaded_anew(parent: Callable[..., Parent], how: str):
+    world, engine = asleep(parent)
+    row = world.rows["a"]
+    if how == "it is unloaded":
+        row.unload = True
+        world.check()
+        assert engine.closed and row.state == DRAINING
+    elif how == "it cannot wake up":
+        world.ask("a")
+        world.check()
+        world.rows["b"].connected[0] = False
+        world.check()
+        world.engines["b"][0].called = 1
+        world.check()
+        assert engine.calls == ["sleep", "wake_up"] and row.state == STARTING
+        row.asked[0] = 0.0
+    engine.code = engine.process.returncode = 1
+    world.check()
+    assert row.state == ABSENT and row.ends == 1 and not row.status and world.engines["b"][0].code is None
+    world.rows["b"].unload, world.rows["b"].connected[0], world.engines["b"][0].code = True, False, 0
+    world.check()
+    assert not world.load("a").calls and len(world.engines["a"]) == row.loads == 2
