@@ -6,7 +6,8 @@ import pytest
 
 from config import DEMO, EngineConfig
 from device import needs
-from device.needs import OWN, machine_bytes, need_of
+from device.memory import CONTEXT, MemoryPlan
+from device.needs import OWN, machine_room, need_asleep, need_of
 
 GIB = 2**30
 BLOCK = 4 * 64 * 768  # bytes of a KV block of the demo: 64 tokens
@@ -14,26 +15,26 @@ BLOCK = 4 * 64 * 768  # bytes of a KV block of the demo: 64 tokens
 
 def test_on_a_cpu_the_pool_has_what_the_weights_leave_of_a_budget() -> None:
     config = EngineConfig(DEMO, device="cpu", dtype="float32")
-    need, options = need_of(config, 4 * GIB, GIB)
+    need, _, options = need_of(config, 4 * GIB, GIB)
     assert GIB - BLOCK < need <= GIB
     assert need - options["num_gpu_blocks_override"] * BLOCK > OWN
-    less, fewer = need_of(config, 4 * GIB, GIB * 3 // 4)
+    less, _, fewer = need_of(config, 4 * GIB, GIB * 3 // 4)
     saved = options["num_gpu_blocks_override"] - fewer["num_gpu_blocks_override"]
     assert need - less == saved * BLOCK > 0
 
 
 def test_without_a_budget_it_has_a_share_of_that() -> None:
     config = EngineConfig(DEMO, device="cpu", dtype="float32")
-    need, options = need_of(config, 2 * GIB, None)
+    need, _, options = need_of(config, 2 * GIB, None)
     beside = need - options["num_gpu_blocks_override"] * BLOCK
     assert options["num_gpu_blocks_override"] == (2 * GIB - beside) // 4 // BLOCK
-    few = need_of(EngineConfig(DEMO, device="cpu", dtype="float32", max_num_seqs=4), 64 * GIB, None)[1]
+    few = need_of(EngineConfig(DEMO, device="cpu", dtype="float32", max_num_seqs=4), 64 * GIB, None)[2]
     assert few == {"num_gpu_blocks_override": 4 * 1024 // 64}  # more than four sequences would never use
 
 
 def test_a_given_pool_is_taken_as_it_is_and_swap_space_counts() -> None:
     config = EngineConfig(DEMO, device="cpu", dtype="float32", num_gpu_blocks_override=100, max_num_seqs=4)
-    need, options = need_of(config, GIB, None)
+    need, _, options = need_of(config, GIB, None)
     assert options == {"num_gpu_blocks_override": 100}
     swaps = EngineConfig(DEMO, device="cpu", dtype="float32", num_gpu_blocks_override=100, max_num_seqs=4, swap_space=1)
     assert need_of(swaps, 4 * GIB, None)[0] - need == GIB
@@ -52,7 +53,37 @@ def test_on_a_gpu_a_model_takes_its_utilization_or_its_budget(monkeypatch: pytes
     config = EngineConfig(
         DEMO, gpu_memory_utilization=0.25, max_model_len=1024, max_num_seqs=1024, max_num_batched_tokens=1024
     )
-    assert machine_bytes(config) == 2 * GIB
-    need, options = need_of(config, 2 * GIB, None)
+    assert machine_room(config, None, 0, 3) == (2 * GIB, 0, 0)
+    need, _, options = need_of(config, 2 * GIB, None)
     assert 2 * GIB - BLOCK < need <= 2 * GIB and options["num_gpu_blocks_override"] > 0
     assert need_of(config, 2 * GIB, GIB * 3 // 2)[0] < need
+    assert need - GIB // 2 <= need_of(config, GIB * 3 // 2, None)[0] + BLOCK  # some of it is for contexts
+
+
+def test_the_machine_has_room_for_models_that_sleep_beside_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(needs.machine, "available_bytes", lambda: 100 * GIB)
+    config = EngineConfig(DEMO, gpu_memory_utilization=0.5)
+    monkeypatch.setattr(needs, "gpu_bytes", lambda: 160 * GIB)
+    assert machine_room(config, None, None, 3) == (80 * GIB, 50 * GIB, 3 * CONTEXT)
+    assert machine_room(config, 40 * GIB, 7 * GIB, 127) == (40 * GIB, 7 * GIB, 40 * GIB // 16)
+    assert machine_room(config, None, 0, 3) == (80 * GIB, 0, 0)  # nothing sleeps
+    on_cpu = EngineConfig(DEMO, device="cpu")
+    assert machine_room(on_cpu, None, None, 3) == (100 * GIB, 0, 0)
+    assert machine_room(on_cpu, GIB, 2 * GIB, 3) == (GIB, 2 * GIB, 0)
+
+
+def plan_of(weights: int, context: int, adapters: int = 0) -> MemoryPlan:
+    nothing = dict.fromkeys(("state", "states", "activations", "logits", "sampling", "logprobs", "graphs"), 0)
+    return MemoryPlan(weights=weights, draft=GIB, adapters=adapters, context=context, block=1, **nothing)
+
+
+def test_a_model_asleep_takes_its_weights_and_its_part_of_the_contexts() -> None:
+    config = EngineConfig(DEMO, swap_space=2.0)
+    assert need_asleep(config, [plan_of(9 * GIB, GIB)], 100 * GIB, 10 * GIB) == 12 * GIB
+    assert need_asleep(config, [plan_of(9 * GIB, GIB)], 100 * GIB, 5 * GIB) == 20 * GIB  # so no more than five sleep
+    assert need_asleep(config, [plan_of(9 * GIB, GIB, GIB)], 100 * GIB, 5 * GIB) == 40 * GIB  # adapters stay, too
+    assert need_asleep(config, [plan_of(9 * GIB, GIB)], 100 * GIB, GIB - 1) > 100 * GIB  # none does
+    ranks = EngineConfig(DEMO, swap_space=2.0, tensor_parallel_size=2, pipeline_parallel_size=2)
+    stages = [plan_of(9 * GIB, GIB), plan_of(8 * GIB, GIB)]
+    assert need_asleep(ranks, stages, 100 * GIB, 10 * GIB) == (2 * (10 + 9) + 2) * GIB
+    assert need_asleep(config, [plan_of(9 * GIB, 0)], 100 * GIB, 0) == 10 * GIB + OWN  # on a CPU

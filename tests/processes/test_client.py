@@ -20,7 +20,8 @@ from types import SimpleNamespace
 import pytest
 
 from engine import SamplingParams
-from plan import EngineCoreRequest, EngineOutput, Health, Outputs, Reply
+from executor import WorkerError
+from plan import Call, EngineCoreRequest, EngineOutput, Health, Outputs, Reply
 from processes import client as clients
 from processes.child import READY, Board, FrameServer
 from processes.client import BackgroundResources, EngineCoreClient, EngineDeadError, InprocClient, MPClient, Stream
@@ -102,6 +103,32 @@ def test_clients_get_their_own_outputs(served, llm):
     assert clients[0].utility("metrics")[0]["num_requests_running"] == 0
     for client in clients:
         client.shutdown()
+
+
+def test_the_parent_puts_an_engine_to_sleep_and_wakes_it_up(make_llm):
+    """It hears when that is done. What fails ends the engine, and then it hears nothing."""
+    core, (address, listener) = make_llm(num_gpu_blocks_override=64, block_size=16).core, socket.socketpair()
+    server, done = EngineServer(core, listener), []
+    server.on_called = lambda news: done.append((news, core.workers.is_sleeping()))
+    for call in (Call(1, "sleep"), Call(2, "wake_up"), Call(3, "sleep", [7])):
+        server.frames.inbox.put((None, call))
+    with address, pytest.raises(ValueError, match="level is 7"):
+        server.run()
+    assert done == [({"called": 1}, True), ({"called": 2}, False)]
+
+
+def test_workers_that_die_while_the_parent_lets_the_engine_sleep_end_it(make_llm, monkeypatch):
+    core, (address, listener) = make_llm(num_gpu_blocks_override=64, block_size=16).core, socket.socketpair()
+    server = EngineServer(core, listener)
+    server.frames.inbox.put((None, Call(1, "sleep")))
+
+    def check() -> None:
+        if core.workers.is_sleeping():
+            raise WorkerError("worker 0 has ended")
+
+    monkeypatch.setattr(core.executor, "check", check)
+    with address, pytest.raises(WorkerError, match="worker 0 has ended"):
+        server.run()
 
 
 def test_a_request_that_comes_while_the_engine_is_replaced_finds_the_new_one(make_llm, monkeypatch):
