@@ -79,9 +79,7 @@ class ServerConfig:
         0.1,
     )
     models_host_memory: float | None = option(
-        None,
-        "GiB of the host's memory for weights of models that sleep (default: half of what is free beside a GPU)",
-        0,
+        None, "GiB of the host's memory for models that sleep (default: beside a GPU, half of what is free)", 0.0
     )
     model_min_seconds: float = option(5.0, "seconds that a model serves before it makes room for others", 0.0, 1e6)
     lora_modules: tuple[str, ...] = option(

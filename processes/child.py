@@ -79,6 +79,7 @@ class Child:
         address: of the process and its successors, see `connection.py`.
         patience: seconds without a heartbeat after which it is killed.
         idle: heartbeats in a row, up to the latest, that say that nobody needs the process.
+        calls, called: how many calls it was told to make, and has made.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class Child:
         self.owned = [] if ends else [self.address, self.listener]
         self.facts: dict[str, Any] = {}
         self.failure = ""  # why it has not started
-        self.idle = 0
+        self.idle = self.calls = self.called = 0
         self.failures, self.not_before = 0, 0.0
         self._launch()
 
@@ -149,6 +150,11 @@ class Child:
         self.options |= options
         self._write(options)
 
+    def call(self, method: str) -> None:
+        """Have an engine's process call one of its utilities, and end if that fails; `progress` tells when it has."""
+        self.calls += 1
+        self._write({"call": [self.calls, method]})
+
     def wait(self) -> None:
         """Wait until it is ready; a NotStartedError if it could not start."""
         while (ready := self.progress(LOOK)) is None:
@@ -158,11 +164,12 @@ class Child:
             raise NotStartedError(code if code > 0 else 2, self.failure)
 
     def progress(self, timeout: float = 0) -> bool | None:
-        """Whether the process has become ready or failed to start; None: neither in so many seconds."""
-        if self._has_spoken(timeout):
+        """Whether the process has become ready or failed to start; None: neither in so many seconds. Later on it is
+        ready again once it has made its calls."""
+        if self.starting and self._has_spoken(timeout):
             return self._ready()
         self.look()
-        return None
+        return None if self.starting or self.called < self.calls else True
 
     def check(self) -> None:
         """Replace the process if it has died or stands still. Call it every second or so; it never waits.
@@ -211,7 +218,10 @@ class Child:
             self.idle = self.idle + len(data) if set(data) == set(IDLE) else 0
             *lines, rest = (self.unread + data).split(b"\n")
             for line in lines:
-                self.on_told(json.loads(line.strip(BUSY + IDLE)))
+                options = json.loads(line.strip(BUSY + IDLE))
+                self.called = options.pop("called", self.called)
+                if options:
+                    self.on_told(options)
             self.unread = rest.lstrip(BUSY + IDLE)
 
     def _kill(self, why: str) -> None:

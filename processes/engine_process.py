@@ -279,7 +279,6 @@ class EngineProcess(Child):
         name = f"engine process {rank}" if config.max_engines > 1 else "the engine process"
         options = dataclasses.asdict(config) | {"beside_server": True}
         beside = [coordinator] if coordinator else []
-        self.calls = self.called = 0  # how many calls it was told to make, and has made
         super().__init__(name, __file__, options, config.startup_timeout, beside, environment, ends)
 
     def on_end(self) -> None:
@@ -294,23 +293,8 @@ class EngineProcess(Child):
             self.listen()
         return weights_in(self.options)
 
-    def call(self, method: str) -> None:
-        """Have the engine call one of its utilities, and end if that fails; `progress` tells when it has."""
-        self.calls += 1
-        self._write({"call": [self.calls, method]})
-
-    def progress(self, timeout: float = 0) -> bool | None:
-        """As `Child.progress`; later on, whether it has made its calls (None: not yet)."""
-        if self.starting:
-            return super().progress(timeout)
-        self.look()
-        return self.called == self.calls or None
-
     def on_told(self, options: dict[str, Any]) -> None:
-        """A `call` is done; or the engine has other weights, and its successor loads the same, if it can."""
-        if called := options.pop("called", 0):
-            self.called = called
-            return
+        """The engine has other weights; its successor loads the same, if it can."""
         self.options |= options
         self.facts |= options
         self.irreplaceable = "weights that came as tensors" if options["weights"] == TENSORS else self.launched

@@ -269,16 +269,12 @@ class ModelSet:
         elif is_done and row.state == ASLEEP:
             self.residency.falling.discard(name)
         elif row.state == DRAINING and not any(row.connected):
-            self._rest(name, engine, now)
-
-    def _rest(self, name: str, engine: EngineProcess, now: float) -> None:
-        rest = self.residency.rest(name)
-        if rest == ABSENT:
-            self._end(name, now)
-        elif rest == ASLEEP:
-            logger.info(f"{engine.name} goes to sleep")
-            engine.call("sleep")
-            self._enter(name, ASLEEP, now)
+            if (rest := self.residency.rest(name)) == ABSENT:
+                self._end(name, now)
+            elif rest == ASLEEP:
+                logger.info(f"{engine.name} goes to sleep")
+                engine.call("sleep")
+                self._enter(name, ASLEEP, now)
 
     def _failed(self, name: str, why: str, now: float) -> None:
         logger.error(f"{name} could not be loaded, and is not tried again for {RETRY:g} s: {why}")

@@ -109,11 +109,13 @@ class Residency:
     def rest(self, name: str) -> int:
         """What becomes of a DRAINING model that nobody is connected to: ASLEEP; or ABSENT: it is to be ended; DRAINING:
         first others have to leave the host's memory."""
-        asleep, others = {*self._in(ASLEEP)}, self.hosted - {name}
+        size, others, asleep = self.terms[name].host, self.hosted - {name}, {*self._in(ASLEEP)}
+        if not size or name in self.leaving:
+            return ABSENT
         used = {other: (other in asleep, self.usage.get(other, UNUSED).used) for other in others}
         ending = sorted(others - asleep.intersection(self.queue), key=lambda other: used[other])
-        for i in range(len(ending) + 1) if self.terms[name].host and name not in self.leaving else ():
-            if sum(self.terms[other].host for other in {name} | others - {*ending[:i]}) <= self.host:
+        for i in range(len(ending) + 1):
+            if size + sum(self.terms[other].host for other in others.difference(ending[:i])) <= self.host:
                 self.leaving |= asleep.intersection(ending[:i])
                 return DRAINING if i else ASLEEP
         return ABSENT
@@ -160,9 +162,8 @@ class Residency:
         return sorted(since, key=lambda name: since[name])
 
     def _make_room(self, now: float, usage: Mapping[str, Usage]) -> None:
-        leaving = [*self._in(DRAINING), *self.falling]
-        free = self.memory - self._sum([*self._in(STARTING, READY), *leaving])
-        left = free + self._sum(leaving)  # in the end, beside what is kept for those before in the queue
+        free = self.memory - self._sum([*self._in(STARTING, READY, DRAINING), *self.falling])
+        left = free + self._sum([*self._in(DRAINING), *self.falling])  # beside what those before in the queue need
         for name in self.queue:
             need = self.terms[name].need
             if self.states[name] != DRAINING and need <= min(free, left):
