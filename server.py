@@ -196,9 +196,7 @@ def serve(argv: list[str]) -> None:
         listener = listen(config.host, config.port, "--host and --port")
         address = listener.getsockname()[0]
         http.check_address(config, address)
-    with served.running() as fleet:
-        with exit_on_mistake(parser):
-            served.check()
+    with served.running(parser) as fleet:
 
         def make_app() -> Flask:
             endpoint = config.otlp_traces_endpoint

@@ -68,7 +68,7 @@ class AdapterNames:
 
     Args:
         config: the server's options.
-        names: of the model; no adapter may have one of them.
+        names: of the model and those beside it; no adapter may have one of them.
 
     Raises:
         ValueError: an option names what cannot be served.
@@ -87,7 +87,7 @@ class AdapterNames:
         for value in config.lora_modules:
             module = read_module(value)
             if module.name in names:
-                raise ValueError(f"lora_modules has {module.name!r:.200}, which is a name of the model itself")
+                raise ValueError(f"lora_modules has {module.name!r:.200}, which is a name of the model, or taken")
             if not self.add(module):
                 raise ValueError(f"lora_modules has {module.name!r:.200} twice")
 

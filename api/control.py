@@ -120,8 +120,8 @@ def load_lora_adapter(api: Api) -> Response:
     """Give a name to an adapter; the answers are vLLM's. The engines load it, or say why they cannot."""
     body = body_with(api, *LOADED)
     name, path, inplace = body.get("lora_name"), body.get("lora_path"), body.get("load_inplace") or False
-    if not isinstance(name, str) or not 0 < len(name) <= MOST_NAME or name in api.names:
-        must = f"a text of 1 to {MOST_NAME} characters, and no name of the model itself"
+    if not isinstance(name, str) or not 0 < len(name) <= MOST_NAME or name in api.adapters.names:
+        must = f"a text of 1 to {MOST_NAME} characters, and no name of the model itself, or taken by another"
         raise ApiError(400, f"lora_name is {reprlib.repr(name)}; it must be {must}", "lora_name")
     if not isinstance(path, str) or not os.path.isabs(path):
         raise ApiError(400, f"lora_path is {reprlib.repr(path)}; it must be a path from the root", "lora_path")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import math
 import os
 import re
@@ -16,12 +17,12 @@ from api.models import ModelsApi
 from api.options import ServerConfig
 from api.prompts import check_parsers
 from api.routes import Api
-from commands.flags import flag_fields, read_toml, refuse_given
+from commands.flags import OptionParser, exit_on_mistake, flag_fields, read_toml, refuse_given
 from commands.start import engines, with_policy
 from config import EngineConfig, nearest
-from processes.child import Board
+from processes.child import Board, stopping
 from processes.fleet import Fleet, launch, prepare
-from processes.models import MOST_MODELS, ModelEntry, ModelSet, running
+from processes.models import MOST_MODELS, ModelEntry, ModelSet
 from processes.suspects import Suspects
 from tokenizer import Tokenizer
 
@@ -53,14 +54,12 @@ class OneModel:
         self.adapters.check_folders(self.engine_config)
 
     @contextlib.contextmanager
-    def running(self) -> Iterator[Fleet]:
-        """Its engines, which run within the `with` block."""
+    def running(self, parser: OptionParser) -> Iterator[Fleet]:
+        """Its engines, which run within the `with` block and have loaded its adapters."""
         with engines("server", launch(self.engine_config, self.board, self.secret)) as self.fleet:
+            with exit_on_mistake(parser):
+                self.adapters.check(self.fleet)
             yield self.fleet
-
-    def check(self) -> None:
-        """Have the engines load its adapters; a ValueError names one that does not fit."""
-        self.adapters.check(self.fleet)
 
     def new_api(self) -> Api:
         """The routes of an API process."""
@@ -78,7 +77,6 @@ class SeveralModels:
 
     def __init__(self, flags: argparse.Namespace, engine_config: EngineConfig, config: ServerConfig):
         refuse_given(flags, IN_A_TABLE, "with several models it must be left out, or stand in a model's table")
-        check_one_host(engine_config)
         self.config = config
         tables = read_tables(config.models) if config.models is not None else {}
         others = tables_of(config.models_dir) if config.models_dir is not None else {}
@@ -87,38 +85,31 @@ class SeveralModels:
         tables |= others
         if not 0 < len(tables) <= MOST_MODELS:
             raise ValueError(f"there are {len(tables)} models; there must be from 1 to {MOST_MODELS}")
-        self.entries = [entry_of(name, table, engine_config, config) for name, table in tables.items()]
+        self.entries: list[ModelEntry] = []
+        self.adapters: dict[str, AdapterNames] = {}
+        for name, table in tables.items():
+            names = [*tables, *itertools.chain(*(adapters.given() for adapters in self.adapters.values()))]
+            entry, self.adapters[name] = entry_of(name, table, engine_config, config, names)
+            self.entries.append(entry)
         if len({entry.config.device == "cpu" for entry in self.entries}) > 1:
             raise ValueError("device is 'cpu' for some models; it must be so for all or for none, as they share memory")
         for line in config.models_of_key:
             if unknown := [name for name in line.split()[1:] if name not in tables]:
                 raise ValueError(f"api_key_file names the model {unknown[0]!r}, of which there is no table")
-        self.adapters = {}
-        for entry in self.entries:
-            adapters = self.adapters[entry.name] = AdapterNames(dataclasses.replace(config, **entry.served), [*tables])
-            adapters.check_folders(entry.config)
 
     @contextlib.contextmanager
-    def running(self) -> Iterator[ModelSet]:
+    def running(self, parser: OptionParser) -> Iterator[ModelSet]:
         """Their engines, which come and go within the `with` block."""
         sizes = self.config.models_memory, self.config.models_host_memory
         memory, host = (None if size is None else int(size * 2**30) for size in sizes)
-        self.models = ModelSet(self.entries, memory, self.config.model_min_seconds, host)
-        with engines("server", running(self.models)):
+        with exit_on_mistake(parser):
+            self.models = ModelSet(self.entries, memory, self.config.model_min_seconds, host)
+        with engines("server", stopping(self.models.stop)):
             yield self.models
-
-    def check(self) -> None:
-        """There is nothing to check before a model is loaded."""
 
     def new_api(self) -> Api:
         """The routes of an API process."""
         return ModelsApi(self.models, self.config, self.adapters)
-
-
-def check_one_host(config: EngineConfig) -> None:
-    """Refuse options about several engines or hosts."""
-    for name, allowed in ONE_HOST.items():
-        config.allow("with several models, each of which has one engine on this host,", name, *allowed)
 
 
 def read_tables(path: str) -> dict[str, dict[str, Any]]:
@@ -130,6 +121,8 @@ def read_tables(path: str) -> dict[str, dict[str, Any]]:
     for name, table in read_toml(path).items():
         if not isinstance(table, dict):
             raise ValueError(f"{path}: {name} is {table!r:.80}; it must be a table, as [{name}] begins one")
+        if twice := [key for key in table if "-" in key and key.replace("-", "_") in table]:
+            raise ValueError(f"{path}: [{name}] has {twice[0]} and {twice[0].replace('-', '_')}, which are the same")
         table = {key.replace("-", "_"): value for key, value in table.items()}
         if isinstance(place := table.get("path"), str):
             beside = os.path.join(os.path.dirname(path), place)
@@ -154,8 +147,11 @@ def tables_of(folder: str) -> dict[str, dict[str, Any]]:
     return tables
 
 
-def entry_of(name: str, table: dict[str, Any], engine_config: EngineConfig, config: ServerConfig) -> ModelEntry:
-    """The model that a table describes; a ValueError names the table and the key."""
+def entry_of(
+    name: str, table: dict[str, Any], engine_config: EngineConfig, config: ServerConfig, names: list[str]
+) -> tuple[ModelEntry, AdapterNames]:
+    """The model that a table describes, and its adapters, which may have none of these names; a ValueError names the
+    table and the key."""
     where = f"{config.models or config.models_dir}: [{name}]"
     if not NAME.fullmatch(name):
         raise ValueError(f"{where} has a name of {len(name)} characters; it must be 1 to 200 of ASCII, without spaces")
@@ -178,9 +174,11 @@ def entry_of(name: str, table: dict[str, Any], engine_config: EngineConfig, conf
     try:
         fields = {key: value for key, value in values.items() if key in options}
         model_config = dataclasses.replace(engine_config, model=path, **fields)
-        check_one_host(model_config)
-        check_parsers(dataclasses.replace(config, **served))
+        for option, allowed in ONE_HOST.items():
+            model_config.allow("with several models, each of which has one engine on this host,", option, *allowed)
+        check_parsers(own := dataclasses.replace(config, **served))
+        (adapters := AdapterNames(own, names)).check_folders(model_config)
     except ValueError as error:
         raise ValueError(f"{where} {error}") from None
-    ttl = table.get("ttl", math.inf)
-    return ModelEntry(name, with_policy(model_config, config), pin, ttl, table.get("memory"), served)
+    model_config, ttl = with_policy(model_config, config), table.get("ttl", math.inf)
+    return ModelEntry(name, model_config, pin, ttl, table.get("memory"), served), adapters

@@ -14,17 +14,19 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from checkpoints.hub import find_model
+from checkpoints.hub import checkpoint_files, find_model
+from checkpoints.storage import opened
 from config import EngineConfig
 from cpu import machine
 from device.coded import FP8_CAPABILITY
 from device.memory import CONTEXT, CPU_KV_SHARE, MemoryPlan, check_pool, fit_pool, gpu_bytes, gpu_capability
 from device.pools import SWAP_SPACE
-from device.startup import pick_ops, plan_stages
+from device.startup import pick_device, pick_ops, plan_stages
 from executor import end_with_parent, name_process
 from model import Transformer
 from model_config import ModelConfig
 from observe.logs import set_up
+from tokenizer import Tokenizer
 
 OWN = 640 * 2**20  # bytes, an allowance for an engine process and its worker on a CPU: Python, torch, a step's tensors
 CONTEXTS_SHARE = 16  # of a GPU's memory for models, at most one in so many bytes is for contexts of those that sleep
@@ -37,6 +39,15 @@ def machine_room(config: EngineConfig, memory: int | None, host: int | None, oth
     memory = memory or int(total * config.gpu_memory_utilization) or machine.available_bytes()
     host = machine.available_bytes() // 2 * (total > 0) if host is None else host
     return memory, host, min(memory // CONTEXTS_SHARE, others * CONTEXT) if total and host else 0
+
+
+def check_files(config: EngineConfig) -> None:
+    """Read the tokenizer, and the headers of the weights, which name the size that each file must have. A ValueError
+    says which file is missing or damaged, before other models make room for this one."""
+    Tokenizer(config.folder)
+    for path in [] if config.load_format == "dummy" else checkpoint_files(config.folder):
+        with opened(path):
+            pass
 
 
 def need_of(config: EngineConfig, memory: int, budget: int | None) -> tuple[int, list[MemoryPlan], dict[str, Any]]:
@@ -57,8 +68,8 @@ def need_of(config: EngineConfig, memory: int, budget: int | None) -> tuple[int,
     pools = [fit_stage(config, model, plan, total, memory, budget) for model, plan, *_ in stages]
     blocks = min(count for _, count in pools)
     need = max(base + blocks * plan.block for (base, _), (_, plan, *_) in zip(pools, stages, strict=True))
-    options: dict[str, Any] = {"num_gpu_blocks_override": blocks}
     model, plan = stages[0][:2]
+    options = {"num_gpu_blocks_override": blocks, "max_model_len": model.max_model_len, "task": config.task}
     if model.state_size and config.enable_prefix_caching:
         options["num_state_snapshots"] = plan.states // (4 * model.state_size) - config.max_num_seqs
     return need * (1 if total else config.world_size), [plan for _, plan, *_ in stages], options
@@ -86,10 +97,8 @@ def fit_stage(
     else:
         base = weights * (1 + config.compile) + plan.step + plan.state + plan.states + OWN
         base += int((config.swap_space or 0) * 2**30)
-        free = memory // config.world_size - base
-        room = (
-            int(CPU_KV_SHARE * free) if budget is None and free > 0 else (budget or memory) // config.world_size - base
-        )
+        free = (budget or memory) // config.world_size - base
+        room = free if budget or free <= 0 else int(CPU_KV_SHARE * free)
     check_pool(config, model, plan, room)
     return base, fit_pool(config, model.layout.windows, max(0, room) // plan.block, model.max_model_len)[0]
 
@@ -105,7 +114,8 @@ def main() -> None:
         memory, host, contexts = machine_room(config, message["memory"], message["host"], message["others"])
         answer: dict[str, Any] = {"name": message["name"], "memory": memory, "host": host, "contexts": contexts}
         try:
-            config = find_model(config)
+            pick_device(config.device)
+            check_files(config := find_model(config))
             need, plans, options = need_of(config, memory - contexts, message["budget"])
             options |= {name: getattr(config, name) for name in ("model", "snapshot", "speculative_config")}
             answer |= {"need": need, "asleep": need_asleep(config, plans, host, contexts), "options": options}

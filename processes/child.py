@@ -181,9 +181,8 @@ class Child:
             self.listen()
             self.on_end()
             if time.monotonic() >= self.not_before:
-                code = self.process.returncode
-                how = f"by the signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"with the code {code}"
-                logger.warning(f"{self.name} has ended {how} (pid {self.process.pid}); another is started")
+                how = f"{ending(self.process)} (pid {self.process.pid})"
+                logger.warning(f"{self.name} has ended {how}; another is started")
                 self._close_pipes()
                 self._launch()
         elif self.starting and self._has_spoken():
@@ -254,6 +253,23 @@ class Child:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+
+
+def ending(process: subprocess.Popen[bytes]) -> str:
+    """How a process that is at its end has ended."""
+    code = process.wait()
+    return f"by the signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"with the code {code}"
+
+
+@contextlib.contextmanager
+def stopping(stop: Callable[[], None]) -> Iterator[None]:
+    """Call `stop` at the end of the `with` block, but not in a forked API process, which comes by there, too."""
+    pid = os.getpid()
+    try:
+        yield
+    finally:
+        if os.getpid() == pid:
+            stop()
 
 
 def weights_in(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -333,9 +349,12 @@ class ParentPipe:
                     time.sleep(LOOK)
 
     def end(self, code: int) -> NoReturn:
-        """End the process and its workers, because a stopped one would not see its parent end."""
-        for worker in multiprocessing.active_children():
+        """End the process after its workers, whose memory is free then; a stopped one would not see its parent end."""
+        workers = multiprocessing.active_children()
+        for worker in workers:
             worker.kill()
+        for worker in workers:
+            worker.join(STOP_TIMEOUT)
         os._exit(code)
 
 

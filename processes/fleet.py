@@ -30,6 +30,7 @@ from processes.child import (
     Child,
     NotStartedError,
     listen,
+    stopping,
     watch_over,
     weights_in,
 )
@@ -277,13 +278,10 @@ class Fleet:
 @contextlib.contextmanager
 def launch(config: EngineConfig, board: Board, secret: str = "") -> Iterator[Fleet]:
     """The engines, which are ready within the `with` block and end with it; see `Fleet.start`."""
-    pid, fleet = os.getpid(), Fleet(config, board, secret)
-    try:
+    fleet = Fleet(config, board, secret)
+    with stopping(fleet.stop):
         fleet.start()
         yield fleet
-    finally:
-        if os.getpid() == pid:  # forked API processes come by here, too
-            fleet.stop()
 
 
 class FleetClient(DPClient):

@@ -12,15 +12,11 @@ time is a process that it looks at again and again, about once a second and when
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import dataclasses
 import json
 import os
-import select
-import signal
 import socket
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, MutableSequence, Sequence
@@ -30,7 +26,7 @@ from typing import Any
 
 from config import TENSORS, EngineConfig, run_file
 from observe.logs import logger
-from processes.child import ABSENT, ASLEEP, DRAINING, READY, STARTING, STOP_TIMEOUT, Board
+from processes.child import ABSENT, ASLEEP, DRAINING, READY, STARTING, STOP_TIMEOUT, Board, ending
 from processes.engine_process import EngineProcess
 from processes.residency import Residency, Terms, Usage
 
@@ -59,7 +55,7 @@ class ModelRow(ctypes.Structure):
         loads, ends: how often it became READY, and how often its engine has ended.
         place: in the queue of models that wait for memory, from 1 on.
         begun: when it came into its state.
-        need: the bytes that it takes, once they are known.
+        need, max_model_len, task: the bytes that it takes, and these options of its, once they are known.
         refused_until, status, why: until when requests for it are refused, and how.
         folder: where its files are, once it was found.
         unload: whether it is to end.
@@ -74,6 +70,8 @@ class ModelRow(ctypes.Structure):
     place: int
     begun: float
     need: int
+    max_model_len: int
+    task: bytes
     refused_until: float
     status: int
     why: bytes
@@ -85,7 +83,8 @@ class ModelRow(ctypes.Structure):
     used: MutableSequence[float]
     _fields_ = (
         ("state", ctypes.c_int64), ("loads", ctypes.c_int64), ("ends", ctypes.c_int64), ("place", ctypes.c_int64),
-        ("begun", ctypes.c_double), ("need", ctypes.c_int64), ("refused_until", ctypes.c_double),
+        ("begun", ctypes.c_double), ("need", ctypes.c_int64), ("max_model_len", ctypes.c_int64),
+        ("task", ctypes.c_char * 16), ("refused_until", ctypes.c_double),
         ("status", ctypes.c_int64), ("why", ctypes.c_char * 1024), ("folder", ctypes.c_char * 4096),
         ("unload", ctypes.c_bool), ("asked", ctypes.c_double * Board.PLACES),
         ("connected", ctypes.c_bool * Board.PLACES), ("running", ctypes.c_int64 * Board.PLACES),
@@ -127,31 +126,34 @@ class Planner:
     """
 
     def __init__(self, entries: Sequence[ModelEntry], room: dict[str, int | None]):
-        self.names, self.unread = {entry.name for entry in entries}, b""
-        with tempfile.TemporaryFile() as lines:  # not a pipe, because this process must not wait until it is read
+        self.names, self.unread, self.heard = {entry.name for entry in entries}, b"", time.monotonic()
+        is_here = all(os.path.exists(entry.config.model) for entry in entries)  # a download may take any time
+        self.patience = max(entry.config.startup_timeout for entry in entries) if is_here else float("inf")
+        # Not pipes, because neither process must wait for the other one to read.
+        with tempfile.TemporaryFile() as lines, tempfile.NamedTemporaryFile() as output:
+            self.output = open(output.name, "rb")  # noqa: SIM115 (with a place of its own in the file)
             for entry in entries:
                 budget = int(entry.memory * 2**30) if entry.memory else None
                 message = {"name": entry.name, "options": dataclasses.asdict(entry.config), "budget": budget}
                 lines.write(json.dumps(message | room).encode() + b"\n")
             lines.seek(0)
-            options = {"stdin": lines, "stdout": subprocess.PIPE, "bufsize": 0, "start_new_session": True}
-            self.process = run_file(str(PLANNER), **options)  # type: ignore[arg-type]
-        assert self.process.stdout
-        self.output = self.process.stdout
+            self.process = run_file(str(PLANNER), stdin=lines, stdout=output, start_new_session=True)
 
     def answers(self) -> Iterator[dict[str, Any]]:
-        """What it has said since the last time; when it has ended, a failure for each model that has no answer."""
-        while select.select([self.output], [], [], 0)[0]:
-            if not (data := os.read(self.output.fileno(), 2**16)):
-                for name in sorted(self.names):
-                    yield {"name": name, "failure": "the process that plans its memory has ended; stderr may say why"}
-                self.names = set()
-                return
-            *lines, self.unread = (self.unread + data).split(b"\n")
-            for line in lines:
-                answer = json.loads(line)
-                self.names.discard(answer["name"])
-                yield answer
+        """What it has said since the last time; when it has ended, or is silent for too long, a failure for each model
+        that has no answer."""
+        has_ended, now = self.process.poll() is not None, time.monotonic()  # first, so that all it has said is read
+        *lines, self.unread = (self.unread + self.output.read()).split(b"\n")
+        for line in lines:
+            answer, self.heard = json.loads(line), now
+            self.names.discard(answer["name"])
+            yield answer
+        if is_late := now > self.heard + self.patience:
+            self.process.kill()
+        for name in sorted(self.names) if has_ended or is_late else ():
+            self.names.discard(name)
+            how = f"is silent for {self.patience:g} s (startup_timeout)" if is_late else "has ended"
+            yield {"name": name, "failure": f"the process that plans its memory {how}; stderr may say why"}
 
     def stop(self) -> None:
         """End the process."""
@@ -168,11 +170,14 @@ class ModelSet:
         memory: bytes that they may take together; None: what the machine has for them.
         min_seconds: see `Residency`.
         host: bytes of the host's memory for those that sleep; None: likewise.
+
+    Raises:
+        ValueError: there can be no secret beside the KV cache on disk.
     """
 
     def __init__(self, entries: Sequence[ModelEntry], memory: int | None, min_seconds: float, host: int | None):
         self.entries = {entry.name: entry for entry in entries}
-        self.board = ModelBoard()
+        self.board = ModelBoard(next((entry.config.kv_disk for entry in entries if entry.config.kv_disk), None))
         self.rows = dict(zip(self.entries, self.board.rows, strict=False))
         self.ends = {name: socket.socketpair() for name in self.entries}
         self.room = {"memory": memory, "host": host, "others": len(entries) - 1}
@@ -217,7 +222,7 @@ class ModelSet:
         for planner in [*self.planners]:
             for answer in planner.answers():
                 self._take_need(answer, now)
-            if not planner.names:
+            if not planner.names and planner.process.poll() is not None:
                 planner.stop()
                 self.planners.remove(planner)
         in_work = {name for planner in self.planners for name in planner.names}
@@ -243,6 +248,7 @@ class ModelSet:
             config = dataclasses.replace(entry.config, **answer["options"])
             self.entries[name] = dataclasses.replace(entry, config=config)
             row.need, row.folder = answer["need"], os.fsencode(config.folder)
+            row.max_model_len, row.task = config.max_model_len or 0, config.task.encode()
             residency.add(name, Terms(row.need, entry.pin, entry.ttl, answer["asleep"]), now)
             for other, terms in residency.terms.items() if entry.pin else ():
                 if not terms.pin and (why := residency.refusal(terms.need)):
@@ -256,16 +262,20 @@ class ModelSet:
         """See whether an engine has become ready, has ended, or may rest because nobody is connected any more."""
         row = self.rows[name]
         if not engine.starting and engine.process.poll() is not None:  # its clients know it
-            code = engine.process.returncode
-            how = f"by the signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"with the code {code}"
-            logger.warning(f"{engine.name} has ended {how} (pid {engine.process.pid})")
+            logger.warning(f"{engine.name} has ended {ending(engine.process)} (pid {engine.process.pid})")
+            if row.state == READY:  # others that have made room for it serve meanwhile, if it dies again and again
+                self.residency.not_before[name] = row.begun + RETRY
             self._end(name, now)
         elif (is_done := engine.progress()) and row.state == STARTING:
             logger.info(f"{engine.name} is ready, after {now - row.begun:.1f} s (pid {engine.process.pid})")
             row.loads += 1
             self._enter(name, READY, now)
         elif is_done is False:
-            self._failed(name, engine.failure or "its engine process could not start; stderr may say why", now)
+            why = engine.failure or f"its engine process has ended {ending(engine.process)}; stderr may say why"
+            logger.error(f"{name} could not be loaded, and is not tried again for {RETRY:g} s: {why}")
+            row.refuse(now + RETRY, 503, why)
+            self._end(name, now)
+            self.residency.not_before[name] = now + RETRY
         elif is_done and row.state == ASLEEP:
             self.residency.falling.discard(name)
         elif row.state == DRAINING and not any(row.connected):
@@ -276,34 +286,28 @@ class ModelSet:
                 engine.call("sleep")
                 self._enter(name, ASLEEP, now)
 
-    def _failed(self, name: str, why: str, now: float) -> None:
-        logger.error(f"{name} could not be loaded, and is not tried again for {RETRY:g} s: {why}")
-        self.rows[name].refuse(now + RETRY, 503, why)
-        self._end(name, now)
-        self.residency.not_before[name] = now + RETRY
-
     def _enter(self, name: str, state: int, now: float) -> None:
         self.residency.enter(name, state, now)
         self.rows[name].state, self.rows[name].begun = state, now
 
     def _carry_out(self, decided: dict[str, int], now: float) -> None:
         for name, state in decided.items():
-            engine = self.engines.get(name)
             self.rows[name].state, self.rows[name].begun = state, now
-            if engine and state == STARTING:
-                logger.info(f"{engine.name} wakes up")
-                engine.call("wake_up")
-            elif state == STARTING:
-                config = self.entries[name].config
-                engine = self.engines[name] = EngineProcess(config, None, self.ends[name])
+            if name not in self.engines:
+                engine = self.engines[name] = EngineProcess(self.entries[name].config, None, self.ends[name])
                 engine.name = f"the engine of {name}"
                 logger.info(f"{engine.name} is started (pid {engine.process.pid})")
-            elif engine and state == DRAINING:
+                continue
+            engine = self.engines[name]
+            if state == STARTING:
+                logger.info(f"{engine.name} wakes up")
+                engine.call("wake_up")
+            elif state == DRAINING:
                 others = ", ".join(other for other in self.residency.queue if other != name)
                 logger.info(f"{engine.name} drains{f', because others wait: {others}' if others else ''}")
                 if engine.starting:
                     self._end(name, now)
-            elif engine:
+            else:
                 logger.info(f"{engine.name} goes on")
 
     def _end(self, name: str, now: float) -> None:
@@ -322,8 +326,6 @@ class ModelSet:
         """In a forked API process: close its copies of the pipes to all processes."""
         for engine in self._all():
             engine.disown()
-        for planner in self.planners:
-            planner.output.close()
 
     def _all(self) -> list[EngineProcess]:
         return [*self.engines.values(), *(engine for engine, _ in self.leaving.values())]
@@ -344,14 +346,3 @@ class ModelSet:
         for end in self.ends.values():
             for half in end:
                 half.close()
-
-
-@contextlib.contextmanager
-def running(models: ModelSet) -> Iterator[ModelSet]:
-    """The models, whose processes end with the `with` block."""
-    pid = os.getpid()
-    try:
-        yield models
-    finally:
-        if os.getpid() == pid:  # forked API processes come by here, too
-            models.stop()

@@ -44,9 +44,6 @@ class Usage:
     used: float = -math.inf  # when the last of them ended
 
 
-UNUSED = Usage()
-
-
 class Residency:
     """The states of all models whose size is known. Times are seconds of one clock.
 
@@ -112,7 +109,7 @@ class Residency:
         size, others, asleep = self.terms[name].host, self.hosted - {name}, {*self._in(ASLEEP)}
         if not size or name in self.leaving:
             return ABSENT
-        used = {other: (other in asleep, self.usage.get(other, UNUSED).used) for other in others}
+        used = {other: (other in asleep, self.usage[other].used) for other in others}
         ending = sorted(others - asleep.intersection(self.queue), key=lambda other: used[other])
         for i in range(len(ending) + 1):
             if size + sum(self.terms[other].host for other in others.difference(ending[:i])) <= self.host:
@@ -130,7 +127,7 @@ class Residency:
         new requests and is to `rest` once it has none, and READY that it goes on after all."""
         before, self.usage = dict(self.states), usage
         for name in self._in(READY, ASLEEP):
-            terms, use = self.terms[name], usage.get(name, UNUSED)
+            terms, use = self.terms[name], usage[name]
             unused = now - max(use.used, self.since[name])
             if not (terms.pin or use.busy or use.asked is not None) and unused >= terms.ttl:
                 self.leaving.add(name)
@@ -155,7 +152,7 @@ class Residency:
         """The models that are asked for and not there, the first to be loaded first."""
         since = {}
         for name in self._in(ABSENT, ASLEEP, DRAINING):
-            begun = usage.get(name, UNUSED).asked
+            begun = usage[name].asked
             begun = self.since[name] if begun is None and self.terms[name].pin else begun
             if begun is not None and now >= self.not_before.get(name, now):
                 since[name] = begun
@@ -180,7 +177,7 @@ class Residency:
         """The models that are to drain, so that `missing` bytes come free; none if that cannot be now."""
         ranks = {}
         for name in self._in(STARTING, READY):
-            use, starts = usage.get(name, UNUSED), self.states[name] == STARTING
+            use, starts = usage[name], self.states[name] == STARTING
             waited = use.asked is not None and (starts or use.asked < self.since[name])  # and will soon be let in
             if not (self.terms[name].pin or waited or (not starts and now < self.since[name] + self.min_seconds)):
                 ranks[name] = (use.busy, self.since[name] if use.busy else use.used)

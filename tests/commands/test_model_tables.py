@@ -13,6 +13,8 @@ from api.options import ServerConfig, with_all_keys
 from commands.models import SeveralModels, tables_of
 from config import DEMO, EngineConfig
 
+ADAPTER = os.path.join(DEMO, "adapters", "products")
+
 
 def several(path: Path, text: str, engine: dict[str, Any] | None = None, **options: Any) -> SeveralModels:
     (file := path / "models.toml").write_text(text)
@@ -43,6 +45,14 @@ def test_a_table_says_what_a_model_is(tmp_path: Path) -> None:
     assert large.config.max_num_seqs == 8 and beside.config.model == str(tmp_path / "here")
 
 
+def test_the_example_of_the_docs_is_a_table(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "models_on_demand.md").read_text()
+    text = page.partition("```toml\n")[2].partition("```")[0]
+    models = several(tmp_path, text.replace("/adapters/sql", ADAPTER), {"max_lora_rank": 64})
+    assert [entry.name for entry in models.entries] == ["small", "org/coder"]
+    assert models.adapters["org/coder"].find("sql") and not models.adapters["small"].find("sql")
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -60,6 +70,14 @@ def test_a_table_says_what_a_model_is(tmp_path: Path) -> None:
         ('[a]\npath = "demo"\ndistributed_executor_backend = "ray"', "[a] distributed_executor_backend is 'ray'"),
         ('[a]\npath = "demo"\ntool_call_parser = "x"', "[a] tool_call_parser is 'x'"),
         ('["a b"]\npath = "demo"', "without spaces"),
+        ('[a]\npath = "demo"\nmax-num-seqs = 2\nmax_num_seqs = 3', "[a] has max-num-seqs and max_num_seqs, which"),
+        ('[a]\npath = "demo"\nlora_modules = ["x=/a"]', "[a] lora_modules is given; it needs --enable-lora"),
+        ('[a]\npath = "demo"\nlora_modules = ["b=/a"]\n[b]\npath = "demo"', "[a] lora_modules has 'b', which is a"),
+        (
+            f'[a]\npath = "demo"\nlora_modules = ["x={ADAPTER}"]\nenable_lora = true\n'
+            f'[b]\npath = "demo"\nlora_modules = ["x={ADAPTER}"]',
+            "[b] lora_modules has 'x', which is a name of the model, or taken",
+        ),
         ('[a]\npath = "demo"\ndevice = "cpu"\n[b]\npath = "demo"', "device is 'cpu' for some models"),
     ],
 )  # fmt: skip

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from config import DEMO, EngineConfig
@@ -29,13 +34,14 @@ def test_without_a_budget_it_has_a_share_of_that() -> None:
     beside = need - options["num_gpu_blocks_override"] * BLOCK
     assert options["num_gpu_blocks_override"] == (2 * GIB - beside) // 4 // BLOCK
     few = need_of(EngineConfig(DEMO, device="cpu", dtype="float32", max_num_seqs=4), 64 * GIB, None)[2]
-    assert few == {"num_gpu_blocks_override": 4 * 1024 // 64}  # more than four sequences would never use
+    assert few["num_gpu_blocks_override"] == 4 * 1024 // 64  # more than four sequences would never use
+    assert (few["task"], few["max_model_len"]) == ("generate", 1024)
 
 
 def test_a_given_pool_is_taken_as_it_is_and_swap_space_counts() -> None:
     config = EngineConfig(DEMO, device="cpu", dtype="float32", num_gpu_blocks_override=100, max_num_seqs=4)
     need, _, options = need_of(config, GIB, None)
-    assert options == {"num_gpu_blocks_override": 100}
+    assert options["num_gpu_blocks_override"] == 100
     swaps = EngineConfig(DEMO, device="cpu", dtype="float32", num_gpu_blocks_override=100, max_num_seqs=4, swap_space=1)
     assert need_of(swaps, 4 * GIB, None)[0] - need == GIB
 
@@ -43,6 +49,31 @@ def test_a_given_pool_is_taken_as_it_is_and_swap_space_counts() -> None:
 def test_what_does_not_fit_says_by_how_much() -> None:
     with pytest.raises(ValueError, match=r"the weights take 0.01 GiB, [\d.]+ more than there is room for"):
         need_of(EngineConfig(DEMO, device="cpu", dtype="float32"), 4 * GIB, GIB // 4)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        ("", ""), ("tokenizer.json", "tokenizer.json"), ("model.safetensors", "model.safetensors is damaged"),
+        ("cuda", "torch sees no CUDA device"),
+    ],
+)  # fmt: skip
+def test_damaged_files_are_found_before_others_make_room(
+    damage: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"):
+        data = Path(DEMO, name).read_bytes()
+        (tmp_path / name).write_bytes(data[:-9] if name == damage else data)
+    options = dataclasses.asdict(EngineConfig(str(tmp_path), device="cuda" if damage == "cuda" else "cpu"))
+    message = {"name": "a", "options": options, "budget": None, "memory": 4 * GIB, "host": 0, "others": 0}
+    monkeypatch.setattr(needs.sys, "stdin", [json.dumps(message)])
+    for name in ("end_with_parent", "name_process", "set_up"):
+        monkeypatch.setattr(needs, name, lambda *_: None)
+    monkeypatch.setattr(needs, "gpu_bytes", lambda: 0)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    needs.main()
+    answer = json.loads(capfd.readouterr().out)
+    assert words in answer.get("failure", "") and ("need" in answer) == (not damage)
 
 
 @pytest.mark.full

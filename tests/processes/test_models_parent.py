@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from config import DEMO, EngineConfig
-from processes.child import ABSENT, ASLEEP, DRAINING, READY, STARTING
-from processes.models import ModelEntry, ModelSet
+from processes.child import ABSENT, ASLEEP, DRAINING, READY, STARTING, ParentPipe
+from processes.models import ModelEntry, ModelSet, Planner
 from processes.residency import Terms
 
 WEIGHTS = {"weights": "", "weights_stamp": "", "weights_version": 0}
@@ -29,7 +30,7 @@ class Engine:
         self.code: int | None = None
         self.closed = self.stopped = False
         self.process = SimpleNamespace(
-            pid=1, poll=lambda: self.code, kill=lambda: setattr(self, "code", -9), returncode=0
+            pid=1, poll=lambda: self.code, kill=lambda: setattr(self, "code", -9), wait=lambda: self.code
         )
 
     def progress(self) -> bool | None:
@@ -70,10 +71,12 @@ class Parent:
         name = entries[0].name
         self.planned.append(name)
         assert room == {"memory": 10, "host": room["host"], "others": len(self.needs) - 1}
-        answer = {"name": name, "need": self.needs[name], "asleep": 4, "options": {"model": DEMO}} | room
+        options = {"model": DEMO, "task": "embed", "max_model_len": 512}
+        answer = {"name": name, "need": self.needs[name], "asleep": 4, "options": options} | room
         answer["contexts"] = room["host"] // 8
         answer |= {"failure": "there is no such folder"} if self.needs[name] < 0 else {}
-        return SimpleNamespace(names=set(), answers=lambda: [answer], stop=lambda: None)
+        process = SimpleNamespace(poll=lambda: 0)
+        return SimpleNamespace(names=set(), answers=lambda: [answer], process=process, stop=lambda: None)
 
     def check(self, count: int = 3) -> None:
         for _ in range(count):
@@ -112,6 +115,7 @@ def test_an_engine_ends_when_all_have_hung_up_and_its_memory_is_free_when_it_has
     world = parent(a=6, b=6)
     engine = world.load("a")
     assert engine.config.model == DEMO and world.rows["a"].need == 6
+    assert (world.rows["a"].max_model_len, world.rows["a"].task) == (512, b"embed")
     world.ask("b")
     world.check()
     assert world.rows["a"].state == DRAINING and world.rows["b"].place == 1 and not engine.closed
@@ -141,9 +145,13 @@ def test_a_dead_engine_is_started_again_when_it_is_asked_for(parent: Callable[..
     world = parent(a=6, b=2)
     engine = world.load("a")
     world.load("b")
-    engine.code = engine.process.returncode = -9
+    engine.code = -9
     world.check()
     assert (world.rows["a"].state, world.rows["b"].state) == (ABSENT, READY) and len(world.engines["a"]) == 1
+    world.ask("a")
+    world.check(50)
+    assert len(world.engines["a"]) == 1 and not world.rows["a"].status  # it was READY a moment ago, so others serve
+    world.check(50)
     world.load("a")
     assert len(world.engines["a"]) == 2 and world.rows["a"].loads == 2
 
@@ -161,6 +169,15 @@ def test_a_start_that_fails_is_refused_with_its_reason_and_tried_again_later(par
     assert len(world.engines["a"]) == 1
     world.check(30)
     assert len(world.engines["a"]) == 2
+
+
+def test_a_start_that_is_killed_says_by_what(parent: Callable[..., Parent]):
+    world = parent(a=6)
+    world.ask("a")
+    world.check()
+    world.engines["a"][0].ready, world.engines["a"][0].code = False, -9
+    world.check()
+    assert b"by the signal 9 (Killed)" in world.rows["a"].why
 
 
 def test_what_cannot_be_found_or_never_fits_is_refused(parent: Callable[..., Parent]):
@@ -199,6 +216,52 @@ def test_a_server_that_drains_starts_nothing(parent: Callable[..., Parent]):
     world.ask("a")
     world.check(20)
     assert not world.engines["a"]
+
+
+def test_salts_of_what_is_on_disk_outlive_the_server(tmp_path: Path):
+    entries = [ModelEntry("a", EngineConfig("not/a")), ModelEntry("b", EngineConfig("not/b", kv_disk=str(tmp_path)))]
+    sets = [ModelSet(entries, None, 0.0, None) for _ in range(2)]
+    assert sets[0].board.secret == sets[1].board.secret
+    for models in sets:
+        models.stop()
+
+
+# --- the process that plans ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["it ends", "it hangs"])
+def test_a_planner_that_does_not_answer_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, how: str):
+    (script := tmp_path / "needs.py").write_text(
+        "import json, sys, time\n"
+        "print(json.dumps({'name': json.loads(sys.stdin.readline())['name'], 'need': 3}), flush=True)\n"
+        f"time.sleep({1000 if how == 'it hangs' else 0})\n"
+    )
+    monkeypatch.setattr("processes.models.PLANNER", script)
+    now = [100.0]
+    monkeypatch.setattr("processes.models.time", SimpleNamespace(monotonic=lambda: now[0]))
+    planner = Planner([ModelEntry(name, EngineConfig(DEMO, startup_timeout=60)) for name in "ab"], {})
+    answers: list[dict[str, Any]] = []
+    while not answers:
+        time.sleep(0.01)
+        answers += planner.answers()
+    now[0] += 61 if how == "it hangs" else 0
+    while len(answers) < 2:
+        time.sleep(0.01)
+        answers += planner.answers()
+    assert answers[0] == {"name": "a", "need": 3} and answers[1]["name"] == "b"
+    assert ("is silent for 60 s" if how == "it hangs" else "has ended") in answers[1]["failure"]
+    assert planner.process.wait() == (-9 if how == "it hangs" else 0) and not planner.names
+    planner.stop()
+
+
+def test_a_process_ends_after_its_workers(monkeypatch: pytest.MonkeyPatch):
+    """So what they held of a GPU is free when it has ended."""
+    acts: list[str] = []
+    worker = SimpleNamespace(kill=lambda: acts.append("kill"), join=lambda timeout: acts.append("join"))
+    monkeypatch.setattr("processes.child.multiprocessing.active_children", lambda: [worker] * 2)
+    monkeypatch.setattr("processes.child.os._exit", lambda code: acts.append(f"exit {code}"))
+    ParentPipe.end(cast(ParentPipe, None), 3)
+    assert acts == ["kill", "kill", "join", "join", "exit 3"]
 
 
 # --- sleep ------------------------------------------------------------------------------------------------------------
@@ -274,7 +337,7 @@ def test_an_engine_asleep_that_ends_is_loaded_anew(parent: Callable[..., Parent]
         world.check()
         assert engine.calls == ["sleep", "wake_up"] and row.state == STARTING
         row.asked[0] = 0.0
-    engine.code = engine.process.returncode = 1
+    engine.code = 1
     world.check()
     assert row.state == ABSENT and row.ends == 1 and not row.status and world.engines["b"][0].code is None
     world.rows["b"].unload, world.rows["b"].connected[0], world.engines["b"][0].code = True, False, 0
