@@ -253,6 +253,7 @@ def test_a_name_of_the_folder_is_not_taken_away(engines: Engines, folder: Path) 
     [
         ({}, "lora_name is None"), ({"lora_name": ""}, "lora_name is ''; it must be a text of 1 to 1024 characters"),
         ({"lora_name": "other", "lora_path": "/a"}, "no name of the model itself"),
+        ({"lora_name": "beside", "lora_path": "/a"}, "or taken by another"),
         ({"lora_name": "x" * 1025, "lora_path": "/a"}, "1 to 1024 characters"),
         ({"lora_name": "\ud800", "lora_path": "/a"}, ""), ({"lora_name": "a", "lora_path": "/\ud800"}, ""),
         ({"lora_name": "a"}, "lora_path is None; it must be a path from the root"),
@@ -262,7 +263,7 @@ def test_a_name_of_the_folder_is_not_taken_away(engines: Engines, folder: Path) 
     ],
 )  # fmt: skip
 def test_what_cannot_be_loaded(engines: Engines, body: dict[str, Any], words: str) -> None:
-    http_client = client_of(engines)
+    http_client = client_of(engines, AdapterNames(ServerConfig(), ["manta", "other", "beside"]))
     assert words in refusal(post(http_client, "/v1/load_lora_adapter", **body))["message"]
     assert not engines.loaded and len(http_client.get("/v1/models").json["data"]) == 2
 

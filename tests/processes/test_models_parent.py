@@ -14,6 +14,7 @@ from config import DEMO, EngineConfig
 from processes.child import ABSENT, ASLEEP, DRAINING, READY, STARTING, ParentPipe
 from processes.models import ModelEntry, ModelSet, Planner
 from processes.residency import Terms
+from served import eventually
 
 WEIGHTS = {"weights": "", "weights_stamp": "", "weights_version": 0}
 
@@ -241,13 +242,9 @@ def test_a_planner_that_does_not_answer_fails(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setattr("processes.models.time", SimpleNamespace(monotonic=lambda: now[0]))
     planner = Planner([ModelEntry(name, EngineConfig(DEMO, startup_timeout=60)) for name in "ab"], {})
     answers: list[dict[str, Any]] = []
-    while not answers:
-        time.sleep(0.01)
-        answers += planner.answers()
+    eventually(lambda: answers.extend(planner.answers()) or answers)
     now[0] += 61 if how == "it hangs" else 0
-    while len(answers) < 2:
-        time.sleep(0.01)
-        answers += planner.answers()
+    eventually(lambda: answers.extend(planner.answers()) or len(answers) == 2, 20)
     assert answers[0] == {"name": "a", "need": 3} and answers[1]["name"] == "b"
     assert ("is silent for 60 s" if how == "it hangs" else "has ended") in answers[1]["failure"]
     assert planner.process.wait() == (-9 if how == "it hangs" else 0) and not planner.names
