@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import itertools
 import math
 import os
 import re
@@ -88,7 +87,7 @@ class SeveralModels:
         self.entries: list[ModelEntry] = []
         self.adapters: dict[str, AdapterNames] = {}
         for name, table in tables.items():
-            names = [*tables, *itertools.chain(*(adapters.given() for adapters in self.adapters.values()))]
+            names = [*tables, *(named for adapters in self.adapters.values() for named in adapters.given())]
             entry, self.adapters[name] = entry_of(name, table, engine_config, config, names)
             self.entries.append(entry)
         if len({entry.config.device == "cpu" for entry in self.entries}) > 1:
@@ -172,12 +171,12 @@ def entry_of(
     values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
     served = {key: values[key] for key in SERVED if key in values}
     try:
-        fields = {key: value for key, value in values.items() if key in options}
+        fields = {key: values[key] for key in options & values.keys()}
         model_config = dataclasses.replace(engine_config, model=path, **fields)
         for option, allowed in ONE_HOST.items():
             model_config.allow("with several models, each of which has one engine on this host,", option, *allowed)
-        check_parsers(own := dataclasses.replace(config, **served))
-        (adapters := AdapterNames(own, names)).check_folders(model_config)
+        check_parsers(model_server := dataclasses.replace(config, **served))
+        (adapters := AdapterNames(model_server, names)).check_folders(model_config)
     except ValueError as error:
         raise ValueError(f"{where} {error}") from None
     model_config, ttl = with_policy(model_config, config), table.get("ttl", math.inf)

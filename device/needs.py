@@ -2,8 +2,8 @@
 
 It reads a model's name and options from each line of standard input, and writes a line of JSON: the memory of this
 machine for models, the bytes that this one needs, awake and asleep, where its files are, and options by which its
-engine takes just that much; or why it cannot be loaded. The arithmetic is that of `--plan`. A model of the hub is
-downloaded first.
+engine takes just that much; or why it cannot be loaded, as far as its files tell. The arithmetic is that of `--plan`. A
+model of the hub is downloaded first.
 """
 
 from __future__ import annotations
@@ -39,15 +39,6 @@ def machine_room(config: EngineConfig, memory: int | None, host: int | None, oth
     memory = memory or int(total * config.gpu_memory_utilization) or machine.available_bytes()
     host = machine.available_bytes() // 2 * (total > 0) if host is None else host
     return memory, host, min(memory // CONTEXTS_SHARE, others * CONTEXT) if total and host else 0
-
-
-def check_files(config: EngineConfig) -> None:
-    """Read the tokenizer, and the headers of the weights, which name the size that each file must have. A ValueError
-    says which file is missing or damaged, before other models make room for this one."""
-    Tokenizer(config.folder)
-    for path in [] if config.load_format == "dummy" else checkpoint_files(config.folder):
-        with opened(path):
-            pass
 
 
 def need_of(config: EngineConfig, memory: int, budget: int | None) -> tuple[int, list[MemoryPlan], dict[str, Any]]:
@@ -115,7 +106,11 @@ def main() -> None:
         answer: dict[str, Any] = {"name": message["name"], "memory": memory, "host": host, "contexts": contexts}
         try:
             pick_device(config.device)
-            check_files(config := find_model(config))
+            config = find_model(config)
+            Tokenizer(config.folder)  # and headers of weights, which are checked against the sizes of their files
+            for path in [] if config.load_format == "dummy" else checkpoint_files(config.folder):
+                with opened(path):
+                    pass
             need, plans, options = need_of(config, memory - contexts, message["budget"])
             options |= {name: getattr(config, name) for name in ("model", "snapshot", "speculative_config")}
             answer |= {"need": need, "asleep": need_asleep(config, plans, host, contexts), "options": options}

@@ -181,8 +181,7 @@ class Child:
             self.listen()
             self.on_end()
             if time.monotonic() >= self.not_before:
-                how = f"{ending(self.process)} (pid {self.process.pid})"
-                logger.warning(f"{self.name} has ended {how}; another is started")
+                logger.warning(f"{self.name} has ended {ending(self.process)} (pid {self.process.pid}); another starts")
                 self._close_pipes()
                 self._launch()
         elif self.starting and self._has_spoken():

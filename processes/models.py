@@ -142,18 +142,18 @@ class Planner:
     def answers(self) -> Iterator[dict[str, Any]]:
         """What it has said since the last time; when it has ended, or is silent for too long, a failure for each model
         that has no answer."""
-        has_ended, now = self.process.poll() is not None, time.monotonic()  # first, so that all it has said is read
+        trouble = "" if self.process.poll() is None else "has ended"  # first, so that all it has said is read
         *lines, self.unread = (self.unread + self.output.read()).split(b"\n")
         for line in lines:
-            answer, self.heard = json.loads(line), now
+            answer, self.heard = json.loads(line), time.monotonic()
             self.names.discard(answer["name"])
             yield answer
-        if is_late := now > self.heard + self.patience:
+        if time.monotonic() > self.heard + self.patience:
+            trouble = f"is silent for {self.patience:g} s (startup_timeout)"
             self.process.kill()
-        for name in sorted(self.names) if has_ended or is_late else ():
+        for name in sorted(self.names) if trouble else ():
             self.names.discard(name)
-            how = f"is silent for {self.patience:g} s (startup_timeout)" if is_late else "has ended"
-            yield {"name": name, "failure": f"the process that plans its memory {how}; stderr may say why"}
+            yield {"name": name, "failure": f"the process that plans its memory {trouble}; stderr may say why"}
 
     def stop(self) -> None:
         """End the process."""
@@ -227,9 +227,8 @@ class ModelSet:
                 self.planners.remove(planner)
         in_work = {name for planner in self.planners for name in planner.names}
         for name, row in self.rows.items():
-            if name in self.residency.terms or name in in_work or now < row.refused_until:
-                continue
-            if self.entries[name].pin or any(row.asked):  # each by itself, because one may have to be downloaded
+            is_due = name not in self.residency.terms and name not in in_work and now >= row.refused_until
+            if is_due and (self.entries[name].pin or any(row.asked)):  # each by itself: one may have to be downloaded
                 self.planners.append(Planner([self.entries[name]], self.room))
 
     def _take_need(self, answer: dict[str, Any], now: float) -> None:
@@ -293,13 +292,11 @@ class ModelSet:
     def _carry_out(self, decided: dict[str, int], now: float) -> None:
         for name, state in decided.items():
             self.rows[name].state, self.rows[name].begun = state, now
-            if name not in self.engines:
+            if not (engine := self.engines.get(name)):
                 engine = self.engines[name] = EngineProcess(self.entries[name].config, None, self.ends[name])
                 engine.name = f"the engine of {name}"
                 logger.info(f"{engine.name} is started (pid {engine.process.pid})")
-                continue
-            engine = self.engines[name]
-            if state == STARTING:
+            elif state == STARTING:
                 logger.info(f"{engine.name} wakes up")
                 engine.call("wake_up")
             elif state == DRAINING:
