@@ -21,9 +21,9 @@ from gunicorn.http import errors
 from werkzeug.exceptions import HTTPException, RequestEntityTooLarge
 
 from api.bodies import parse_json
-from api.checks import ApiError
+from api.checks import ApiError, CheckContext, Face, read_fields
 from api.faces import FACES
-from api.generation import ClientGone, Events, as_api_error
+from api.generation import Caller, ClientGone, Events, as_api_error
 from api.options import ServerConfig
 from api.replies import json_of
 from api.routes import Api
@@ -142,6 +142,12 @@ def body_of(api: Api) -> dict[str, Any]:
     what = f"{request.method} {quote(request.path)[:256]} ({g.request_id}, {len(body)} bytes, client {g.client})"
     g.body.enter_context(api.board.computing(what))
     return parse_json(body, api.config, api.facts["max_model_len"])
+
+
+def fields_of(api: Api, face: Face) -> dict[str, Any]:
+    """The checked fields of the body that this request brings."""
+    caller = g.caller = Caller(g.name, g.client)
+    return read_fields(face, body_of(api), CheckContext(api.config, caller.ignored))
 
 
 def api_error(error: Exception) -> ApiError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from flask import Response, g, request
 
 from api.batches import BATCH_PATHS
-from api.control import CONTROL_PATHS, guarded, scale, scaling, server_info
+from api.control import CONTROL_PATHS, SCALE, guarded, scale, scaling, server_info
 from api.generation import Events
 from api.http import PAGE, page, reply, stream
 from api.openapi import Path, openapi
@@ -16,7 +16,6 @@ from config import VERSION
 
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 READ_AGAIN = {"stream": {"type": "boolean"}, "starting_after": {"type": "integer", "minimum": 0}}
-ENGINES = {"data_parallel_size": {"type": "integer", "minimum": 1}}
 
 
 def stored(api: Api, id: str) -> Response:
@@ -51,7 +50,7 @@ PATHS = (
          stored, query=READ_AGAIN),
     Path("GET", "/v1/responses/<id>/input_items", "input_items", "What it was made from, by pages.",
          lambda api, id: reply(api.store.page(g.client, id, request.args)), query=PAGE_OF_ITEMS),
-    Path("POST", "/scale", "scale", "Have so many engines.", lambda api: reply(scale(api)), body=ENGINES, control=True),
+    Path("POST", "/scale", "scale", "Have so many engines.", lambda api: reply(scale(api)), body=SCALE, control=True),
     Path("DELETE", "/v1/responses/<id>", "delete_response", "Forget a stored response.",
          lambda api, id: reply(api.store.delete(g.client, id))),
     Path("POST", "/v1/responses/<id>/cancel", "cancel_response", "End a response that runs in the background.",

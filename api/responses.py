@@ -372,7 +372,7 @@ FIELDS = (
 )
 RESPONSES = Face(
     "responses", ("/v1/responses",), FIELDS, respond, "resp_", ("input",), ("generate",),
-    ignored=("client_metadata", "stream_options"),
+    ignored=(*checks.HARMLESS, "client_metadata", "stream_options"),
     not_yet=shared.NOT_YET | NOT_YET_HERE | shared.NOT_IN_ANSWERS,
     elsewhere=shared.ELSEWHERE | ELSEWHERE_HERE,
 )  # fmt: skip

@@ -187,16 +187,16 @@ def test_what_is_asked_of_the_engines(engines: Engines, controls: FlaskClient) -
         ("/sleep?timeout=1e3", None, "timeout is '1e3'; it must be whole seconds"),
         ("/sleep?timeout=-1", None, "timeout is '-1'; it must be whole seconds"),
         ("/wake_up?tag=weights", None, "known: tags"), ("/start_profile?a=1", None, "known: nothing"),
-        ("/update_weights", {}, "model_path is None"), ("/update_weights", {"model_path": "a"}, "from the root"),
-        ("/update_weights", {"model_path": "/a", "more": 1}, "no field 'more'; known: model_path"),
-        ("/update_weights", {"model_path": 5}, "model_path is 5; it must be a path"),
-        ("/abort_requests", {}, "request_ids is None; it must be"), ("/abort_requests", {"request_ids": [5]}, "is [5]"),
-        ("/collective_rpc", {}, "method is None; it must be str"),
-        ("/collective_rpc", {"method": "a", "args": 5}, "args is 5; it must be list"),
-        ("/collective_rpc", {"method": "a", "timeout": True}, "timeout is True; it must be int"),
-        ("/collective_rpc", {"method": "a", "kwarg": {}}, "no field 'kwarg'"),
-        ("/collective_rpc", {"method": "a", "timeout": 0}, "timeout is 0; it must be above 0"),
-        ("/collective_rpc", {"method": "a", "timeout": -0.5}, "timeout is -0.5; it must be above 0"),
+        ("/update_weights", {}, "model_path is missing"), ("/update_weights", {"model_path": "a"}, "from the root"),
+        ("/update_weights", {"model_path": "/a", "more": 1}, "the field 'more' is unknown"),
+        ("/update_weights", {"model_path": 5}, "model_path is 5: it must be a string"),
+        ("/abort_requests", {}, "request_ids is missing"), ("/abort_requests", {"request_ids": [5]}, "is [5]: it"),
+        ("/collective_rpc", {}, "method is missing"),
+        ("/collective_rpc", {"method": "a", "args": 5}, "args is 5: it must be a list"),
+        ("/collective_rpc", {"method": "a", "timeout": True}, "timeout is True: it must be a number"),
+        ("/collective_rpc", {"method": "a", "kwarg": {}}, "did you mean kwargs?"),
+        ("/collective_rpc", {"method": "a", "timeout": 0}, "timeout is 0.0: it must be above 0"),
+        ("/collective_rpc", {"method": "a", "timeout": -0.5}, "timeout is -0.5: it must be above 0"),
     ],
 )  # fmt: skip
 def test_mistakes_are_400(engines: Engines, controls: FlaskClient, path: str, body: Any, words: str) -> None:
@@ -234,8 +234,13 @@ def test_a_profile_is_downloaded_and_nothing_else(controls: FlaskClient, tmp_pat
 
 
 def test_the_schema_has_them(controls: FlaskClient) -> None:
-    paths = controls.get("/openapi.json").json["paths"]
+    schema = controls.get("/openapi.json").json
+    paths = schema["paths"]
     assert all("post" in paths[path] for path in POSTS) and "get" in paths["/profiles/{name}"]
+    body = paths["/v1/load_lora_adapter"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    fields = schema["components"]["schemas"][body["$ref"].rpartition("/")[2]]
+    assert [*fields["properties"]] == ["lora_name", "lora_path", "load_inplace"]
+    assert fields["required"] == ["lora_name", "lora_path"] and fields["additionalProperties"] is False
 
 
 @pytest.mark.parametrize("route", [COMPLETIONS, CHAT])
