@@ -13,7 +13,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import gevent
 from flask import Response, g, request
@@ -138,10 +137,7 @@ def unpacked(coding: str, packed: Iterator[bytes]) -> Iterator[bytes]:
 def body_of(api: Api) -> dict[str, Any]:
     """The JSON object that this request brings."""
     g.body = contextlib.ExitStack()  # closed when the body has become a request, or with the reply
-    body = read_body(api.config, api.bodies)
-    what = f"{request.method} {quote(request.path)[:256]} ({g.request_id}, {len(body)} bytes, client {g.client})"
-    g.body.enter_context(api.board.computing(what))
-    return parse_json(body, api.config, api.facts["max_model_len"])
+    return parse_json(read_body(api.config, api.bodies), api.config, api.facts["max_model_len"])
 
 
 def fields_of(api: Api, face: Face) -> dict[str, Any]:

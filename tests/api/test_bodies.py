@@ -305,34 +305,6 @@ def test_a_body_counts_until_it_is_a_request(
     assert sum(board.bytes) == 0
 
 
-def test_the_parent_sees_which_bodies_are_read_until_they_are_requests(
-    engine: ScriptedClient, board: Board, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It tells if this process stands still over one."""
-    board.claim(7)
-    seen: list[str] = []
-    monkeypatch.setattr(
-        serving_routes, "read_fields", lambda *args: seen.append(board.tasks_of(7)) or read_fields(*args)
-    )
-    add = engine.add_request
-    monkeypatch.setattr(engine, "add_request", lambda *args: seen.append(board.tasks_of(7)) or add(*args))
-    http_client, bad = with_board(engine, board), b'{"prompt": 5}'
-    assert http_client.post(COMPLETIONS, data=bad, headers={"X-Request-Id": "mine"}).status_code == 400
-    assert board.tasks_of(7) == ""
-    with board.computing("another"):
-        made = post(http_client, COMPLETIONS).headers["X-Request-Id"]
-        assert board.tasks_of(7) == "another"
-    size = len(json.dumps(BODIES[COMPLETIONS]))
-    assert [task.rpartition(", client ")[0] for task in seen] == [
-        f"POST {COMPLETIONS} (mine, {len(bad)} bytes", f"another, POST {COMPLETIONS} ({made}, {size} bytes", "",
-    ]  # fmt: skip
-    for i in range(99):
-        board.computing(f"{'a' * 2000}{i}").__enter__()
-    assert len(board.tasks_of(7)) < board.MOST_TOLD
-    board.clear(7)  # it has died
-    assert board.tasks_of(7) == ""
-
-
 @pytest.mark.parametrize("body", [b"{", b'{"prompt": 1}', b'{"prompt": "' + b"a" * 100_000 + b'"}', b'{"prompt": ""}'])
 def test_a_body_that_is_refused_counts_no_more(engine: ScriptedClient, board: Board, body: bytes) -> None:
     http_client = with_board(engine, board)
