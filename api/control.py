@@ -6,18 +6,16 @@ wrong with a call is an `ApiError` with the value and what is allowed.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import re
 import reprlib
-import stat
 import time
 from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Annotated, Any
 
-from flask import Response, request, send_file
+from flask import Response, request
 from msgspec import Meta
 
 from api.adapters import LOOK, MOST_NAME, Module
@@ -28,7 +26,6 @@ from api.routes import Api
 from processes.child import DRAINING, READY, STARTING
 
 PLAIN = "text/plain; charset=utf-8"
-PROFILE = re.compile(r"[\w-]+\.(pt\.trace\.json\.gz|steps\.json)", re.ASCII)  # the names of `stop_profile`
 
 
 def ask(api: Api, utility: str, *args: Any, patience: float = 0) -> list[Any]:
@@ -149,23 +146,6 @@ def stop_profile(api: Api) -> dict[str, Any]:
     return {"profiling": False, "files": list(chain.from_iterable(ask(api, "stop_profile")))}
 
 
-def profile(api: Api, name: str) -> Response:
-    """Send a file of a profile."""
-    folder = api.facts["torch_profiler_dir"]
-    if folder and PROFILE.fullmatch(name):
-        with contextlib.suppress(OSError), contextlib.ExitStack() as unless_sent:
-            file = unless_sent.enter_context(open(os.path.join(folder, name), "rb", opener=open_no_link))
-            if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                unless_sent.pop_all()
-                return send_file(file, "application/octet-stream", as_attachment=True, download_name=name)
-    raise ApiError(404, f"there is no profile {name!r:.200}", "name")
-
-
-def open_no_link(path: str, flags: int) -> int:
-    """A descriptor for `open`; an OSError if there is a link at the end of the path. No pipe is waited for."""
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
-
-
 def from_root(value: str, context: CheckContext) -> str:
     if not os.path.isabs(value):
         raise ValueError("it must be a path from the root")
@@ -229,6 +209,4 @@ CONTROL_PATHS = (  # with `enable_control_routes`
     guarded("POST", unload_lora_adapter, "Take that name away.", "/v1", UNLOADED, ("lora_name",), kind="text/plain"),
     guarded("POST", start_profile, "Have torch's profiler record what the workers do, and the phases of each step."),
     guarded("POST", stop_profile, "End that, and write the files."),
-    Path("GET", "/profiles/<name>", "profile", "One of these files.", profile, "application/octet-stream",
-         control=True),
 )  # fmt: skip
