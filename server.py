@@ -55,7 +55,7 @@ from processes.suspects import Suspects
 from tokenizer import Tokenizer
 
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
-STATUS_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 415: {"Accept-Encoding": "gzip"}, 429: {"Retry-After": "1"}}
+STATUS_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}}
 # Endpoints that programs poll, and the page's own files: requests for them are logged at level DEBUG.
 QUIET = ("health", "metrics", "live", "page", "scaling")
 

@@ -52,7 +52,7 @@ def upload_file(api: Api) -> dict[str, Any]:
     if request.mimetype != "multipart/form-data" or not 0 < len(boundary) <= MOST_BOUNDARY:
         must = f"it must be multipart/form-data with a boundary of at most {MOST_BOUNDARY} characters"
         raise ApiError(415, f"the content type is {request.content_type!r:.100}; {must}")
-    size = most if "Content-Encoding" in request.headers else request.content_length or most
+    size = request.content_length or most
     api.files.need_room(g.client, size)
     with (
         api.files.writing(g.client, "batch") as (file, record),

@@ -8,7 +8,6 @@ import hmac
 import ipaddress
 import re
 import time
-import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from pathlib import Path
@@ -30,7 +29,6 @@ from observe.logs import logger
 from processes.child import ClientShares
 
 BODY_PART = 2**14  # bytes of a body to read at a time
-PACKED = {"gzip": 31, "x-gzip": 31, "deflate": 15}  # content codings, and zlib's `wbits` for each
 HOST_PORT = re.compile(r":\d*\Z", re.ASCII)
 NO_ROUTE = "none"  # stands for the route of a request that is for none of ours
 HEADER_NAMES = re.compile(r"[\w-]+(, *[\w-]+)*", re.ASCII)
@@ -62,17 +60,17 @@ def arriving(config: ServerConfig, most: int, cap: str) -> Generator[bytes, None
     if kind != "application/json" and "Origin" in request.headers and not allowed_origin(config):
         must = "from a web page that is not in allowed_origins it must be application/json"
         raise ApiError(415, f"the content type is {kind or 'not given'}; {must}")
+    if (coding := request.headers.get("Content-Encoding", "identity").strip().lower()) != "identity":
+        raise ApiError(415, f"the content encoding is {coding!r:.80}; it must be identity")
     request.max_content_length = most + 1  # a chunked body is cut there: the extra byte shows it
     try:
-        coding = request.headers.get("Content-Encoding", "identity").strip().lower()
-        for part in unpacked(coding, packed_parts(config.body_timeout)):
-            if len(part) in (0, BODY_PART):
+        for part in parts_of_body(config.body_timeout):
+            if len(part) == BODY_PART:
                 gevent.sleep(0)  # a socket that always has more would let nobody else run
             size += len(part)
             if size > most:
                 raise RequestEntityTooLarge
-            if part:
-                yield part
+            yield part
     except gevent.Timeout:
         raise ApiError(400, f"the body did not arrive within {config.body_timeout} s (body_timeout)") from None
     except RequestEntityTooLarge:
@@ -100,7 +98,7 @@ def read_body(config: ServerConfig, bodies: ClientShares) -> bytearray:
     return body
 
 
-def packed_parts(seconds: float) -> Iterator[bytes]:
+def parts_of_body(seconds: float) -> Iterator[bytes]:
     """This request's body as it arrives; a `gevent.Timeout` once its reads have waited for `seconds` in all."""
     while True:
         begun = time.monotonic()
@@ -110,28 +108,6 @@ def packed_parts(seconds: float) -> Iterator[bytes]:
             return
         seconds = max(0.0, seconds - (time.monotonic() - begun))
         yield part
-
-
-def unpacked(coding: str, packed: Iterator[bytes]) -> Iterator[bytes]:
-    """The parts of this request's body, of at most BODY_PART bytes; an `ApiError` if this `coding` is not its own."""
-    if coding == "identity":
-        yield from packed
-        return
-    if coding not in PACKED:
-        raise ApiError(415, f"the content encoding is {coding!r:.80}; it must be {', '.join(PACKED)} or identity")
-    unpacker = zlib.decompressobj(PACKED[coding])
-    try:
-        for arrived in packed:
-            while part := unpacker.decompress(arrived, BODY_PART):
-                yield part
-                arrived = unpacker.unconsumed_tail
-            if unpacker.unused_data:
-                raise zlib.error("there is more after its end")
-            yield b""  # so that others are served, however little it unpacks to
-        if not unpacker.eof:
-            raise zlib.error("it has no end")
-    except zlib.error as error:
-        raise ApiError(400, f"the body is no {coding}: {error}") from None
 
 
 def body_of(api: Api) -> dict[str, Any]:

@@ -17,7 +17,7 @@ STATUSES = {
     400: "The request is wrong; the message says how.", 401: "The API key is missing or wrong.",
     403: "The route needs an admin key, or is not for this page or host.",
     404: "There is no such model or route.", 405: "The route does not take this method.",
-    413: "The body is too large.", 415: "The content type or the content encoding is not one that is read.",
+    413: "The body is too large.", 415: "The content type is not one that is read, or there is a content encoding.",
     429: "Too much is in flight.", 500: "An error of the server's own.",
     503: "The engine cannot run requests, or the server is shutting down.",
 }  # fmt: skip

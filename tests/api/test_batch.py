@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import errno
-import gzip
 import json
 import os
 import signal
@@ -565,10 +564,8 @@ PURPOSE, FILE, END = PART % (b"purpose", b"batch"), PART % (b'file"; filename="i
 def test_an_upload_that_is_wrong_leaves_nothing(sdk, engine, tmp_path, form, kind, status, word):
     http, headers = Sdk(engine, tmp_path, max_file_bytes=150_000).http, {"Authorization": "Bearer one"}
     kind = kind or "multipart/form-data; boundary=b"
-    for coding in ({}, {"Content-Encoding": "gzip"}):
-        data = gzip.compress(form) if coding else form
-        error = refusal(http.post("/v1/files", data=data, content_type=kind, headers=headers | coding), status)
-        assert word in error["message"]
+    error = refusal(http.post("/v1/files", data=form, content_type=kind, headers=headers), status)
+    assert word in error["message"]
     page = headers | {"Origin": "https://evil.example"}
     refusal(http.post("/v1/files", data=form, content_type=kind, headers=page), 415)
     assert not [path for path in tmp_path.glob("*/*") if path.is_file()]
