@@ -1,4 +1,3 @@
-# PYTHON_ARGCOMPLETE_OK is what argcomplete looks for.
 """The OpenAI-compatible server: `python server.py MODEL`.
 
     create_app  the Flask app: paths, keys and errors, and the page in `web/`
