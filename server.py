@@ -33,6 +33,7 @@ if __name__ == "__main__" and (lack := lacking(PACKAGES)):
 import gevent
 from flask import Flask, Response, g, request
 from werkzeug.exceptions import MethodNotAllowed, NotFound
+from werkzeug.middleware.dispatcher import DispatcherMiddleware
 
 from api import batches, http
 from api.adapters import AdapterNames
@@ -92,7 +93,8 @@ def create_app(api: Api, spans: Spans | None = None, address: str | None = None)
     log_requests(app, api, spans)
     app.extensions |= {"spans": spans, "client": api.client}
     if config.root_path:
-        app.wsgi_app = http.under_root(app.wsgi_app, config.root_path)  # type: ignore[method-assign]
+        # It answers without the path as well, because a proxy may cut it off or not.
+        app.wsgi_app = DispatcherMiddleware(app.wsgi_app, {config.root_path: app.wsgi_app})  # type: ignore[method-assign]
     return app
 
 

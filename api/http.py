@@ -256,21 +256,6 @@ def is_preflight() -> bool:
     return request.method == "OPTIONS" and asks
 
 
-def under_root(app: Callable[..., Any], root: str) -> Callable[..., Any]:
-    """The WSGI app, which answers under the path `root` as well as without it: a proxy may cut it off or not.
-
-    Uvicorn's and FastAPI's users know that from `--root-path`.
-    """
-
-    def answer(environ: dict[str, Any], start_response: Any) -> Any:
-        path = environ.get("PATH_INFO", "")
-        if path == root or path.startswith(root + "/"):
-            environ |= {"SCRIPT_NAME": root, "PATH_INFO": path[len(root) :]}
-        return app(environ, start_response)
-
-    return answer
-
-
 class Keys:
     """The keys that the routes of a server at an address need.
 
