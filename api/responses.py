@@ -66,6 +66,8 @@ def respond(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any] 
         raise ApiError(400, f"store is true; {api.store.closed}", "store")
     if (background := fields["background"]) and not fields["store"]:
         raise ApiError(400, f"background is true; {api.store.closed or 'it needs store: true'}", "background")
+    if background and fields["stream"]:
+        raise ApiError(400, "stream is true; with background it must be false: GET /v1/responses/ID polls", "stream")
     items, chat = as_chat_fields(api, fields, caller)
     stored = StoredResponse(api.store, caller.client, items) if fields["store"] else None
     caller.remote = None if background else caller.remote
@@ -79,7 +81,7 @@ def respond(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any] 
     runs, caller.call = dataclasses.replace(caller), None  # which the log tells when it has ended
     log = partial(log_request, caller.name, caller.client, "", 200, time.monotonic(), runs, "", logging.INFO)
     stored.run(answer.events, answer.close, log)
-    return Events(stored.follow(0), lambda: None) if fields["stream"] else msgspec.json.decode(stored.response)
+    return msgspec.json.decode(stored.response)
 
 
 def count_input(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:
