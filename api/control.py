@@ -43,19 +43,13 @@ def scaling(api: Api) -> dict[str, int]:
     return {"data_parallel_size": api.board.wanted} | {name: states.count(state) for name, state in names.items()}
 
 
-def scale(api: Api) -> dict[str, int]:
-    """Ask for as many engines as the body says; they come and go while others serve."""
-    size = fields_of(api, SCALE)["data_parallel_size"]
+def scale(api: Api, data_parallel_size: int) -> dict[str, int]:
+    """Ask for so many engines; they come and go while others serve."""
     try:
-        api.client.scale_elastic_ep(size)
+        api.client.scale_elastic_ep(data_parallel_size)
     except ValueError as error:
         raise ApiError(400, str(error), "data_parallel_size") from None
     return scaling(api)
-
-
-SCALE = Face(
-    "scale", ("/scale",), (Field("data_parallel_size", int),), scale, needed=("data_parallel_size",), ignored=()
-)
 
 
 def is_sleeping(api: Api) -> dict[str, Any]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from flask import Response, g, request
 
 from api.batches import BATCH_PATHS
-from api.control import CONTROL_PATHS, SCALE, guarded, scale, scaling, server_info
+from api.checks import Field
+from api.control import CONTROL_PATHS, guarded, scale, scaling, server_info
 from api.http import PAGE, page, reply, stream
 from api.openapi import Path, openapi
 from api.response_store import PAGE_OF_ITEMS
@@ -42,7 +43,7 @@ PATHS = (
          lambda api, id: reply(api.store.response(g.client, id, request.args))),
     Path("GET", "/v1/responses/<id>/input_items", "input_items", "What it was made from, by pages.",
          lambda api, id: reply(api.store.page(g.client, id, request.args)), query=PAGE_OF_ITEMS),
-    Path("POST", "/scale", "scale", "Have so many engines.", lambda api: reply(scale(api)), body=SCALE, control=True),
+    guarded("POST", scale, "Have so many engines.", "", (Field("data_parallel_size", int),), ("data_parallel_size",)),
     Path("DELETE", "/v1/responses/<id>", "delete_response", "Forget a stored response.",
          lambda api, id: reply(api.store.delete(g.client, id))),
     Path("POST", "/v1/responses/<id>/cancel", "cancel_response", "End a response that runs in the background.",

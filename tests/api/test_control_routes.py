@@ -144,7 +144,7 @@ def test_a_server_that_others_reach_says_who_may_use_and_change_it(caplog: pytes
 
 
 def test_pages_of_other_origins_may_not_call_them(engines: Engines, controls: FlaskClient) -> None:
-    for path in POSTS:
+    for path in (*POSTS, "/scale"):
         assert "allowed_origins" in refusal(controls.post(path, headers=ORIGIN), 403)["message"]
     assert not engines.asked
     allowed = client_of(engines, FACTS, enable_control_routes=True, allowed_origins=(ORIGIN["Origin"],))
