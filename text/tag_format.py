@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from itertools import chain
 
 from text.json_mending import in_string
-from text.lark_rules import Held, Lark, Schema, brief, is_text, property_schema, repeated, schema_value, then, types_of
+from text.lark_rules import Lark, Schema, brief, is_text, property_schema, repeated, schema_value, then, types_of
 from text.scanning import AnswerPart, NoCall, Source, Steps, Waiting, markers
-from text.tool_formats import Calls, Tool, ToolParser, filled
+from text.tool_formats import Calls, Tool, ToolParser
 
 PLAUSIBLE = re.compile(r"[\w.$-]{1,64}")  # a name of an argument that no schema has
 # What a mark within a value means: the end of the value, a part of it, the beginning of an argument of a call that it
@@ -27,11 +27,9 @@ class TagFormat(ToolParser):
 
     names: tuple[str, ...]  # before the function's name; one of `begins` where models leave out the tags around it
     name_end: str  # behind it
-    written_end: str = ""  # the same as the model writes it, if that is more; see `filled`
     key: str  # before an argument's name
     key_end: str  # behind it, up to the value
-    other_key_end: str = ""  # the same before a value that is no string, in formats that say so; `{}` is its type
-    tag_end: str = ""  # ends a tag that says more than a name
+    other_key_end: str = ""  # the same before a value that is no string, in formats that say so
     value_end: str  # behind the value
     padding: str = ""  # on both sides of a value
     quotes: tuple[str, ...] = ()  # may stand around a value, in which no mark has a meaning then
@@ -53,9 +51,6 @@ class TagFormat(ToolParser):
             if (yield from source.follows(self.name_end, self.name_end[:-1] + "/>")).endswith("/>"):
                 yield calls.arguments("{}")
             else:
-                if self.tag_end:
-                    yield from source.short(self.tag_end)
-                    yield from source.follows(self.tag_end)
                 yield from self._arguments(calls)
                 yield from source.closes(self.call_end)
             source.mark = source.at
@@ -84,9 +79,8 @@ class TagFormat(ToolParser):
             for texts in zip(ends, others or ends, strict=True):
                 mark = yield from source.closes(*texts)
             if others and not mark:  # it says which type the value has
-                end = self.tag_end or self.name_end[-1]
-                yield from source.short(end)
-                yield from source.follows(end)
+                yield from source.short(self.name_end[-1])
+                yield from source.follows(self.name_end[-1])
             is_all = key == "arguments" and key not in (calls.schemas[calls.name].get("properties") or {})
             if is_all and calls.bare and (yield from source.space()) == "{":  # it is the object of all of them
                 yield from source.value(calls.arguments, *self.value_ends)
@@ -271,8 +265,7 @@ class TagFormat(ToolParser):
     def _call(self, lark: Lark, tool: Tool) -> str:
         name = lark.text(brief(tool.name, "the tool", "\n", self.name_end, self.key, *self.ends))
         begin = then("" if self.names[0] == self.begins[0] else lark.syntax(self.names[0]), name)
-        end = filled(lark, (self.written_end or self.name_end).strip(), "")
-        fields = self._fields(lark, tool.schema, tool.strict)
+        end, fields = lark.syntax(self.name_end.strip()), self._fields(lark, tool.schema, tool.strict)
         return then(begin, end, lark.text(self.newline), *fields, lark.syntax(self.call_end))
 
     def _fields(self, lark: Lark, schema: Schema, strict: bool) -> Iterator[str]:
@@ -292,78 +285,5 @@ class TagFormat(ToolParser):
         if is_text(schema) and self.quotes:
             quoted = lark.unquoted(schema, self.quotes[1:], self.quotes[1] + end)
             value = lark.one_of((value, then(lark.syntax(self.quotes[0]), quoted)))
-        types = {"number" if kind == "integer" else kind for kind in types_of(schema) - {"string"}}
-        written = f"({' | '.join(map(lark.text, sorted(types)))})"
-        before = (key_end + self.padding).replace("\n", self.newline)
-        return then(lark.syntax(self.key), lark.text(key), filled(lark, before, written), value)
-
-
-DEEPEST = 64  # tags within each other
-PLAIN_KEYS = frozenset(("type", "properties", "required", "additionalProperties", "items", "title", "description"))
-
-
-@dataclass(frozen=True, kw_only=True)
-class NestedFormat(TagFormat):
-    """Calls whose tags are the names of arguments; within them stand tags for a list's items, or an object's values."""
-
-    def _arguments(self, calls: Calls) -> Steps[None]:
-        root = calls.schemas[calls.name]
-        yield from self._tags(calls, Held(root, root), self.call_end, {"object"})
-
-    def _tags(self, calls: Calls, held: Held, end: str, types: set[str], depth: int = 1) -> Steps[None]:
-        """Read tags, and the end of the one that they stand in, and make an object or a list of them."""
-        source, before, listed = calls.source, "", "object" not in types
-        while not (yield from source.closes(end)):
-            if depth > DEEPEST or not (yield from source.follows(self.key)):
-                raise NoCall
-            tag = yield from source.short(self.key_end)
-            yield from source.follows(self.key_end)
-            if tag.startswith("/"):
-                raise NoCall
-            if not before:
-                listed = "array" in types and (listed or tag == "item")
-            name = "" if listed else json.dumps(tag, ensure_ascii=False) + ": "
-            yield calls.arguments((before or "{["[listed]) + name)
-            yield from self._held(calls, held.by_tag(tag, listed), f"{self.key}/{tag}{self.key_end}", depth)
-            before = ", "
-        yield calls.arguments(("" if before else "{["[listed]) + "}]"[listed])
-
-    def _held(self, calls: Calls, held: Held, end: str, depth: int) -> Steps[None]:
-        """Read what a tag holds, and its end. Strings become arguments as they come."""
-        source, types, kept = calls.source, held.types, list[str]()
-        source.mark = source.at
-        yield from source.space()
-        mark = yield from source.follows(self.key + "/", self.key)
-        source.back()
-        if types & {"array", "object"} and (mark == self.key or (mark and "string" not in types)):
-            yield from self._tags(calls, held, end, types, depth + 1)
-            return
-
-        def make(text: str) -> AnswerPart:
-            if types == {"string"}:
-                return calls.arguments(in_string(text))
-            kept.append(text)
-            return AnswerPart()
-
-        if types == {"string"}:
-            yield calls.arguments('"')
-        if not (yield from source.until(markers(frozenset((end,))), make, is_cut=True)):
-            raise NoCall
-        yield make(source.take(source.after_space()))
-        yield from source.follows(end)
-        yield calls.arguments('"' if types == {"string"} else schema_value("".join(kept), {"type": [*types]}))
-
-    def _field(self, lark: Lark, key: str, schema: Schema, strict: bool) -> str:
-        """An argument, or what a list or an object holds; as JSON where its schema says more than what it holds."""
-        tag, end = brief(key, "the parameter", self.key_end), f"{self.key}/{key}{self.key_end}"
-        types, items = types_of(schema) if set(schema) <= PLAIN_KEYS else set[str](), schema.get("items")
-        value = lark.syntax(end)
-        if is_text(schema):
-            value = lark.unquoted(schema, (end,), end)
-        elif types == {"object"} and schema.get("properties"):
-            value = then(*self._fields(lark, schema, strict), value)
-        elif types == {"array"} and isinstance(items, dict):
-            value = then(f"({self._field(lark, 'item', items, strict)})*", value)
-        else:
-            value = then(lark.json(schema, strict), value)
-        return then(lark.syntax(self.key + tag + self.key_end), value)
+        before = lark.syntax((key_end + self.padding).replace("\n", self.newline))
+        return then(lark.syntax(self.key), lark.text(key), before, value)

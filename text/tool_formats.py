@@ -3,7 +3,6 @@
     JsonFormat      {"name": ..., "arguments": {...}}, by itself, in a list, or between tags
     HeaderFormat    the name in a line of its own, then its arguments as JSON
     TagFormat       a tag for each argument, whose text is its value (in tag_format.py)
-    NestedFormat    the same, with tags in it for the parts of a list or an object (in tag_format.py)
     PythonFormat    name(key=value), and what resembles it
     HarmonyFormat   messages with channels and recipients
 
@@ -125,8 +124,7 @@ class ToolParser:
     begins: tuple[str, ...]  # what one or more calls begin with; brackets are a part of the calls
     end: str = ""  # comes after them, mostly; empty if nothing does
     call_end: str = ""  # comes after each of them, in some formats
-    named: str = ""  # what a call begins with, in formats where that names the function; see `filled`
-    response: tuple[str, ...] = ()  # stands before a message (any number), and before and after its text
+    response: tuple[str, ...] = ()  # stands before a message, and before and after its text
     names: tuple[str, ...] = ()  # what may begin each call within `begins`; the model writes the first
 
     @property
