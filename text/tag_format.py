@@ -1,14 +1,12 @@
-"""Calls with a tag for each argument: the text between its tags is its value, whatever it says of tags itself."""
+"""Calls with a tag for each argument: the text between its tags is its value."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import re
-from bisect import bisect_left
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 from text.json_mending import in_string
 from text.lark_rules import Lark, Schema, brief, is_text, property_schema, repeated, schema_value, then, types_of
@@ -16,9 +14,6 @@ from text.scanning import AnswerPart, NoCall, Source, Steps, Waiting, markers
 from text.tool_formats import Calls, Tool, ToolParser
 
 PLAUSIBLE = re.compile(r"[\w.$-]{1,64}")  # a name of an argument that no schema has
-# What a mark within a value means: the end of the value, a part of it, the beginning of an argument of a call that it
-# tells of, or nobody knows, because the answer is cut.
-END, TEXT, INNER, CUT = "end", "text", "inner", "cut"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,25 +111,17 @@ class TagFormat(ToolParser):
         yield from source.follows(self.padding)
         if streams:
             yield calls.arguments('"')
-        inner = 0  # arguments of calls that the value tells of, which have yet to end
         quoted = (yield from source.follows(*self.quotes[:1])) != ""
         if quoted:
             stops = markers(frozenset((self.quotes[1] + self.value_end,)))
         elif source.is_cut(self.quotes[:1]):
             source.at = len(source.text)
         while (mark := (yield from source.until(stops, make, is_cut=True))) and not quoted:
-            if mark == self.value_end and inner:
-                inner -= 1
-            else:
-                source.mark = source.at
-                meaning = yield from self._meaning(calls, keys)
-                source.back()
-                if meaning == CUT:
-                    source.at = len(source.text)
-                    return
-                if meaning == END:
-                    break
-                inner += meaning == INNER
+            source.mark = source.at
+            is_end = yield from self._ends_value(calls, keys)
+            source.back()
+            if is_end:
+                break
             yield make(source.take(source.text.index(mark, source.at) + len(mark)))
         if mark:
             yield make(source.take(source.after_space()).removesuffix(self.padding))
@@ -142,117 +129,41 @@ class TagFormat(ToolParser):
             yield from source.follows(*self.quotes[1:])
             yield from source.follows(self.value_end)
 
-    def _meaning(self, calls: Calls, keys: Collection[str]) -> Waiting[str]:
-        """Tell what the mark that comes next, at `Source.mark`, means for the value that is being read.
+    def _ends_value(self, calls: Calls, keys: Collection[str]) -> Waiting[bool]:
+        """Whether a value ends at the mark that comes next, at `Source.mark`; else that is a part of it.
 
-        A value ends before the next argument, or before the end of the call, if nothing behind that could be the end of
-        this value. A text may tell of calls, whose arguments then begin and end within it.
+        Behind its end mark comes the next argument, the end of the call, another call, or the end of the answer. Where
+        the model leaves that mark out, the next argument is one of the tool's, in a line of its own, and behind the end
+        of the call comes another one, or the end of the answer.
         """
         source = calls.source
-        assert source.mark is not None
         yield from source.space()
         in_own_line = self.newline in source.text[source.mark : source.at]
-        ended = (yield from source.follows(self.value_end)) != ""
+        has_mark = (yield from source.follows(self.value_end)) != ""
         yield from source.space()
         if (yield from source.follows(self.key)):
-            place = source.place
-            key, is_cut = yield from self._key(source)
-            if is_cut:
-                return CUT
+            try:
+                key = yield from source.short(self.key_end.split()[0])
+            except NoCall:
+                return has_mark and source.ended
             is_known = key in (calls.schemas[calls.name].get("properties") or {})
-            if ended and key not in keys and (is_known or PLAUSIBLE.fullmatch(key)):
-                return END
-            if ended or not in_own_line or not PLAUSIBLE.fullmatch(key):
-                return TEXT
-            balance = yield from self._balance(calls, place)
-            return balance if balance != END or (is_known and key not in keys) else TEXT
-        if (yield from self._call_ends(source)):
-            yield from source.space()
-            if ended and (yield from self._begins_call(calls, any_name=True)):  # models make functions up
-                return END
-            return TEXT if (yield from self._later_end(calls)) else END
-        if source.is_cut((self.key, *self.ends)):
-            return CUT
-        return END if ended and (yield from self._begins_call(calls)) else TEXT
+            is_next = (is_known or PLAUSIBLE.fullmatch(key)) if has_mark else (is_known and in_own_line)
+            return bool(is_next) and key not in keys
+        if mark := (yield from source.follows(*self.ends)):
+            if mark == self.call_end:
+                yield from source.closes(self.end)
+            return has_mark or not (yield from source.space()) or (yield from self._begins_call(source))
+        return has_mark and (source.is_cut((self.key, *self.ends)) or (yield from self._begins_call(source)))
 
-    def _key(self, source: Source) -> Waiting[tuple[str, bool]]:
-        """Read the name of an argument; returns it, or nothing, and whether the answer is cut within it."""
-        place, first = source.place, self.key_end.split()[0]
-        try:
-            return (yield from source.short(first)), False
-        except NoCall:
-            source.go(place)
-            name = PLAUSIBLE.match(source.text, source.at)
-            source.at = name.end() if name else source.at
-            return "", source.is_cut((first,))
-
-    def _balance(self, calls: Calls, key: int) -> Waiting[str]:
-        """Whether an argument that has begun within a value is a part of it: then the value ends as well, after it.
-
-        `key` is the place behind its mark. What the marks up to there mean for others that begin on the way is kept.
-        """
-        source, ahead = calls.source, calls.ahead
-        if key not in ahead.meanings:
-            ahead.at, ahead.meanings, ahead.open = key, {key: ""}, [[key], []]
-        source.go(ahead.at)
-        stops = markers(frozenset((self.key, self.value_end, *self.ends)))
-        while not ahead.meanings[key]:
-            yield from source.collect(lambda make: source.until(stops, make))
-            if not (yield from source.space()):
-                ahead.settle(chain(*ahead.open), CUT)
-            elif (yield from source.follows(self.key)):
-                ahead.meanings[source.place] = ""
-                ahead.open[-1].append(source.place)
-                ahead.open.append([])
-            elif (yield from source.follows(self.value_end)):
-                if (yield from source.space()):
-                    ahead.settle(ahead.open.pop(), INNER)
-            elif (yield from self._call_ends(source)) and not (yield from self._later_end(calls)):
-                ahead.settle(chain(*ahead.open), END)
-            ahead.at = source.place
-        return ahead.meanings[key]
-
-    def _later_end(self, calls: Calls) -> Waiting[bool]:
-        """Whether behind the end of a call another one comes that ends a value first.
-
-        There is none if another call begins before it, or the answer ends.
-        """
-        source, ahead = calls.source, calls.ahead
-        here = source.place
-        stops = markers(frozenset(filter(None, (*self.begins, *self.names, self.value_end))))
-        source.go(max(here, ahead.searched))
-        at = bisect_left(ahead.ends, (here,))
-        while at == len(ahead.ends) and (yield from source.space()):
-            yield from source.collect(lambda make: source.until(stops, make))
-            yield from source.space()
-            place, begins = source.place, (yield from self._begins_call(calls))
-            ends = (yield from source.follows(*self.begins, *self.names, self.value_end)) == self.value_end
-            if begins or (ends and (yield from self._call_ends(source))):
-                ahead.ends.append((place, ends))
-            ahead.searched = source.place
-        source.go(here)
-        return at < len(ahead.ends) and ahead.ends[at][1]
-
-    def _call_ends(self, source: Source) -> Waiting[bool]:
-        """Read the marks at the end of a call, after white space; returns whether there are any."""
-        yield from source.space()
-        mark = yield from source.follows(*self.ends)
-        if mark == self.call_end:
-            yield from source.space()
-            yield from source.follows(self.end)
-        return mark != ""
-
-    def _begins_call(self, calls: Calls, any_name: bool = False) -> Waiting[bool]:
-        """Whether a call comes next, of one of the tools or of `any_name`; it stays unread."""
-        source, place, name = calls.source, calls.source.place, ""
+    def _begins_call(self, source: Source) -> Waiting[bool]:
+        """Whether a call comes next, of whatever function: models make some up."""
         mark = yield from source.follows(*self.begins, *self.names)
         if mark and mark not in self.names:
             yield from source.space()
             yield from source.follows(*self.names)
         with contextlib.suppress(NoCall):
-            name = mark and (yield from self._name(source))
-        source.go(place)
-        return name in calls.names or (any_name and PLAUSIBLE.fullmatch(name) is not None)
+            return mark != "" and PLAUSIBLE.fullmatch((yield from self._name(source))) is not None
+        return False
 
     def write(self, lark: Lark, tools: Sequence[Tool], several: bool) -> str:
         call, between = lark.one_of(self._call(lark, tool) for tool in tools), lark.text(self.between)

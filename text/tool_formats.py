@@ -15,8 +15,8 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
@@ -49,23 +49,6 @@ class Tool(NamedTuple):
     strict: bool = False  # whether a grammar must hold the arguments to all of the schema
 
 
-@dataclass(slots=True)
-class Ahead:
-    """Results that `TagFormat` has looked up in an answer ahead of its reading, so that it looks once.
-
-    Places count as `Source.place` does.
-    """
-
-    searched: int = 0  # place up to which values' ends and calls' beginnings are in `ends`
-    ends: list[tuple[int, bool]] = field(default_factory=list)  # their places, and whether it is an end
-    at: int = 0  # place up to which arguments are in `meanings`
-    meanings: dict[int, str] = field(default_factory=dict)  # of arguments, by the places behind their marks
-    open: list[list[int]] = field(default_factory=list)  # values around `at`, and the arguments that each tells of
-
-    def settle(self, keys: Iterable[int], meaning: str) -> None:
-        self.meanings.update(dict.fromkeys(keys, meaning))
-
-
 class Calls:
     """The calls of an answer, each of which must name one of the tools.
 
@@ -82,7 +65,6 @@ class Calls:
         self.name = self._id = ""  # of the latest
         self.bare = False  # whether that has no arguments yet, and so has not begun
         self.again = 0  # characters that have been read again
-        self.ahead = Ahead()
 
     def tool_with(self, arguments: str) -> str:
         """The name of the one tool that has all arguments of a JSON object; NoCall if none has, or several have."""
