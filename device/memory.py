@@ -24,7 +24,7 @@ import torch
 from config import MOST_DRAFTING, EngineConfig
 from cpu import machine
 from device.coded import coded_as, files_of, kinds_of, settle, unwrapped
-from device.dry_run import MIB, count_step, distinct_layers, dry_model, dry_worker, new_state
+from device.dry_run import count_step, distinct_layers, dry_model, dry_worker, new_state
 from device.loader import all_sources, find_weights, settle_dummy
 from lora.stacks import adapter_bytes
 from model import Transformer
@@ -36,12 +36,16 @@ from models.quantized import QuantizedWeight
 from parallel import Group, Pipeline
 from worker import Worker
 
+MIB = 2**20
 # Allowances on a GPU for what is no tensor of ours. They are round figures, not measured ones. A worker that starts
 # sees how much memory is free, and so needs only GRAPHS. cuBLAS's workspace has 32 MiB on Hopper, 8 on most others.
 CONTEXT = 640 * MIB  # CUDA's own, the code of all kernels, cuBLAS's workspace
 NCCL = 512 * MIB  # the buffers through which several ranks exchange tensors
 # Some hundred KiB a graph, and a workspace for each capturing stream; twice so much with adapters.
 GRAPHS = 256 * MIB  # their tensors' pool is counted
+# Of a step's tensors: what torch's allocator keeps free between them. An H200 took 0.25 to 0.42, and with a thousand
+# sequences it may be 0.6. A worker that starts also runs a step, and takes the larger of both.
+FRAGMENTS = 0.4
 # Reading the weights takes as long for 128 tokens as for 16. From there on at most a third of a step is padding, and
 # from 1,024 on a fifth. Each size is a graph for each layer at start.
 PIECE_SIZES = [16, 32, *range(64, 512, 64), *range(512, 1024, 128)]
@@ -72,7 +76,7 @@ class MemoryPlan:
     # buffers for what goes from stage to stage and `piece_bytes`
     context: int  # an allowance for CUDA and its libraries
     block: int  # one block of the KV pool, a page of the layers that `KVLayout` says
-    fragments: int = 0  # what torch's allocator reserves beside a step's tensors; see `Segments`
+    fragments: int = 0  # an allowance for what torch's allocator reserves beside a step's tensors
 
     @property
     def step(self) -> int:
@@ -101,19 +105,19 @@ class MemoryPlan:
 def plan_memory(config: EngineConfig, model: Transformer, cuda: bool) -> MemoryPlan:
     """The plan of a rank whose `model` may lie on the meta device. Steps are counted if its ops are the `kernels`."""
     rows, vocab_size, item = config.max_num_seqs, model.config.vocab_size, model.dtype.itemsize
-    activations = logits = sampling = logprobs = graphs = reserved = 0
+    activations = logits = sampling = logprobs = graphs = 0
     if model.ops.BACKEND == "triton":
         dry = dry_worker(config, model, model.ops)
         dry.model.span = distinct_layers(model)
         steps = [count_step(dry, counts) for counts in largest_steps(config, model.max_model_len)]
-        activations, held, sampled, reserved = map(max, zip(*steps, strict=True))
+        activations, held, sampled = map(max, zip(*steps, strict=True))
         if sampled:
             samples = config.max_samples
             logits, logprobs = held + item * (2 * samples - rows) * vocab_size, workspace(samples, vocab_size)
             sampling = (sampled - held) * samples // rows
         if cuda and captures_graphs(config):
             largest = max(rows, config.max_samples - rows + min(rows, MOST_DRAFTING))  # tokens of a graph
-            passed, step = sum(model.passed_sizes), max(count_step(dry, [1] * rows)[:3])
+            passed, step = sum(model.passed_sizes), max(count_step(dry, [1] * rows))
             graphs = (
                 GRAPHS * (1 + config.enable_lora)
                 + item * largest * passed
@@ -123,7 +127,6 @@ def plan_memory(config: EngineConfig, model: Transformer, cuda: bool) -> MemoryP
             )
         kept = kept_bytes(config, model)
         activations, logits, graphs = activations + kept, logits + kept, graphs + (kept if graphs else 0)
-        reserved += kept
     plain = model
     if model.coded and config.enable_lora:  # adapters are as large as beside plain weights
         plain = dry_model(config, model.config, model.ops, model.dtype, model.max_model_len, model.group.pipeline)
@@ -141,7 +144,7 @@ def plan_memory(config: EngineConfig, model: Transformer, cuda: bool) -> MemoryP
         context=CONTEXT + NCCL * (model.group.world_size > 1 or shares_experts(model.group)) if cuda else 0,
         block=model.layout.size * config.block_size * model.kv_dtype.itemsize,
     )
-    return replace(plan, fragments=max(0, reserved - plan.step)) if cuda else plan
+    return replace(plan, fragments=int(FRAGMENTS * plan.step)) if cuda else plan
 
 
 def settle_tokens(config: EngineConfig, total: int) -> EngineConfig:
@@ -439,7 +442,7 @@ def report(config: EngineConfig, model: Transformer, plan: MemoryPlan, room: int
         ("  logits", plan.logits, f"of {config.max_samples:,} rows"),
         ("  sampling", plan.sampling, ""),
         ("  log-probabilities", plan.logprobs, "at most, whatever requests ask for"),
-        ("  allocator", plan.fragments, "what it reserves between tensors"),
+        ("  allocator", plan.fragments, "an allowance for what it reserves between tensors"),
         ("CUDA graphs", plan.graphs, "an allowance"),
         ("CUDA and libraries", plan.context, "an allowance"),
     ):

@@ -182,7 +182,7 @@ def test_one_layer_of_each_kind_takes_what_all_layers_take(folder, family):
     for span in (model.span, dry_run.distinct_layers(model)):
         dry.model.span = span
         steps.append([dry_run.count_step(dry, counts) for counts in ([40], [1, 1, 30], [1] * 4)])
-    assert steps[0] == steps[1] and all(begin < most for _, begin, most, _ in steps[0])
+    assert steps[0] == steps[1] and all(begin < most for _, begin, most in steps[0])
 
 
 @pytest.mark.parametrize("prompt", [0, 20])
@@ -292,7 +292,7 @@ def test_a_graph_of_decodes_has_room_for_latents(make, invariant):
     new = [NewRow(slot=i, token_ids=[1], blocks=[[i]]) for i in range(8)]
     with LiveBytes() as live:
         worker.step(StepPlan(0, rows=[(i, 1) for i in range(8)], new=new))
-    predicted = max(dry_run.count_step(dry_run.dry_worker(made.config, made.model, made.ops), [1] * 8)[:3])
+    predicted = max(dry_run.count_step(dry_run.dry_worker(made.config, made.model, made.ops), [1] * 8))
     assert live.peak <= predicted <= 2 * live.peak
 
 
@@ -674,7 +674,7 @@ def test_the_driver_is_asked_for_the_gpu(monkeypatch):
         (8.0, {"block_size": 24}, r"block_size is 24; on cuda it must be one of \(16, 32, 64, 128\)"),
         (8.0, {"max_model_len": 2000}, "max_model_len is 2000; the model was made for at most 1024"),
         (8.0, {"tensor_parallel_size": 5}, "tensor_parallel_size is 5; it must divide"),
-        (0.5, {"max_model_len": 100}, "the weights take 0.00 GiB, 0.56 more than there is room for: not even a model"),
+        (0.5, {"max_model_len": 100}, "the weights take 0.00 GiB, 0.57 more than there is room for: not even a model"),
     ],
 )
 def test_what_cannot_be_is_told_by_value_and_range(monkeypatch, gib, fields, message):
