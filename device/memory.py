@@ -353,47 +353,16 @@ def fit_pool(config: EngineConfig, windows: Sequence[int], fits: int, max_model_
 
 def check_pool(config: EngineConfig, model: Transformer, plan: MemoryPlan, room: int) -> None:
     """Check that `room` bytes, what all else leaves, hold a block of the KV pool. The ValueError says by how much the
-    weights are too large, and what would make them fit."""
+    weights are too large, and what to do."""
     over = plan.block - room
     if over <= 0 or config.num_gpu_blocks_override:
         return
-    room = plan.weights - sum(table.nbytes for table in model.rotations) - over
-    remedy = what_fits(config, model, room, plan.step + plan.state, plan.context > 0)
     size, missing = (f"{count / 2**30:,.2f}" for count in (plan.weights, over))
     plain = " as plain numbers" if model.config.quantization and not model.coded else ""
-    raise ValueError(f"the weights take {size} GiB{plain}, {missing} more than there is room for: {remedy}")
-
-
-def what_fits(config: EngineConfig, model: Transformer, room: int, steps: int, cuda: bool) -> str:
-    """Says with which `--quantization` the weights fit into `room` bytes of a rank, or else on how many GPUs. Lower
-    limits leave a quarter of the `steps` bytes, which the largest step and the batch state take."""
-    few_bits = model.config.quantization or coded_as(config, model.config) == "checkpoint"
-    kinds = [config.quantization] if few_bits else [config.quantization, "int8", "fp8", "int4"]
-    ranks, stages = config.tensor_parallel_size, config.pipeline_parallel_size
-    ways = [(room, ranks, ""), (room + 3 * steps // 4, ranks, "lower max_num_batched_tokens and max_num_seqs")]
-    for n in (ranks << i for i in range(1, 10 if cuda else 1)):
-        ways.append((room - NCCL, n, f"--tensor-parallel-size {n} on {n * stages} GPUs"))
-    for left, count, also in ways:
-        fitting = [kind for kind in kinds if fits(config, model, left, count, kind)]
-        rounded = "" if config.quantization in fitting else f"--quantization {' or '.join(fitting)}"
-        if fitting:
-            return f"use {' and '.join(filter(None, (rounded, also)))}"
-    if room < 0:
-        return "not even a model without weights would fit"
-    return "no --quantization makes them fit" + (", and no number of GPUs" if cuda else "")
-
-
-def fits(config: EngineConfig, model: Transformer, room: int, ranks: int, kind: str) -> bool:
-    """Whether the weights of one of so many ranks, without RoPE's tables, fit into `room` bytes if rounded so."""
-    shape = model.ops, model.dtype, 1, model.group.pipeline
-    try:
-        config = replace(config, tensor_parallel_size=ranks, quantization=kind)  # type: ignore[arg-type]
-        plain = count_bytes(dry_model(config, model.config, *shape).owners())
-        if least_bytes(config, model.config, plain, model.dtype) > room:  # settling many experts takes seconds
-            return False
-        return count_bytes(settled_model(config, model.config, *shape).owners()) <= room
-    except ValueError:  # the model cannot be divided so
-        return False
+    raise ValueError(
+        f"the weights take {size} GiB{plain}, {missing} more than there is room for: use fewer bits (--quantization), "
+        "more GPUs (--tensor-parallel-size), or lower max_num_batched_tokens and max_num_seqs"
+    )
 
 
 def least_bytes(config: EngineConfig, model_config: ModelConfig, plain: int, dtype: torch.dtype) -> int:
