@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import math
 import os
-import subprocess
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,7 +20,7 @@ from types import ModuleType
 
 import torch
 
-from config import MOST_DRAFTING, EngineConfig
+from config import MOST_DRAFTING, EngineConfig, visible_gpus
 from cpu import machine
 from device.coded import coded_as, files_of, kinds_of, settle, unwrapped
 from device.dry_run import count_step, distinct_layers, dry_model, dry_worker, new_state
@@ -498,22 +497,10 @@ def check_room(
 
 def gpu_bytes() -> int:
     """Bytes of memory of the smallest GPU that CUDA_VISIBLE_DEVICES lets through; 0 where there is none."""
-    return min((int(size) * MIB for size in ask_gpus("memory.total") if size.isdigit()), default=0)
+    return min((int(size) * MIB for size in visible_gpus("memory.total") or [] if size.isdigit()), default=0)
 
 
 def gpu_capability() -> tuple[int, ...]:
     """The lowest compute capability of these GPUs; (0, 0) where there is none, or the driver is too old to tell."""
-    versions = (version.split(".") for version in ask_gpus("compute_cap") if version[0].isdigit())
+    versions = (version.split(".") for version in visible_gpus("compute_cap") or [] if version[0].isdigit())
     return min((tuple(map(int, numbers)) for numbers in versions), default=(0, 0))
-
-
-def ask_gpus(what: str) -> list[str]:
-    """The driver's answer for each GPU that CUDA_VISIBLE_DEVICES lets through; nothing where there is none. CUDA would
-    make a context first, which takes half a GiB of a GPU's memory."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    which = [] if visible is None else [f"--id={visible}"]
-    command = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader,nounits", *which]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.split()
-    except (OSError, subprocess.SubprocessError):
-        return []

@@ -642,7 +642,7 @@ def test_plan_on_a_cpu_is_what_a_worker_does(capsys, monkeypatch):
 def test_the_driver_is_asked_for_the_gpu(monkeypatch):
     commands, sizes = [], "143771\n81559\n[N/A]\n"
     monkeypatch.setattr(
-        memory.subprocess, "run", lambda command, **_: commands.append(command[3:]) or SimpleNamespace(stdout=sizes)
+        subprocess, "run", lambda command, **_: commands.append(command[3:]) or SimpleNamespace(stdout=sizes)
     )
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert memory.gpu_bytes() == 81559 * MIB and commands == [[]]
