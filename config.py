@@ -214,10 +214,9 @@ class EngineConfig:
     enable_expert_parallel: bool = option(False, "divide the experts, as whole ones, among all tensor and data ranks")
     distributed_executor_backend: Literal["auto", "uni", "mp", "external_launcher", "torchrun", "ray"] = option(
         "auto",
-        "uni: the worker in the engine's process; mp: each in its own; external_launcher: in those that torchrun or "
-        "Slurm's srun starts, for several hosts (torchrun is another name for it); ray: in actors on any host of a Ray "
-        "cluster; auto: uni on one device, but for a server mp, or ray where the ranks do not fit this host and Ray "
-        "runs",
+        "uni: the worker in the engine's process; mp: each in its own; external_launcher: in those that torchrun "
+        "starts, for several hosts (torchrun is another name for it); ray: in actors on any host of a Ray cluster; "
+        "auto: uni on one device, but for a server mp, or ray where the ranks do not fit this host and Ray runs",
     )
     startup_timeout: float = option(1800.0, "seconds that workers, or an engine process, may take to start", 0.1, 1e6)
     step_timeout: float | None = option(
