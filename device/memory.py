@@ -8,7 +8,6 @@ most of them are alive.
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 from bisect import bisect_right
@@ -155,9 +154,10 @@ def settle_tokens(config: EngineConfig, total: int) -> EngineConfig:
 
 
 def split_layers(config: EngineConfig, model: Transformer) -> list[range]:
-    """The layers of each pipeline stage: as many as `pipeline_layer_partition` says, else so that no stage reads more
-    bytes of weights in a step than it must. The head is the last stage's; of the embedding a step reads little.
-    `model` is the whole model, on any device. Raises a ValueError if the layers cannot be divided so.
+    """The layers of each pipeline stage: as many as `pipeline_layer_partition` says, else each ends nearest to where
+    the stages so far have their share of the bytes of weights that a step reads. The head is the last stage's; of the
+    embedding a step reads little. `model` is the whole model, on any device. Raises a ValueError if the layers cannot
+    be divided so.
     """
     count, stages, sources = len(model.layers), config.pipeline_parallel_size, model.config.kv_sources
     # Layers that read the keys of another layer must be in its stage.
@@ -178,18 +178,11 @@ def split_layers(config: EngineConfig, model: Transformer) -> list[range]:
         head = model.head.nbytes if isinstance(model.head, torch.Tensor) else 0
         read = [0, *accumulate(count_bytes(layer.owners()) for layer in model.layers)]
         read[-1] += head
-
-        @functools.cache
-        def best(end: int, parts: int) -> tuple[int, tuple[int, ...]]:
-            """The bytes of the largest of `parts` stages that have the layers before apart[end], and where they end."""
-            here = apart[end]
-            if parts == 1:
-                return read[here], (here,)
-            tried = ((best(begin, parts - 1), read[here] - read[apart[begin]]) for begin in range(parts - 1, end))
-            most, ends = min((max(before[0], last), before[1]) for before, last in tried)
-            return most, (*ends, here)
-
-        ends = [*best(len(apart) - 1, stages)[1]]
+        places = [0]  # of the ends in `apart`; each later stage needs one, too
+        for stage in range(1, stages + 1):
+            share, allowed = read[-1] * stage / stages, range(places[-1] + 1, len(apart) - stages + stage)
+            places.append(min((abs(read[apart[place]] - share), place) for place in allowed)[1])
+        ends = [apart[place] for place in places[1:]]
     return [range(begin, end) for begin, end in pairwise([0, *ends])]
 
 
