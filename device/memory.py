@@ -49,7 +49,7 @@ FRAGMENTS = 0.4
 PIECE_SIZES = [16, 32, *range(64, 512, 64), *range(512, 1024, 128)]
 PIECE_SIZES += [*range(1024, 2048, 256), *range(2048, 4096, 512), *range(4096, 8193, 1024)]
 LAUNCHING = 11 * 34e-6  # seconds in which a slow host launches what a layer has beside attention, at 34 us a launch
-PEAK, BANDWIDTH = 990e12, 4.8e12  # of an H200: operations a second of bfloat16 products, and bytes a second
+PEAK = 990e12  # operations a second of bfloat16 products on an H200
 PIECE = 256 * 2**10  # bytes, an allowance for what CUDA has of each graph between two attentions
 # A large step reads the weights once for many tokens. A larger GPU has room for its activations.
 GPU_STEP_TOKENS = 8192  # tokens of a step on a GPU, by default; on a large one twice as many
@@ -220,9 +220,10 @@ def captures_graphs(config: EngineConfig) -> bool:
 def piece_sizes(config: EngineConfig, model: Transformer) -> list[int]:
     """The numbers of tokens that small steps with prompts are padded to; see `PiecewiseGraphs`. Without these: empty.
 
-    Graphs pay as long as the GPU waits for Python, so the last size is the first one with which a layer takes it longer
+    Graphs pay as long as the GPU waits for Python, so the last size is the first one whose products take it longer
     than LAUNCHING. A layer of Qwen3-0.6B has 15.7 million elements: 8,192 tokens take 0.26 ms, and launching 0.37. One
-    of Qwen3-8B has 193 million: 959 tokens. On a slower GPU they end too late, which costs the start time and memory.
+    of Qwen3-8B has 193 million: 959 tokens. On a slower GPU, or for large mixtures, which take longer to read, they end
+    too late, which costs the start time and memory.
 
     Only attention may need to know of rows, which is not so for layers with recurrent states. A step must not meet
     other stages or engines, whose messages are no part of a graph. And what a draft reads between layers would have
@@ -234,26 +235,19 @@ def piece_sizes(config: EngineConfig, model: Transformer) -> list[int]:
         return []
     if config.batch_invariant:  # whose products hide their weights
         model = dry_model(config, model.config, model.ops, model.dtype, 2, model.group.pipeline)
-    sizes = [size for size in PIECE_SIZES if size <= config.token_budget]
-    return [size for before, size in pairwise([1, *sizes]) if layer_seconds(model, before) < LAUNCHING]
+    sizes, most = [size for size in PIECE_SIZES if size <= config.token_budget], LAUNCHING * PEAK / layer_flops(model)
+    return [size for before, size in pairwise([1, *sizes]) if before < most]
 
 
-def layer_seconds(model: Transformer, tokens: int) -> float:
-    """Seconds that an H200 takes at least for the products of a layer, on average, with so many tokens.
-
-    A token takes two operations for each element of a matrix, and what it meets of the weights is read once for all. It
-    meets k of E experts, and T tokens meet E (1 - (1 - k / E)^T) of them; see `docs/kernels.md`.
-    """
-    flops = read = 0.0
+def layer_flops(model: Transformer) -> float:
+    """Operations of a layer's products, on average, for a token: two for each element that it meets, of k experts."""
+    flops = 0.0
     for owner in (owner for layer in model.layers for owner in layer.owners()):
         for name in (*owner.matrices, *owner.stacks):
             weight, e = unwrapped(getattr(owner, name)), model.config.experts
             if isinstance(weight, torch.Tensor | QuantizedWeight):
-                share = e.top_k / e.count if e and name in owner.stacks else 1.0
-                tensors = weight.tensors() if isinstance(weight, QuantizedWeight) else [weight]
-                flops += 2 * tokens * share * math.prod(weight.shape)
-                read += (1 - (1 - share) ** tokens) * sum(tensor.nbytes for tensor in tensors)
-    return max(flops / PEAK, read / BANDWIDTH) / len(model.layers)
+                flops += 2 * math.prod(weight.shape) * (e.top_k / e.count if e and name in owner.stacks else 1)
+    return flops / len(model.layers)
 
 
 def piece_bytes(config: EngineConfig, dry: Worker) -> int:
