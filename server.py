@@ -183,7 +183,7 @@ def log_requests(app: Flask, api: Api, spans: Spans | None) -> None:
 def serve(argv: list[str]) -> None:
     """Serve until SIGTERM or Ctrl-C. If it cannot start, it says why in one line, and the exit code is 2.
 
-    If torchrun or `srun` has started this on every rank, rank 0 serves, and the other ranks end when it does.
+    If torchrun has started this on every rank, rank 0 serves, and the other ranks end when it does.
     """
     parser, flags = server_flags(argv)
     with exit_on_mistake(parser):

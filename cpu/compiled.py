@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 import torch
 
 import reference
-from config import EngineConfig, run_file
+from config import EngineConfig, check_owner, run_file
 from cpu import ops as cpu_ops
 from cpu import quantized as cpu_quantized
 from cpu import weights as cpu_weights
@@ -97,7 +97,7 @@ class CompileJob(NamedTuple):
         """
         if not (path := self.path()):
             raise FileNotFoundError(f"there is no C++ of {self.name} in {folder()}")
-        check_owner(path)
+        check_owner(path, "a place of compiled C++")
         if hashlib.sha256(path.read_bytes()).hexdigest() != path.stem.rpartition("-")[2]:
             raise ValueError(f"{path} is not as it was written")
         return torch._C._aoti.AOTIModelContainerRunnerCpu(str(path), 1).run
@@ -121,20 +121,11 @@ def headers() -> Path:
     return folder().parent / "headers"
 
 
-def check_owner(path: Path) -> None:
-    """A ValueError if somebody else can have written a file or a folder, an OSError if it cannot be looked at."""
-    status, me = path.stat(), os.geteuid()
-    if status.st_uid != me:
-        raise ValueError(f"{path} belongs to user {status.st_uid}; it must belong to {me}, who runs this")
-    if status.st_mode & 0o022:
-        raise ValueError(f"{path} has mode {status.st_mode & 0o777:o}; nobody but its owner may write to it")
-
-
 def open_folders() -> None:
     """Make the folders if they are missing. If they are not this user's alone, see `check_owner` for the error."""
     for path in (folder().parent, folder(), headers()):
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        check_owner(path)
+        check_owner(path, "a place of compiled C++")
 
 
 def workplace() -> tempfile.TemporaryDirectory[str]:

@@ -192,7 +192,7 @@ def test_a_folder_that_others_may_write_to_is_not_used(monkeypatch, tmp_path, ca
     with caplog.at_level("INFO", logger="manta"):
         builder = Builder(1)
         assert builder.ask(small_job()).run is None and not builder.threads
-    assert len(caplog.records) == 1 and f"serve: {tmp_path / name} " in caplog.text
+    assert len(caplog.records) == 1 and f"serve: a place of compiled C++ is '{tmp_path / name}', which" in caplog.text
     with pytest.raises(ValueError, match="compiling failed"):
         builder.wait()
 

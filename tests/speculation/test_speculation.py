@@ -27,9 +27,9 @@ from forked import forked_workers
 from integrity import check_integrity
 from layers import Batch
 from model_config import ModelConfig
-from observe.journal import replay
 from outputs import RequestOutput
 from plan import StepPlan
+from replay import replay
 from scheduling.drafts import MARGIN, AcceptanceStats, Drafting
 from speculation.options import SpeculativeConfig
 from text.grammar import Constraint, Grammars
