@@ -155,8 +155,7 @@ class EngineConfig:
     enforce_eager: bool = option(False, "on cuda: make no CUDA graphs of decode steps; on a CPU: make no C++")
     compile: bool = option(
         False,
-        "on a CPU: make C++ of what is between the products before the first request, not while the model serves; "
-        "and keep a second copy of the weights, compressed without loss, for one sequence at a time",
+        "on a CPU: make C++ of what is between the products before the first request, not while the model serves",
     )
     threads: int | None = option(None, "CPU threads a rank (default: one a core; small models leave one free)", 1, 4096)
     batch_invariant: bool = option(False, "bit-equal logits however a request is batched, chunked or cached; slower")

@@ -44,11 +44,10 @@ from cpu import weights as cpu_weights
 from cpu.machine import available_bytes, available_cores, has_bfloat16
 from cpu.ops import _store, _unit
 from cpu.quantized import CodedKernels, Formula, multiply_codes, unpack_codes
-from cpu.weights import multiply
 from observe.logs import logger
 from reference import Quantized
 
-MODULES = sys.modules[__name__], cpu_weights, cpu_quantized, cpu_ops, reference  # they have what is compiled
+MODULES = sys.modules[__name__], cpu_quantized, cpu_ops, reference  # they have what is compiled
 INDUCTOR_FOLDER = "TORCHINDUCTOR_CACHE_DIR"  # the variable that says where Inductor keeps what it makes
 WORKPLACE = "tmp"  # the names of folders to compile in begin so
 DAY = 86400  # seconds after which one is left over
@@ -397,16 +396,6 @@ def rope(
     heads = x.shape[1] - 2 * kv_heads
     parts = zip_longest(x[:, : heads + kv_heads].float().tensor_split((heads,), dim=1), weights, columns)
     return [(normed(turned(y), *w) if last else turned(normed(y, *w))).to(x.dtype) for y, *w in parts]
-
-
-def multiply_job() -> CompileJob:
-    """The job for `multiply`, the product of one row, with compressed weights of any shape."""
-    inputs, panels, most, lanes = 128, 64, 2, cpu_weights.LANES  # an example that is large enough for threads
-    words, listed = (panels, inputs, 3, lanes), (panels, most, lanes)
-    like = ("float32", (inputs, 8)), ("int32", words), ("float32", ()), ("int32", listed), ("bfloat16", listed)
-    return CompileJob(
-        multiply.__name__, (), like, ((0,), (0, 1), (), (0, 1), (0, 1)), torch.get_num_threads(), ONE_LOOP
-    )
 
 
 def coded_forms(builder: Builder, dtype: torch.dtype) -> Callable[[Quantized], CodedKernels]:

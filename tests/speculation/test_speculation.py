@@ -279,9 +279,6 @@ def test_drafts_that_the_kernels_do_not_take_are_refused(
 def test_options_of_suffix_decoding() -> None:
     options = SpeculativeConfig.of('{"method": "suffix", "suffix_decoding_max_tree_depth": 9}')
     assert options.num_speculative_tokens == 24 and options.suffix_decoding_max_spec_factor == 2
-    text = '{"num_speculative_tokens": 2, "draft_tensor_parallel_size": 1, "disable_by_batch_size": 4}'
-    assert SpeculativeConfig.of(text) == SpeculativeConfig(2)
-    assert SpeculativeConfig.ignored(text) == ["disable_by_batch_size", "draft_tensor_parallel_size"]
 
 
 @pytest.mark.parametrize(
@@ -297,11 +294,13 @@ def test_options_of_suffix_decoding() -> None:
         ({"num_speculative_tokens": True}, "num_speculative_tokens is True"),
         ({"num_speculative_tokens": 2, "method": "magic"}, "method is 'magic'; it must be one of"),
         ({"num_speculative_tokens": 2, "tokens": 2}, "has 'tokens'; known: num_speculative_tokens, method"),
+        ({"num_speculative_tokens": 2, "disable_by_batch_size": 4}, "has 'disable_by_batch_size'; known: num_spec"),
         (
             {"num_speculative_tokens": 2, "prompt_lookup_min": 9, "prompt_lookup_max": 5},
             "prompt_lookup_min is 9; it must be at most",
         ),
         ({"num_speculative_tokens": 2, "prompt_lookup_min": 17}, "prompt_lookup_min is 17"),
+        ({"num_speculative_tokens": 2, "prompt_lookup_max": 1}, "min is 2; it must be at most prompt_lookup_max, 1"),
         ({"num_speculative_tokens": 2, "prompt_lookup_max": "5"}, "prompt_lookup_max is '5'"),
     ],
 )
@@ -423,13 +422,6 @@ def test_a_model_that_pays_again_is_asked_again() -> None:
     assert drafting.proposals(flight_of([0.1])) == 0 and drafting.begin_step(10, 1, [seq]) == []
     assert drafting.wanted(seq) == 0 < drafting.proposals(flight_of([0.9]))
     assert drafting.begin_step(11, 1, [seq]) == [seq] and drafting.wanted(seq) == 4
-
-
-def test_a_bound_of_the_look_up_draws_the_other_along() -> None:
-    options = SpeculativeConfig.of('{"num_speculative_tokens": 2, "prompt_lookup_min": 9}')
-    assert (options.prompt_lookup_min, options.prompt_lookup_max) == (9, 9)
-    options = SpeculativeConfig.of('{"num_speculative_tokens": 2, "prompt_lookup_max": 1}')
-    assert (options.prompt_lookup_min, options.prompt_lookup_max) == (1, 1)
 
 
 def test_only_drafts_that_were_computed_count() -> None:
