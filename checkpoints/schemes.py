@@ -235,16 +235,16 @@ def unpack_bnb_4bit(
         raise ValueError(
             "has scales in bytes and no nested_absmax and nested_quant_map for them, or the other way round"
         )
-    if k % block or k % 2:
-        raise ValueError(f"has blocks of {block} that span two rows of {k} inputs, and Manta reads none")
-    absmax: Stored = scales.view(n, -1)
+    absmax: Stored = scales.view(n if k % block == 0 else 1, -1)  # else a block may be in two rows
     if nested is not None and nested_table is not None:
         check("nested scales", nested, [-(-count // quant_state["nested_blocksize"])])
         check("a nested table", nested_table, [256])
-        absmax = unnest(scales.view(n, -1), nested, nested_table, quant_state)
-    numbers, number = fields(codes.view(n, -1), 1, 4, k, order=UPPER_FIRST), partial(entries, table)
-    coded_as = CodedAs("nf4") if torch.allclose(table, torch.tensor(NF4), atol=1e-6) else None
-    return scaled(numbers, absmax, (1, block), coded_as=coded_as, number=number)
+        absmax = unnest(scales.view(absmax.shape), nested, nested_table, quant_state)
+    pairs = codes.view(n if k % 2 == 0 else 1, -1)
+    numbers, number = fields(pairs, 1, 4, 2 * pairs.shape[1], order=UPPER_FIRST), partial(entries, table)
+    if absmax.shape[0] == n and torch.allclose(table, torch.tensor(NF4), atol=1e-6):  # a block is of one row
+        return scaled(numbers, absmax, (1, block), coded_as=CodedAs("nf4"), number=number)
+    return scaled(flat(numbers, n, k, 1), flat(absmax, n, k, block), (1, 1), number=number)
 
 
 def read_state(state: torch.Tensor) -> dict[str, Any]:
@@ -260,6 +260,14 @@ def read_state(state: torch.Tensor) -> dict[str, Any]:
     if not fine or not isinstance(quant_state["nested_offset"], int | float):
         raise ValueError(f"has the quant_state {quant_state!r:.200}; it must be of a matrix, with a blocksize")
     return quant_state
+
+
+def flat(table: Stored, n: int, k: int, group: int) -> Packed:
+    """A matrix [N, K] whose `group` neighbours, row after row, share an entry of a table [1, N * K / group], or
+    [N, K / group] where no row shares any with the next."""
+    if table.shape[0] == n:
+        return lookup((n, k), lambda row, column: take(table, (row, column), (1, group)))
+    return lookup((n, k), lambda row, column: take(table[0], (row * k + column,), (group,)))
 
 
 def entries(table: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:

@@ -184,10 +184,10 @@ def test_floats_of_8_bits_stay_so(tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_quantiles_stay_in_codes(tmp_path: Path, nested: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the table is that of the scheme."""
+    """Where the table is that of the scheme, and a block is of one row."""
     table, randn = torch.tensor(reference.NF4), torch.randn
     monkeypatch.setattr(torch, "randn", lambda *shape: table.clone() if shape == (16,) else randn(*shape))
-    packed, _ = checkpoints(tmp_path, SMALL, BNB4, bnb4(nested))
+    packed, _ = checkpoints(tmp_path, SMALL, BNB4, bnb4(nested, 32))
     for rank, size in ((0, 1), (1, 2)):
         assert set(check(*both(packed, rank, size))) == {"nf4"}
 
