@@ -58,6 +58,8 @@ def find_model(config: EngineConfig, weights: bool = True) -> EngineConfig:
     run. A KeyboardInterrupt gives up a download.
     """
     if (options := config.speculation) and config.speculative_config:
+        if ignored := SpeculativeConfig.ignored(config.speculative_config):
+            console.info(f"speculative_config: Manta ignores {', '.join(ignored)}")
         if options.model:
             draft_config = EngineConfig(options.model, download_dir=config.download_dir, load_format=config.load_format)
             options = dataclasses.replace(options, model=find_folder(draft_config, weights).folder)

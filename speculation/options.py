@@ -13,6 +13,16 @@ MOST_DRAFTS = 32
 MOST_NGRAM = 16  # tokens that a look-up compares
 TREE_DEPTH, SPEC_FACTOR = "suffix_decoding_max_tree_depth", "suffix_decoding_max_spec_factor"
 MOST_DEPTH, MOST_FACTOR = 64, 8.0
+# vLLM's options that change no token, and for which Manta has a way of its own: it measures when drafts pay, a draft
+# model has the model's ranks and length, and a draft is verified by the token that the model samples.
+IGNORED = {
+    "acceptance_method", "attention_backend", "code_revision", "disable_by_batch_size", "disable_log_stats",
+    "disable_logprobs", "disable_padded_drafter_batch", "draft_sample_method", "draft_tensor_parallel_size",
+    "enforce_eager", "max_model_len", "moe_backend", "posterior_alpha", "posterior_threshold",
+    "rejection_sample_method", "suffix_decoding_max_cached_requests", "suffix_decoding_min_token_prob",
+    "token_acceptance_method", "typical_acceptance_sampler_posterior_alpha",
+    "typical_acceptance_sampler_posterior_threshold", "use_local_argmax_reduction",
+}  # fmt: skip
 # Fields of the config.json of a head that Speculators saved (https://github.com/vllm-project/speculators).
 SPECULATORS, SPECULATORS_METHOD = "speculators_config", "speculators_model_type"
 SPECULATORS_LAYER = "transformer_layer_config"
@@ -58,6 +68,7 @@ class SpeculativeConfig:
         names = [field.name for field in fields(cls)]
         if not isinstance(options, dict):
             raise ValueError(f"speculative_config is {options!r:.200}; it must be an object with {', '.join(names)}")
+        options = {name: value for name, value in options.items() if name not in IGNORED}
         if unknown := sorted(options.keys() - set(names)):
             raise ValueError(f"speculative_config has {unknown[0]!r:.80}; known: {', '.join(names)}")
         if options.get("method") == "suffix":  # as in vLLM
@@ -75,6 +86,11 @@ class SpeculativeConfig:
         made = cls(**options)
         made.check()
         return made
+
+    @staticmethod
+    def ignored(text: str) -> list[str]:
+        """The options of a JSON object, as `of` reads it, that change nothing here."""
+        return sorted(json.loads(text).keys() & IGNORED)
 
     @staticmethod
     def of_head(head: str, raw: dict[str, Any]) -> tuple[str, str] | None:

@@ -279,6 +279,9 @@ def test_drafts_that_the_kernels_do_not_take_are_refused(
 def test_options_of_suffix_decoding() -> None:
     options = SpeculativeConfig.of('{"method": "suffix", "suffix_decoding_max_tree_depth": 9}')
     assert options.num_speculative_tokens == 24 and options.suffix_decoding_max_spec_factor == 2
+    text = '{"num_speculative_tokens": 2, "draft_tensor_parallel_size": 1, "disable_by_batch_size": 4}'
+    assert SpeculativeConfig.of(text) == SpeculativeConfig(2)
+    assert SpeculativeConfig.ignored(text) == ["disable_by_batch_size", "draft_tensor_parallel_size"]
 
 
 @pytest.mark.parametrize(
@@ -294,7 +297,6 @@ def test_options_of_suffix_decoding() -> None:
         ({"num_speculative_tokens": True}, "num_speculative_tokens is True"),
         ({"num_speculative_tokens": 2, "method": "magic"}, "method is 'magic'; it must be one of"),
         ({"num_speculative_tokens": 2, "tokens": 2}, "has 'tokens'; known: num_speculative_tokens, method"),
-        ({"num_speculative_tokens": 2, "disable_by_batch_size": 4}, "has 'disable_by_batch_size'; known: num_spec"),
         (
             {"num_speculative_tokens": 2, "prompt_lookup_min": 9, "prompt_lookup_max": 5},
             "prompt_lookup_min is 9; it must be at most",
