@@ -155,8 +155,7 @@ class EngineConfig:
     enforce_eager: bool = option(False, "on cuda: make no CUDA graphs of decode steps; on a CPU: make no C++")
     compile: bool = option(
         False,
-        "on a CPU: make C++ of what is between the products before the first request, not while the model serves; "
-        "and keep a second copy of the weights, compressed without loss, for one sequence at a time",
+        "on a CPU: make C++ of what is between the products before the first request, not while the model serves",
     )
     threads: int | None = option(None, "CPU threads a rank (default: one a core; small models leave one free)", 1, 4096)
     batch_invariant: bool = option(False, "bit-equal logits however a request is batched, chunked or cached; slower")
@@ -214,10 +213,9 @@ class EngineConfig:
     enable_expert_parallel: bool = option(False, "divide the experts, as whole ones, among all tensor and data ranks")
     distributed_executor_backend: Literal["auto", "uni", "mp", "external_launcher", "torchrun", "ray"] = option(
         "auto",
-        "uni: the worker in the engine's process; mp: each in its own; external_launcher: in those that torchrun or "
-        "Slurm's srun starts, for several hosts (torchrun is another name for it); ray: in actors on any host of a Ray "
-        "cluster; auto: uni on one device, but for a server mp, or ray where the ranks do not fit this host and Ray "
-        "runs",
+        "uni: the worker in the engine's process; mp: each in its own; external_launcher: in those that torchrun "
+        "starts, for several hosts (torchrun is another name for it); ray: in actors on any host of a Ray cluster; "
+        "auto: uni on one device, but for a server mp, or ray where the ranks do not fit this host and Ray runs",
     )
     startup_timeout: float = option(1800.0, "seconds that workers, or an engine process, may take to start", 0.1, 1e6)
     step_timeout: float | None = option(
@@ -381,9 +379,7 @@ class EngineConfig:
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
             self.refuse("max_cpu_loras", f"it must be at least max_loras, {self.max_loras}")
         if self.token_budget < self.max_num_seqs:  # else the last of them would never get a token
-            raise ValueError(
-                f"max_num_batched_tokens is {self.token_budget}; it must be at least max_num_seqs, {self.max_num_seqs}"
-            )
+            self.refuse("max_num_batched_tokens", f"it must be at least max_num_seqs, {self.max_num_seqs}")
         self._check_stages()
         self._check_pairs()
         self._check_hosts()
@@ -406,13 +402,7 @@ class EngineConfig:
             self.allow("without prefix caching", "num_state_snapshots", 0, None)
         if self.kv_disk is not None:
             self.allow("with kv_disk", "enable_prefix_caching", True)
-            self.allow(
-                "with kv_disk, where an engine looks at its workers' files,",
-                "distributed_executor_backend",
-                "auto",
-                "uni",
-                "mp",
-            )
+            self.allow("with kv_disk, on the engine's own host,", "distributed_executor_backend", "auto", "uni", "mp")
             self.allow("with kv_disk, whose files no replay has,", "log_scheduler", None)
         if self.enable_chunked_prefill:  # it would do nothing
             self.allow("with chunked prefill", "scheduler_delay_factor", 0)
@@ -602,12 +592,18 @@ def private_folder(path: str) -> str:
     """A folder that is only ours; it is made if it is not there. A ValueError if others may write to it, or own it."""
     try:
         Path(path).mkdir(0o700, exist_ok=True)
-        state = os.stat(path)
+        check_owner(path, "kv_disk")
     except OSError as error:
         raise ValueError(f"kv_disk is {path!r}: {error.strerror}") from None
-    if not hasattr(os, "geteuid") or state.st_uid != os.geteuid() or state.st_mode & 0o022:  # Windows has none
-        raise ValueError(f"kv_disk is {path!r}; it must be a folder of this user's that nobody else may write to")
     return path
+
+
+def check_owner(path: str | Path, name: str) -> None:
+    """A ValueError if others can have written a file or a folder of this `name`, an OSError if it cannot be seen."""
+    state = os.stat(path)
+    if not hasattr(os, "geteuid") or state.st_uid != os.geteuid() or state.st_mode & 0o022:  # Windows has none
+        owner = f"is user {state.st_uid}'s, with mode {state.st_mode & 0o777:o}"
+        raise ValueError(f"{name} is '{path}', which {owner}; nobody but this user may own it or write to it")
 
 
 def stamp_of(source: str) -> str:
@@ -634,13 +630,15 @@ def run_file(
     return subprocess.Popen([sys.executable, "-P", os.path.abspath(path), *args], env=variables, **options)
 
 
-def visible_gpus() -> list[str] | None:
-    """The GPUs by CUDA_VISIBLE_DEVICES, or by the driver's tool (torch takes seconds to load); None: it is missing."""
-    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+def visible_gpus(what: str = "") -> list[str] | None:
+    """The GPUs by CUDA_VISIBLE_DEVICES or the driver's tool, or `what` that tells of each; None: it is missing."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")  # torch takes seconds to load, and CUDA half a GiB of a GPU
+    if visible is not None and not what:
         return [name for name in visible.split(",") if name not in ("", "-1")]
+    command = ["nvidia-smi", f"--query-gpu={what or 'index'}", "--format=csv,noheader,nounits"]
+    command += [] if visible is None else [f"--id={visible}"]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        command = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
-        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.split()
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.split()
     return None
 
 

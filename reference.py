@@ -459,9 +459,9 @@ def put_prompts(x: torch.Tensor, ids: torch.Tensor, prompts: torch.Tensor) -> No
     x: [T, H]. ids: [T] int64. prompts: [S, M, H] in x's dtype, up to M embeddings of each of S adapters; each [M, H] is
     contiguous.
     """
-    tokens = (ids < 0).nonzero()[:, 0]
-    place = -1 - ids[tokens]
-    x[tokens] = prompts[place // prompts.shape[1], place % prompts.shape[1]]
+    place = (-1 - ids).clamp(min=0)
+    rows = prompts[place // prompts.shape[1], place % prompts.shape[1]]
+    x.copy_(torch.where((ids < 0)[:, None], rows, x))
 
 
 class DecodePlan(NamedTuple):

@@ -1,4 +1,3 @@
-# PYTHON_ARGCOMPLETE_OK is what argcomplete looks for.
 """The OpenAI-compatible server: `python server.py MODEL`.
 
     create_app  the Flask app: paths, keys and errors, and the page in `web/`
@@ -33,6 +32,7 @@ if __name__ == "__main__" and (lack := lacking(PACKAGES)):
 import gevent
 from flask import Flask, Response, g, request
 from werkzeug.exceptions import MethodNotAllowed, NotFound
+from werkzeug.middleware.dispatcher import DispatcherMiddleware
 
 from api import batches, http
 from api.checks import ApiError, Face
@@ -52,7 +52,7 @@ from processes.fleet import prepare
 from processes.headless import follow_server
 
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
-STATUS_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 415: {"Accept-Encoding": "gzip"}, 429: {"Retry-After": "1"}}
+STATUS_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}}
 # Endpoints that programs poll, and the page's own files: requests for them are logged at level DEBUG.
 QUIET = ("health", "metrics", "live", "page", "scaling")
 
@@ -90,7 +90,8 @@ def create_app(api: Api, spans: Spans | None = None, address: str | None = None)
     log_requests(app, api, spans)
     app.extensions |= {"spans": spans, "client": api.client}
     if config.root_path:
-        app.wsgi_app = http.under_root(app.wsgi_app, config.root_path)  # type: ignore[method-assign]
+        # It answers without the path as well, because a proxy may cut it off or not.
+        app.wsgi_app = DispatcherMiddleware(app.wsgi_app, {config.root_path: app.wsgi_app})  # type: ignore[method-assign]
     return app
 
 
@@ -179,7 +180,7 @@ def log_requests(app: Flask, api: Api, spans: Spans | None) -> None:
 def serve(argv: list[str]) -> None:
     """Serve until SIGTERM or Ctrl-C. If it cannot start, it says why in one line, and the exit code is 2.
 
-    If torchrun or `srun` has started this on every rank, rank 0 serves, and the other ranks end when it does.
+    If torchrun has started this on every rank, rank 0 serves, and the other ranks end when it does.
     """
     parser, flags = server_flags(argv)
     with exit_on_mistake(parser):

@@ -41,7 +41,6 @@ from parallel import Sampled
 from plan import StepPlan, StepResult
 
 if TYPE_CHECKING:
-    from cpu.weights import GreedyHead
     from device.kv_disk import KVDisk
     from device.piecewise import PiecewiseGraphs
     from lora.stacks import AdapterPool
@@ -101,7 +100,6 @@ class Worker(Profiled):
     adapters: AdapterPool | None = None
     proposer: Proposer | None = None  # makes drafts for later steps
     pooler: Pooler | None = None  # makes one vector of each prompt; nothing is sampled
-    greedy_head: GreedyHead | None = None  # finds greedy tokens on a CPU without all logits
     pieces: PiecewiseGraphs | None = None  # runs the model in steps that have no graph
     sanitizer: KVSanitizer | None = None  # set after warm-up
     disk: KVDisk | None = None  # this, too

@@ -314,6 +314,7 @@ THOUGHTS = (
     Field("output_format", dict[str, Any], None, flat_format, "The older place of output_config.format."),
 )
 IGNORED = (  # they change nothing; a history that is not shortened stands as it is
+    *checks.HARMLESS,
     "inference_geo", "diagnostics", "user_profile_id", "workspace_id", "betas", "speed", "fallbacks",
     "fallback_credit_token", "safeguards", "billing_policy", "compaction", "context_management",
 )  # fmt: skip

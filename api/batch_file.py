@@ -14,7 +14,6 @@ import fcntl
 import hashlib
 import itertools
 import os
-import stat
 import time
 import uuid
 from collections import Counter
@@ -25,7 +24,6 @@ from typing import Any, BinaryIO
 import gevent
 import msgspec
 from gevent.event import AsyncResult, Event
-from gevent.fileobject import FileObjectPosix
 from gevent.lock import Semaphore
 from gevent.pool import Group
 from tqdm import tqdm
@@ -116,17 +114,8 @@ def read_lines(file: BinaryIO, most: int) -> Iterator[Line]:
             yield Line(number, text)
 
 
-def patient(file: BinaryIO) -> BinaryIO:
-    """A file that lets other greenlets run while it is read, even if it is a pipe."""
-    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        return file
-    return FileObjectPosix(file.fileno(), "rb", closefd=False)
-
-
-def count_lines(file: BinaryIO, most: int) -> int | None:
-    """How many lines `read_lines` finds in a file; None if it cannot be read twice."""
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        return None
+def count_lines(file: BinaryIO, most: int) -> int:
+    """How many lines `read_lines` finds in a file."""
     count = sum(1 for _ in read_lines(file, most))
     file.seek(0)
     return count
@@ -254,7 +243,7 @@ class BatchRun:
     def run(self, file: BinaryIO) -> None:
         """Run all lines that have no answer yet; then, or when an answer cannot be written, set `ended`."""
         try:
-            for line in read_lines(patient(file), self.api.config.max_body_bytes):
+            for line in read_lines(file, self.api.config.max_body_bytes):
                 size = len(line.text)
                 if self._to_run(line):
                     while self.flying and not self._has_room(size):

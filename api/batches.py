@@ -15,7 +15,6 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 import gevent
-import msgspec
 from flask import g, request, send_file
 from tqdm import tqdm
 from werkzeug.exceptions import RequestEntityTooLarge
@@ -23,11 +22,11 @@ from werkzeug.formparser import MultiPartParser
 
 from api import checks
 from api.batch_file import Answers, BatchRun, count_lines, run_to_end
-from api.checks import ApiError, CheckContext, Face, Field, read_fields, without_folders
+from api.checks import ApiError, Face, Field, without_folders
 from api.fields import Name
 from api.files import BATCH, ENDED, FILE, new_object
-from api.generation import Caller, as_api_error
-from api.http import arriving, body_of, reply
+from api.generation import as_api_error
+from api.http import arriving, fields_of, reply
 from api.openapi import Path
 from api.response_store import PAGE_OF_ITEMS, page_of
 from api.routes import Api
@@ -53,7 +52,7 @@ def upload_file(api: Api) -> dict[str, Any]:
     if request.mimetype != "multipart/form-data" or not 0 < len(boundary) <= MOST_BOUNDARY:
         must = f"it must be multipart/form-data with a boundary of at most {MOST_BOUNDARY} characters"
         raise ApiError(415, f"the content type is {request.content_type!r:.100}; {must}")
-    size = most if "Content-Encoding" in request.headers else request.content_length or most
+    size = request.content_length or most
     api.files.need_room(g.client, size)
     with (
         api.files.writing(g.client, "batch") as (file, record),
@@ -83,8 +82,7 @@ def upload_file(api: Api) -> dict[str, Any]:
 
 def create_batch(api: Api) -> dict[str, Any]:
     """Make a batch of a file, and run it in the background."""
-    caller = g.caller = Caller(g.name, g.client)
-    fields = read_fields(NEW_BATCH, body_of(api), CheckContext(api.config, caller.ignored))
+    fields = fields_of(api, NEW_BATCH)
     file = api.files.find(g.client, fields["input_file_id"], FILE)
     if file["purpose"] != "batch":
         raise ApiError(400, f"the purpose of this file is {file['purpose']}; it must be batch", "input_file_id")
@@ -229,8 +227,7 @@ BATCH_PATHS = (
     Path("DELETE", "/v1/files/<id>", "delete_file", "Delete it.",
          lambda api, id: reply(api.files.delete(g.client, id))),
     Path("POST", "/v1/batches", "create_batch", "Answer a file of requests in the background.",
-         lambda api: reply(create_batch(api)),
-         body={field.name: msgspec.json.schema(field.type) for field in NEW_BATCH.own}),
+         lambda api: reply(create_batch(api)), body=NEW_BATCH),
     Path("GET", "/v1/batches", "batches", "Your batches, by pages.",
          lambda api: reply(page_of(api.files.all(g.client, BATCH), request.args)), query=PAGE_OF_ITEMS),
     Path("GET", "/v1/batches/<id>", "batch", "One of them.",

@@ -129,7 +129,7 @@ class Face:
 
     name: str
     paths: tuple[str, ...]  # the first is the one in the schema, the others are other servers' names of it
-    own: Sequence[Field]  # its fields, beside `HARMLESS`
+    own: Sequence[Field]  # its fields, beside those in `ignored`
     answer: Callable[..., Any]
     prefix: str = ""  # of a reply's id
     needed: tuple[str, ...] = ()  # fields that must be there
@@ -137,13 +137,13 @@ class Face:
     not_yet: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)  # as `NOT_YET` of api/fields.py
     elsewhere: Mapping[str, str] = dataclasses.field(default_factory=dict)  # as `ELSEWHERE` there
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)  # other names of its fields, which are read
-    ignored: tuple[str, ...] = ()  # what cannot change the answer, beside `HARMLESS`
+    ignored: tuple[str, ...] = HARMLESS  # what cannot change the answer
     error_body: Callable[[ApiError], dict[str, Any]] = ApiError.body  # what an error looks like
 
     @cached_property
     def fields(self) -> dict[str, Field]:
         rows = {field.name: field for field in self.own}
-        names = [name for name in (*HARMLESS, *self.ignored) if name not in rows]
+        names = [name for name in self.ignored if name not in rows]
         return rows | {name: Field(name, Any, about="Is accepted and changes nothing.", ignored=True) for name in names}
 
     @cached_property
@@ -217,7 +217,9 @@ def refusal(name: str, value: Any, words: str, code: str | None) -> ApiError:
 
 def in_words(schema: dict[str, Any]) -> str:
     """Describe to a person the values that a JSON schema allows."""
-    kinds = {"boolean": "true or false", "string": "a string", "object": "an object", "null": "null"}
+    kinds = {
+        "boolean": "true or false", "string": "a string", "object": "an object", "array": "a list", "null": "null",
+    }  # fmt: skip
     if "anyOf" in schema:
         return " or ".join(map(in_words, schema["anyOf"]))
     if "enum" in schema:
@@ -226,10 +228,10 @@ def in_words(schema: dict[str, Any]) -> str:
     if kind in ("integer", "number"):
         what = "a whole number" if kind == "integer" else "a number"
         return f"{what} from {schema['minimum']} to {schema['maximum']}" if "minimum" in schema else what
-    if kind == "array":
+    if "items" in schema:
         return f"a list whose items are each {in_words(schema['items'])}"
     if "maxLength" in schema:
-        return f"a string of at most {schema['maxLength']} characters"
+        return f"a string of {schema.get('minLength', 0)} to {schema['maxLength']} characters"
     return kinds[kind]
 
 

@@ -93,9 +93,8 @@ class DrainingArbiter(Arbiter):
 
     def kill_worker(self, pid: int, sig: int) -> None:
         if sig == signal.SIGABRT:  # which gunicorn sends to a process that has stood still for too long
-            age = self.WORKERS[pid].age
-            still = f"api {age - 1} has stood still for {self.timeout} s and is replaced (pid {pid})"
-            logger.error(f"{still}; it was on {self.app.fleet.board.tasks_of(age) or 'no body of a request'}")
+            name = f"api {self.WORKERS[pid].age - 1}"
+            logger.error(f"{name} has stood still for {self.timeout} s and is replaced (pid {pid})")
         super().kill_worker(pid, sig)
 
     def manage_workers(self) -> None:

@@ -8,12 +8,10 @@ import hmac
 import ipaddress
 import re
 import time
-import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import gevent
 from flask import Response, g, request
@@ -21,9 +19,9 @@ from gunicorn.http import errors
 from werkzeug.exceptions import HTTPException, RequestEntityTooLarge
 
 from api.bodies import parse_json
-from api.checks import ApiError
+from api.checks import ApiError, CheckContext, Face, read_fields
 from api.faces import FACES
-from api.generation import ClientGone, Events, as_api_error
+from api.generation import Caller, ClientGone, Events, as_api_error
 from api.options import ServerConfig
 from api.replies import json_of
 from api.routes import Api
@@ -31,7 +29,6 @@ from observe.logs import logger
 from processes.child import ClientShares
 
 BODY_PART = 2**14  # bytes of a body to read at a time
-PACKED = {"gzip": 31, "x-gzip": 31, "deflate": 15}  # content codings, and zlib's `wbits` for each
 HOST_PORT = re.compile(r":\d*\Z", re.ASCII)
 NO_ROUTE = "none"  # stands for the route of a request that is for none of ours
 HEADER_NAMES = re.compile(r"[\w-]+(, *[\w-]+)*", re.ASCII)
@@ -63,17 +60,17 @@ def arriving(config: ServerConfig, most: int, cap: str) -> Generator[bytes, None
     if kind != "application/json" and "Origin" in request.headers and not allowed_origin(config):
         must = "from a web page that is not in allowed_origins it must be application/json"
         raise ApiError(415, f"the content type is {kind or 'not given'}; {must}")
+    if (coding := request.headers.get("Content-Encoding", "identity").strip().lower()) != "identity":
+        raise ApiError(415, f"the content encoding is {coding!r:.80}; it must be identity")
     request.max_content_length = most + 1  # a chunked body is cut there: the extra byte shows it
     try:
-        coding = request.headers.get("Content-Encoding", "identity").strip().lower()
-        for part in unpacked(coding, packed_parts(config.body_timeout)):
-            if len(part) in (0, BODY_PART):
+        for part in parts_of_body(config.body_timeout):
+            if len(part) == BODY_PART:
                 gevent.sleep(0)  # a socket that always has more would let nobody else run
             size += len(part)
             if size > most:
                 raise RequestEntityTooLarge
-            if part:
-                yield part
+            yield part
     except gevent.Timeout:
         raise ApiError(400, f"the body did not arrive within {config.body_timeout} s (body_timeout)") from None
     except RequestEntityTooLarge:
@@ -101,7 +98,7 @@ def read_body(config: ServerConfig, bodies: ClientShares) -> bytearray:
     return body
 
 
-def packed_parts(seconds: float) -> Iterator[bytes]:
+def parts_of_body(seconds: float) -> Iterator[bytes]:
     """This request's body as it arrives; a `gevent.Timeout` once its reads have waited for `seconds` in all."""
     while True:
         begun = time.monotonic()
@@ -113,35 +110,16 @@ def packed_parts(seconds: float) -> Iterator[bytes]:
         yield part
 
 
-def unpacked(coding: str, packed: Iterator[bytes]) -> Iterator[bytes]:
-    """The parts of this request's body, of at most BODY_PART bytes; an `ApiError` if this `coding` is not its own."""
-    if coding == "identity":
-        yield from packed
-        return
-    if coding not in PACKED:
-        raise ApiError(415, f"the content encoding is {coding!r:.80}; it must be {', '.join(PACKED)} or identity")
-    unpacker = zlib.decompressobj(PACKED[coding])
-    try:
-        for arrived in packed:
-            while part := unpacker.decompress(arrived, BODY_PART):
-                yield part
-                arrived = unpacker.unconsumed_tail
-            if unpacker.unused_data:
-                raise zlib.error("there is more after its end")
-            yield b""  # so that others are served, however little it unpacks to
-        if not unpacker.eof:
-            raise zlib.error("it has no end")
-    except zlib.error as error:
-        raise ApiError(400, f"the body is no {coding}: {error}") from None
-
-
 def body_of(api: Api) -> dict[str, Any]:
     """The JSON object that this request brings."""
     g.body = contextlib.ExitStack()  # closed when the body has become a request, or with the reply
-    body = read_body(api.config, api.bodies)
-    what = f"{request.method} {quote(request.path)[:256]} ({g.request_id}, {len(body)} bytes, client {g.client})"
-    g.body.enter_context(api.board.computing(what))
-    return parse_json(body, api.config, api.facts["max_model_len"])
+    return parse_json(read_body(api.config, api.bodies), api.config, api.facts["max_model_len"])
+
+
+def fields_of(api: Api, face: Face) -> dict[str, Any]:
+    """The checked fields of the body that this request brings."""
+    caller = g.caller = Caller(g.name, g.client)
+    return read_fields(face, body_of(api), CheckContext(api.config, caller.ignored))
 
 
 def api_error(error: Exception) -> ApiError:
@@ -276,21 +254,6 @@ def is_preflight() -> bool:
     """Whether a browser asks here whether a page may send a request."""
     asks = "Origin" in request.headers and "Access-Control-Request-Method" in request.headers
     return request.method == "OPTIONS" and asks
-
-
-def under_root(app: Callable[..., Any], root: str) -> Callable[..., Any]:
-    """The WSGI app, which answers under the path `root` as well as without it: a proxy may cut it off or not.
-
-    Uvicorn's and FastAPI's users know that from `--root-path`.
-    """
-
-    def answer(environ: dict[str, Any], start_response: Any) -> Any:
-        path = environ.get("PATH_INFO", "")
-        if path == root or path.startswith(root + "/"):
-            environ |= {"SCRIPT_NAME": root, "PATH_INFO": path[len(root) :]}
-        return app(environ, start_response)
-
-    return answer
 
 
 class Keys:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import msgspec
 from flask import Response
 
-from api.checks import ApiError
+from api.checks import ApiError, Face
 from api.faces import FACES
 from config import VERSION
 
@@ -17,14 +17,14 @@ STATUSES = {
     400: "The request is wrong; the message says how.", 401: "The API key is missing or wrong.",
     403: "The route needs an admin key, or is not for this page or host.",
     404: "There is no such model or route.", 405: "The route does not take this method.",
-    413: "The body is too large.", 415: "The content type or the content encoding is not one that is read.",
+    413: "The body is too large.", 415: "The content type is not one that is read, or there is a content encoding.",
     429: "Too much is in flight.", 500: "An error of the server's own.",
     503: "The engine cannot run requests, or the server is shutting down.",
 }  # fmt: skip
 
 
 class Path(NamedTuple):
-    """A path that takes no body, or one that no struct describes.
+    """A path that is no face of `api/faces.py`.
 
     `view` takes the routes' `Api` and what the rule catches, and returns the response.
     """
@@ -36,7 +36,7 @@ class Path(NamedTuple):
     view: Callable[..., Response]
     kind: str = "application/json"  # of the response
     query: Mapping[str, Any] = {}  # the schemas of parameters
-    body: Mapping[str, Any] = {}  # the schemas of fields; the first is required
+    body: Face | None = None  # describes it
     control: bool = False  # whether it is the operator's; see `Keys`
 
 
@@ -66,19 +66,23 @@ def replies(error: str, *kinds: str) -> dict[str, Any]:
 
 def openapi(root_path: str, others: Sequence[Path]) -> dict[str, Any]:
     """The schema of the faces and of `others`, whose paths come after `root_path`, in OpenAPI 3.1."""
-    types = [face.request for face in FACES]
+    faces = [*FACES, *(row.body for row in others if row.body)]
+    types = [face.request for face in faces]
     refs, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     paths: dict[str, Any] = {}
-    for face, ref in zip(FACES, refs, strict=True):
-        body = {"required": True, "content": {"application/json": {"schema": ref}}}
-        kinds = ("application/json", "text/event-stream") if "stream" in face.fields else ("application/json",)
-        responses = replies("ErrorReply" if face.error_body is ApiError.body else "MessageErrorReply", *kinds)
-        paths[face.paths[0]] = {"post": {"operationId": face.name, "requestBody": body, "responses": responses}}
+    bodies: dict[str, Any] = {}  # by the name of the face
+    for face, ref in zip(faces, refs, strict=True):
+        bodies[face.name] = {"required": True, "content": {"application/json": {"schema": ref}}}
         fields = components[face.request.__name__]
         fields["required"] = list(face.needed)
         for name in fields["required"]:  # what must be there may not be null
             fields["properties"][name]["anyOf"].remove({"type": "null"})
             del fields["properties"][name]["default"]
+    for face in FACES:
+        kinds = ("application/json", "text/event-stream") if "stream" in face.fields else ("application/json",)
+        responses = replies("ErrorReply" if face.error_body is ApiError.body else "MessageErrorReply", *kinds)
+        operation = {"operationId": face.name, "requestBody": bodies[face.name], "responses": responses}
+        paths[face.paths[0]] = {"post": operation}
     for row in others:
         path = re.sub(r"<(?:path:)?(\w+)>", r"{\1}", row.rule)
         text = {"in": "path", "required": True, "schema": STRING}
@@ -86,9 +90,7 @@ def openapi(root_path: str, others: Sequence[Path]) -> dict[str, Any]:
         places += [{"name": name, "in": "query", "schema": schema} for name, schema in row.query.items()]
         operation = {"summary": row.about, "parameters": places, "responses": replies("ErrorReply", row.kind)}
         if row.body:
-            fields = object_of(**row.body) | {"required": [next(iter(row.body))], "additionalProperties": False}
-            content = {"application/json": {"schema": fields}}
-            operation["requestBody"] = {"required": True, "content": content}
+            operation["requestBody"] = bodies[row.body.name]
         paths.setdefault(path, {})[row.method.lower()] = operation
     return {
         "openapi": "3.1.0", "info": {"title": "Manta", "version": VERSION}, "servers": [{"url": root_path or "/"}],

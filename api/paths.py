@@ -5,8 +5,8 @@ from __future__ import annotations
 from flask import Response, g, request
 
 from api.batches import BATCH_PATHS
+from api.checks import Field
 from api.control import CONTROL_PATHS, MODEL_PATHS, guarded, one_of, scale, scaling, server_info
-from api.generation import Events
 from api.http import PAGE, page, reply, stream
 from api.openapi import Path, openapi
 from api.response_store import PAGE_OF_ITEMS
@@ -15,14 +15,6 @@ from api.tokenize import tokenizer_info
 from config import VERSION
 
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
-READ_AGAIN = {"stream": {"type": "boolean"}, "starting_after": {"type": "integer", "minimum": 0}}
-ENGINES = {"data_parallel_size": {"type": "integer", "minimum": 1}}
-
-
-def stored(api: Api, id: str) -> Response:
-    """A stored response, or the events of one."""
-    answer = api.store.response(g.client, id, request.args)
-    return reply(answer) if isinstance(answer, dict) else stream(Events(answer, lambda: None), api.config)
 
 
 PATHS = (
@@ -47,12 +39,11 @@ PATHS = (
     Path("GET", "/openapi.json", "openapi", "This document.",
          lambda api: reply(openapi(api.config.root_path, paths_of(api)))),
     Path("GET", "/scale", "scaling", "How many engines there are, come and go.", lambda api: reply(scaling(api))),
-    Path("GET", "/v1/responses/<id>", "response", "A stored response, or the events of one made in the background.",
-         stored, query=READ_AGAIN),
+    Path("GET", "/v1/responses/<id>", "response", "A stored response.",
+         lambda api, id: reply(api.store.response(g.client, id, request.args))),
     Path("GET", "/v1/responses/<id>/input_items", "input_items", "What it was made from, by pages.",
          lambda api, id: reply(api.store.page(g.client, id, request.args)), query=PAGE_OF_ITEMS),
-    Path("POST", "/scale", "scale", "Have so many engines.", lambda api: reply(scale(one_of(api))), body=ENGINES,
-         control=True),
+    guarded("POST", scale, "Have so many engines.", "", (Field("data_parallel_size", int),), ("data_parallel_size",)),
     Path("DELETE", "/v1/responses/<id>", "delete_response", "Forget a stored response.",
          lambda api, id: reply(api.store.delete(g.client, id))),
     Path("POST", "/v1/responses/<id>/cancel", "cancel_response", "End a response that runs in the background.",

@@ -17,7 +17,6 @@ from api.generation import ClientGone
 from api.options import ServerConfig
 
 MOST_ITEMS, USUAL_ITEMS = 100, 20  # of a page
-EVENTS_AT_ONCE = 64  # of a response in the background, that are kept before room is made for them
 PAGE_OF_ITEMS = {
     "limit": {"type": "integer", "minimum": 1, "maximum": MOST_ITEMS}, "order": {"enum": ["asc", "desc"]},
     "after": {"type": "string"},
@@ -25,19 +24,13 @@ PAGE_OF_ITEMS = {
 
 
 class StoredResponse:
-    """A response that the store keeps, or will: JSON, and the items of the conversation before it.
-
-    One that runs in the background has its events, too; where these alone are too large, the latest of them.
-    """
+    """A response that the store keeps, or will: JSON, and the items of the conversation before it."""
 
     def __init__(self, store: Store, owner: str, items: list[dict[str, Any]]):
         self.store, self.owner, self.id = store, owner, ""
         self.conversation, self.response = msgspec.json.encode(items), b""
-        self.events: list[bytes] = []
-        self.first = self.length = 0  # the number of the first event that is left, and the bytes of all that are
         self.counted = 0  # bytes, by the store
         self.runner: gevent.Greenlet | None = None  # makes it in the background
-        self.news = Event()
 
     def keep(self, response: dict[str, Any]) -> None:
         """Keep a response, whose status is new. One that was deleted meanwhile stays so."""
@@ -46,38 +39,24 @@ class StoredResponse:
 
     def run(self, events: Iterator[bytes], *close: Callable[[], None]) -> None:
         """Let a stream of this response run in the background, and then `close` it; returns once it has begun."""
-        self.runner = gevent.spawn(self._run, events, *close)
-        self.runner.link(lambda runner: self.news.set())
-        next(self.follow(0))
+        begun = Event()
 
-    def _run(self, events: Iterator[bytes], *close: Callable[[], None]) -> None:
-        try:
-            for event in events:
-                self.events.append(event)
-                self.length += len(event)
-                self.news.set()
-                if len(self.events) % EVENTS_AT_ONCE == 0:
-                    self.store.put(self)
-        finally:
-            for call in close:
-                call()
+        def make() -> None:
+            try:
+                for _ in events:
+                    begun.set()
+            finally:
+                begun.set()
+                for call in close:
+                    call()
+
+        self.runner = gevent.spawn(make)
+        begun.wait()
 
     @property
     def is_running(self) -> bool:
         """Whether it is still made, in the background."""
         return self.runner is not None and not self.runner.ready()
-
-    def follow(self, number: int) -> Iterator[bytes]:
-        """The events from this number on, and those to come."""
-        while number >= self.first:
-            if number < self.first + len(self.events):
-                yield self.events[number - self.first]
-                number += 1
-            elif not self.is_running:
-                return
-            else:
-                self.news.clear()
-                self.news.wait()
 
 
 class Store:
@@ -85,7 +64,7 @@ class Store:
 
     Each API key has an equal share of the room. Beyond it, it loses the response that it has not used for longest, and
     one that runs in the background only after all others. Addresses share all of the room: where they have too much
-    together, the one with the most loses such a response. The latest is kept, however large, but for its events.
+    together, the one with the most loses such a response. The latest is kept, however large.
     """
 
     def __init__(self, config: ServerConfig):
@@ -103,32 +82,15 @@ class Store:
         """Keep a response as it is now, as the latest, and make room. One that is gone stays so."""
         if not self._take_out(key := (kept.owner, kept.id)) and not is_new:
             return
-        if kept.length > self.limits[1]:  # the older half is forgotten, which readers that keep up have had
-            half = len(kept.events) // 2
-            kept.first, kept.events = kept.first + half, kept.events[half:]
-            kept.length = sum(map(len, kept.events))
         self.entries[key] = kept
-        kept.counted = len(kept.conversation) + len(kept.response) + kept.length
+        kept.counted = len(kept.conversation) + len(kept.response)
         self._count(kept.owner, 1, kept.counted)
         self._make_room(kept.owner)
 
-    def response(self, owner: str, id: str, query: Mapping[str, str]) -> dict[str, Any] | Iterator[bytes]:
-        """The response object; or, as `stream` of the query asks, the events of one made in the background.
-
-        They follow the one whose number is `starting_after`. An `ApiError` if there is no such response or event.
-        """
-        refuse_query(query, "stream", "starting_after")
-        kept, stream, after = self._find(owner, id), query.get("stream", "false"), query.get("starting_after", "-1")
-        if stream not in ("true", "false"):
-            raise ApiError(400, f"stream is {stream[:64]!r}; it must be true or false", "stream")
-        if stream == "false" and "starting_after" not in query:
-            return msgspec.json.decode(kept.response)
-        if kept.runner is None and stream == "true":
-            raise ApiError(400, "stream is true; only of a response made in the background are events kept", "stream")
-        if stream == "false" or not re.fullmatch(r"-1|[0-9]{1,9}", after) or int(after) + 1 < kept.first:
-            must = f"it must be a number from {max(0, kept.first - 1)} on, beside stream=true"
-            raise ApiError(400, f"starting_after is {after[:64]!r}; {must}", "starting_after")
-        return kept.follow(int(after) + 1)
+    def response(self, owner: str, id: str, query: Mapping[str, str]) -> dict[str, Any]:
+        """The response object; an `ApiError` if there is none."""
+        refuse_query(query)
+        return msgspec.json.decode(self._find(owner, id).response)
 
     def conversation(self, owner: str, id: str) -> list[dict[str, Any]]:
         """The items up to the end of a response that has ended by itself; an `ApiError` if there is none."""

@@ -9,10 +9,8 @@ import dataclasses
 import itertools
 import logging
 import time
-from bisect import bisect_left
 from collections.abc import Iterator
 from functools import partial
-from operator import attrgetter
 from typing import Any, Literal
 
 import msgspec
@@ -22,9 +20,8 @@ from api import fields as shared
 from api.chat import as_chat, conversation, renamed
 from api.checks import ApiError, CheckContext, Face, Field
 from api.generation import RETENTION, Caller, ClientGone, EngineCall, Events, as_api_error, generate, log_request
-from api.logprobs import Token, Tokens, chat_logprobs
 from api.prompts import Reading
-from api.replies import CALL, CONTENT, REASONING, BlockReply, NewText, json_of, typed_event, usage_of
+from api.replies import CALL, CONTENT, REASONING, BlockReply, NewText, typed_event, usage_of
 from api.response_store import StoredResponse
 from api.response_tools import Tools, response_tools
 from api.routes import Api
@@ -50,7 +47,9 @@ ITEM_KEYS = (  # that count, in items that are not of OpenAI's own tools
 NO_IMAGE = "The image data you provided does not represent a valid image"  # the words by which Codex knows it
 ITEM_PART = ("type", "text", "refusal", "annotations", "logprobs", "prompt_cache_breakpoint")
 LOGPROBS = "message.output_text.logprobs"
-Includable = Literal[  # but for LOGPROBS, no answer has them: they are about tools, pictures and hidden thoughts
+NO_SCORES: dict[str, Any] = {"logprobs": []}  # OpenAI's types have them in each text
+NO_LOGPROBS = "log-probabilities are in the answers of /v1/chat/completions and /v1/completions alone"
+Includable = Literal[  # but no answer has them: they are about scores, tools, pictures and hidden thoughts
     "message.output_text.logprobs", "reasoning.encrypted_content", "file_search_call.results",
     "web_search_call.results", "web_search_call.action.sources", "code_interpreter_call.outputs",
     "computer_call_output.output.image_url", "message.input_image.image_url",
@@ -66,6 +65,8 @@ def respond(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any] 
         raise ApiError(400, f"store is true; {api.store.closed}", "store")
     if (background := fields["background"]) and not fields["store"]:
         raise ApiError(400, f"background is true; {api.store.closed or 'it needs store: true'}", "background")
+    if background and fields["stream"]:
+        raise ApiError(400, "stream is true; with background it must be false: GET /v1/responses/ID polls", "stream")
     items, chat = as_chat_fields(api, fields, caller)
     stored = StoredResponse(api.store, caller.client, items) if fields["store"] else None
     caller.remote = None if background else caller.remote
@@ -79,7 +80,7 @@ def respond(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any] 
     runs, caller.call = dataclasses.replace(caller), None  # which the log tells when it has ended
     log = partial(log_request, caller.name, caller.client, "", 200, time.monotonic(), runs, "", logging.INFO)
     stored.run(answer.events, answer.close, log)
-    return Events(stored.follow(0), lambda: None) if fields["stream"] else msgspec.json.decode(stored.response)
+    return msgspec.json.decode(stored.response)
 
 
 def count_input(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:
@@ -113,7 +114,6 @@ def as_chat_fields(api: Api, fields: dict[str, Any], caller: Caller) -> tuple[li
         fields, messages, max_tokens=fields["max_output_tokens"] if fields["generate"] else 1,
         reasoning_effort=fields["reasoning"].get("effort"), response_format=fields["text"].get("structure"),
         tools=tools.functions, stream_options=None, stream=fields["stream"] or fields["background"],
-        logprobs=LOGPROBS in fields["include"] or bool(fields["top_logprobs"]),
     )  # fmt: skip
 
 
@@ -126,16 +126,10 @@ class ResponseReply(BlockReply):
     ):  # fmt: skip
         super().__init__(call, tokenizer, reading)
         self.fields, self.keep = fields, kept.keep if kept else lambda response: None
-        self.tokenizer, self.top, self.created = tokenizer, self.generation.params.logprobs, int(time.time())
+        self.created = int(time.time())
         self.tools: Tools = fields["tools"]
         self.sent: dict[int, int] = {}  # by place, up to where the arguments of a custom tool's call are sent
         self.numbers = itertools.count()
-        prompt = call.requests[0].prompt_token_ids
-        self.tokens = None if self.top is None else Tokens(self.generation, prompt, tokenizer)
-        self.taken: list[Token] = []  # of these, so far,
-        self.told = 0  # and how many of them precede the next delta
-        self.places: dict[int, int] = {}  # where in the answer's text the blocks begin
-        self.located = 0  # how far into it the last of these reaches
 
     @property
     def ended(self) -> str:
@@ -159,7 +153,7 @@ class ResponseReply(BlockReply):
             "reasoning": {"effort": fields["reasoning"].get("effort"), "summary": None}, "service_tier": "default",
             "temperature": params.temperature, "text": {"format": fields["text"].get("format") or {"type": "text"}},
             "tool_choice": self.tools.choice(fields["tool_choice"]), "tools": self.tools.repeated,
-            "top_logprobs": fields["top_logprobs"] or 0, "top_p": params.top_p, "truncation": "disabled",
+            "top_logprobs": 0, "top_p": params.top_p, "truncation": "disabled",
             "usage": None if begun else self._counts(),
         }  # fmt: skip
 
@@ -197,14 +191,14 @@ class ResponseReply(BlockReply):
         item = self._item(at, "in_progress") | empty
         yield self._numbered("response.output_item.added", output_index=at, item=item)
         if not is_call:
-            yield self._numbered("response.content_part.added", **self._where(at), part=part_of(kind, "", []))
+            yield self._numbered("response.content_part.added", **self._where(at), part=part_of(kind, ""))
 
     def _grow(self, new: NewText, whole: bool = False) -> bytes:
         """The event of more text; empty if the JSON has grown, but not the custom tool's text in it."""
         (at, text, _), (_, _, name, key) = new, self._row(new.at)
         if key == "input":
             text, self.sent[at] = custom_input(self._block(at).text, self.sent.get(at, 0), whole)
-        scores = {"logprobs": self._logprobs(at, new=True)} if self._block(at).kind == CONTENT else {}
+        scores = NO_SCORES if self._block(at).kind == CONTENT else {}
         return self._numbered(f"response.{name}.delta", **self._where(at), delta=text, **scores) if text else b""
 
     def _end(self, at: int, last: bool = False) -> Iterator[bytes]:
@@ -216,7 +210,7 @@ class ResponseReply(BlockReply):
             yield self._numbered(kind, **where, name=item["name"], **{key: item[key]})
         else:
             part = item["content"][0]
-            scores = {"logprobs": part["logprobs"]} if block.kind == CONTENT else {}
+            scores = NO_SCORES if block.kind == CONTENT else {}
             yield self._numbered(kind, **where, text=block.text, **scores)
             yield self._numbered("response.content_part.done", **where, part=part)
         yield self._numbered("response.output_item.done", output_index=at, item=item)
@@ -249,31 +243,7 @@ class ResponseReply(BlockReply):
             text = custom_input(block.text)[0] if key == "input" and not broken else block.text
             return self.tools.called[block.name] | item | {"call_id": block.id, key: text}
         of_kind: dict[str, Any] = {"summary": []} if block.kind == REASONING else {"role": "assistant"}
-        return item | of_kind | {"content": [part_of(block.kind, block.text, self._logprobs(at))]}
-
-    def _logprobs(self, at: int, new: bool = False) -> Any:
-        """Log-probabilities of the tokens of a text, if they were asked for: of all, or of those that no delta told.
-
-        They are JSON, which is made in parts.
-        """
-        if self.tokens is None:
-            return []
-        self.taken += self.tokens.take()
-        begin, end = self._place(at), self._place(at) + len(self._block(at).text)
-        first, last = (bisect_left(self.taken, place, key=attrgetter("offset")) for place in (begin, end))
-        if new:
-            first, self.told = max(first, self.told), last
-        name, bytes_of = self.tokenizer.token_text, self.tokenizer.bytes_of
-        return msgspec.Raw(json_of(chat_logprobs(self.taken[first:last], self.top or 0, name, bytes_of)["content"]))
-
-    def _place(self, at: int) -> int:
-        """The place in the answer's text, which has marks as well, where the text of a block begins."""
-        text, block = self.generation.text, self._block(at).text
-        if at not in self.places:
-            place = text.find(block, self.located) if at < len(self.answer.blocks) - 1 else text.rfind(block)
-            self.places[at] = max(place, self.located)
-        self.located = max(self.located, self.places[at] + len(block))
-        return self.places[at]
+        return item | of_kind | {"content": [part_of(block.kind, block.text)]}
 
     def _counts(self) -> dict[str, Any]:
         usage = usage_of(self.call, [self.answer], self.reading)
@@ -286,11 +256,11 @@ class ResponseReply(BlockReply):
         }  # fmt: skip
 
 
-def part_of(kind: str, text: str, logprobs: Any) -> dict[str, Any]:
-    """The one part of a message, which may have log-probabilities, or of reasoning."""
+def part_of(kind: str, text: str) -> dict[str, Any]:
+    """The one part of a message or of reasoning."""
     if kind == REASONING:
         return {"type": "reasoning_text", "text": text}
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+    return {"type": "output_text", "text": text, "annotations": [], **NO_SCORES}
 
 
 # --- what it takes ---------------------------------------------------------------------------------------------------
@@ -318,8 +288,15 @@ def input_items(value: Any, context: CheckContext) -> list[dict[str, Any]]:
 
 def included(value: list[str], context: CheckContext) -> list[str]:
     for name in value:
-        if name != LOGPROBS:
-            context.ignore(name)
+        if name == LOGPROBS:
+            raise ValueError(NO_LOGPROBS)
+        context.ignore(name)
+    return value
+
+
+def top_logprobs(value: int, context: CheckContext) -> int:
+    if value:
+        raise ValueError(NO_LOGPROBS)
     return value
 
 
@@ -361,8 +338,8 @@ FIELDS = (
     *shared.ANSWERED,
     *shared.sampling(*shared.SEVERAL, "masked_logprobs"),
     Field("text", dict[str, Any], {}, response_text),
-    Field("include", list[Includable], [], included, "Of these, message.output_text.logprobs alone is there."),
-    Field("top_logprobs", shared.Count, about="How many likeliest tokens each has with its log-probability."),
+    Field("include", list[Includable], [], included, "Nothing of this is there."),
+    Field("top_logprobs", shared.Count, None, top_logprobs, "Must be 0."),
     Field("max_tool_calls", shared.Count, about="Of tools that the server runs; it has none.", ignored=True),
     Field("generate", bool, True, about="False only reads the prompt, so that the next one is answered sooner."),
     Field("background", bool, False, about="Run on while nobody waits, to be read later; needs store."),
@@ -372,7 +349,7 @@ FIELDS = (
 )
 RESPONSES = Face(
     "responses", ("/v1/responses",), FIELDS, respond, "resp_", ("input",), ("generate",),
-    ignored=("client_metadata", "stream_options"),
+    ignored=(*checks.HARMLESS, "client_metadata", "stream_options"),
     not_yet=shared.NOT_YET | NOT_YET_HERE | shared.NOT_IN_ANSWERS,
     elsewhere=shared.ELSEWHERE | ELSEWHERE_HERE,
 )  # fmt: skip

@@ -30,7 +30,7 @@ Generate = Callable[[list[list[int]], Any], dict[str, Any]]  # the jobs of peers
 PEERS = Path(__file__).parent / "peers.py"
 COMPARED = 4  # first tokens of each answer that are compared; later ones differ by rounding
 ENGINE = ("schedule", "submit", "wait", "update")  # phases of the engine's thread
-MODEL = ("decode", "prepare_inputs", "model", "greedy_head", "logits", "sample", "post_update")  # phases of the device
+MODEL = ("decode", "prepare_inputs", "model", "logits", "sample", "post_update")  # phases of the device
 MOVES = "move_blocks"  # another phase of the device
 
 

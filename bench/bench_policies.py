@@ -28,7 +28,7 @@ import numpy as np
 from admission import policy_of
 from bench_serve import Arrival, read_trace, rescale
 from config import EngineConfig, FatalHookError, HookError
-from observe.journal import replay
+from replay import replay
 from scheduler import Scheduler
 from simulated import VOCAB, Device, ScheduledEngine, step_size
 

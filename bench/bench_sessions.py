@@ -30,7 +30,6 @@ Figures = list[dict[str, Any]]
 Send = Callable[[int, list[int]], Coroutine[Any, Any, tuple[float, int]]]  # seconds to the first token; cached tokens
 
 FIRST, RESULT = (600, 1000), (100, 400)  # tokens of a session's first prompt, and of each tool's result
-SLOTS = 8  # of llama.cpp's server
 
 
 @dataclass
@@ -84,13 +83,13 @@ async def post(port: int, path: str, fields: dict[str, Any]) -> tuple[float, lis
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(content)}"
     writer.write(head.encode() + b"\r\nContent-Type: application/json\r\n\r\n" + content)
     with contextlib.closing(writer):
-        status = await reader.readline()
+        status = line = await reader.readline()
         async for line in reader:
             if line.startswith(b"data: {"):
                 first = first or time.perf_counter() - begun
                 lines.append(json.loads(line[6:]))
     if b" 200 " not in status:
-        raise RuntimeError(f"{path} is answered with {status!r}")
+        raise RuntimeError(f"{path} is answered with {status!r}, {line!r:.500}")
     return first or time.perf_counter() - begun, lines
 
 
@@ -105,11 +104,11 @@ async def send_to_manta(port: int, new_tokens: int, number: int, prompt: list[in
 class LlamaClient:
     """A client of llama.cpp's server that keeps each session's slot in a file while the slot serves others."""
 
-    def __init__(self, port: int, new_tokens: int):
+    def __init__(self, port: int, slots: int, new_tokens: int):
         self.port, self.new_tokens = port, new_tokens
         self.free, self.holder = asyncio.Queue[int](), dict[int, int]()  # slots; and which session each holds
         self.saved = set[int]()
-        for slot in range(SLOTS):
+        for slot in range(slots):
             self.free.put_nowait(slot)
 
     async def send(self, number: int, prompt: list[int]) -> tuple[float, int]:
@@ -129,9 +128,9 @@ class LlamaClient:
 
 
 @contextlib.contextmanager
-def serving_llama(binary: str, gguf: str, tokens: int, threads: int, folder: str) -> Iterator[Server]:
-    """Run llama.cpp's server with SLOTS slots of so many tokens in all."""
-    command = [binary, "-m", gguf, "-c", str(tokens), "-np", str(SLOTS), "-t", str(threads), "--port", "0"]
+def serving_llama(binary: str, gguf: str, slots: int, tokens: int, threads: int, folder: str) -> Iterator[Server]:
+    """Run llama.cpp's server with slots of so many tokens in all."""
+    command = [binary, "-m", gguf, "-c", str(tokens), "-np", str(slots), "-t", str(threads), "--port", "0"]
     command += ["--slot-save-path", folder, "--no-webui", "--host", "127.0.0.1"]
 
     def find_port(log: str) -> int | None:
@@ -178,12 +177,15 @@ def session_figures(
         repeats: turns of all runs.
         threads: of llama.cpp's server.
         options: of Manta's server, in all runs.
-        llama, gguf: the program llama-server and its file of the model; it gets as many tokens as the pool has.
+        llama, gguf: the program llama-server and its file of the model. It gets as many tokens as the pool has, in as
+            many slots as the longest session allows.
     """
     vocab = ModelConfig.from_folder(model).vocab_size
     work = draw_sessions(sessions, turns, new_tokens, (pauses[0], pauses[1]), vocab)
     needed = sum(len(tokens) for session in work for tokens in session.added)
-    blocks = max(int(share * needed) // 16, max(sum(map(len, s.added)) for s in work) // 16 + 8)
+    longest = max(sum(map(len, session.added)) for session in work) + 128
+    blocks = max(int(share * needed), longest) // 16
+    slots = 16 * blocks // longest
     results: dict[str, list[tuple[float, Totals]]] = {}
 
     for _ in range(repeats):
@@ -197,9 +199,10 @@ def session_figures(
         if llama:
             with (
                 tempfile.TemporaryDirectory() as folder,
-                serving_llama(llama, gguf, blocks * 16, threads, folder) as server,
+                serving_llama(llama, gguf, slots, blocks * 16, threads, folder) as server,
             ):
-                results.setdefault("llama.cpp", []).append(play(work, LlamaClient(server.port, new_tokens).send))
+                send = LlamaClient(server.port, slots, new_tokens).send
+                results.setdefault("llama.cpp", []).append(play(work, send))
     figures = []
     for name, runs in results.items():
         waits = [wait for _, totals in runs for wait in totals.waits]

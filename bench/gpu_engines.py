@@ -236,8 +236,7 @@ def mixed_traffic(core: Any, adapters: list[Any]) -> Iterator[Row]:
     longest, vocab_size = core.facts["max_model_len"] - 40, core.facts["vocab_size"]
     guard = core.executor.worker.start.guard
     unseen: set[str] = set()
-    name = "_launch" if guard.runtime.interpret else "_compile"
-    setattr(guard, name, functools.partial(allow_late, getattr(guard, name), unseen))
+    guard._compile = functools.partial(allow_late, guard._compile, unseen)
     begun, count, steps, errors = time.perf_counter(), 0, 0, list[str]()
     while time.perf_counter() - begun < TRAFFIC_SECONDS if has_gpu() else count < 3:
         if len(core.scheduler.requests) < most * 3 // 4 + 1 and rng.random() < 0.7:

@@ -334,8 +334,8 @@ def load_sentence_transformers(folder: Path, threads: int) -> tuple[str, Generat
 
 
 def write_gguf(folder: Path, path: Path, weights: str) -> None:
-    """Write a Qwen3 checkpoint in llama.cpp's format: matrices are of the type `weights`, norms in F32, and there is no
-    vocabulary.
+    """Write a Qwen3 checkpoint in llama.cpp's format: matrices are of the type `weights`, norms in F32, and each
+    id's piece of the vocabulary is its number, because llama.cpp's server detokenizes what it generates.
 
     Raises:
         ValueError: the checkpoint is not a Qwen3 model in bfloat16, with experts or without.
@@ -353,7 +353,11 @@ def write_gguf(folder: Path, path: Path, weights: str) -> None:
     rope = config.get("rope_parameters") or config  # transformers 5, transformers 4
     writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{weights}"])
-    writer.add_tokenizer_model("no_vocab")  # ids go in and come out
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([f"{i} " for i in range(config["vocab_size"])])
+    writer.add_token_scores([0.0] * config["vocab_size"])
+    writer.add_token_types([int(gguf.TokenType.NORMAL)] * config["vocab_size"])
+    writer.add_add_bos_token(False)
     names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, kind.upper()), config["num_hidden_layers"])
     raw = np.memmap(folder / "model.safetensors", mode="r")
     begin = 8 + int(raw[:8].view("<u8")[0])  # the header: its length, then names, types, shapes and offsets

@@ -62,6 +62,8 @@ def read_flags(flags: argparse.Namespace) -> tuple[EngineConfig, ServerConfig]:
 def open_files(source: str, target: str) -> tuple[BinaryIO, Answers]:
     """The input and the output; a ValueError if the first cannot be read, or is the second. See also `Answers`."""
     with contextlib.ExitStack() as unless_kept:
+        if os.path.exists(source) and not os.path.isfile(source):  # reads of a pipe would hold up all lines
+            raise ValueError(f"{source} is no file; the input must be one")
         try:
             file = unless_kept.enter_context(open(source, "rb"))
         except OSError as error:

@@ -1,7 +1,4 @@
-"""The command line: a flag for each option, a file that sets options too, and completion in a shell.
-
-Standard library only, but for argcomplete, which is imported where a shell asks for completions.
-"""
+"""The command line: a flag for each option and a file that sets options too, with the standard library only."""
 
 from __future__ import annotations
 
@@ -78,7 +75,7 @@ class OptionParser(argparse.ArgumentParser):
         self.known: set[str] = set()  # names of options
         self.add_argument("--version", action="version", version=f"Manta {VERSION}")
         self.add_argument("--config", metavar="FILE", help="TOML with options by their names; the command line wins")
-        self.model = self.add_argument(
+        self.add_argument(
             "model_tag", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help="the same as --model"
         )
         groups: dict[str, argparse._ArgumentGroup] = {}
@@ -112,8 +109,6 @@ class OptionParser(argparse.ArgumentParser):
 
     def read(self, argv: Sequence[str]) -> argparse.Namespace:
         """The options that are given on the command line, or else in the file of `--config`; see `from_flags`."""
-        if "_ARGCOMPLETE" in os.environ:
-            complete(self)
         # As in vLLM, a flag may be spelled with underscores.
         words = [re.sub("^--[^=]*", lambda flag: flag[0].replace("_", "-"), word) for word in argv]
         flags, surplus = self.parse_known_args(words)
@@ -151,26 +146,8 @@ class OptionParser(argparse.ArgumentParser):
 
 
 def split_command(argv: list[str], commands: Container[str]) -> tuple[str, list[str]]:
-    """The command that a command line begins with, or nothing, and the rest.
-
-    A shell that asks for completions has the line in its variables, and argcomplete learns there where the rest begins.
-    """
-    if place := int(os.environ.get("_ARGCOMPLETE", 0)):  # of the first argument
-        before = os.environ["COMP_LINE"][: int(os.environ["COMP_POINT"])]
-        argv = f"{before}|".split()[place:]  # the last word is unfinished, and so is no command
-        os.environ["_ARGCOMPLETE"] = str(place + (argv[0] in commands))
+    """The command that a command line begins with, or nothing, and the rest."""
     return (argv[0], argv[1:]) if argv and argv[0] in commands else ("", argv)
-
-
-def complete(parser: OptionParser) -> NoReturn:
-    """Answer a shell that asks for the words that may follow, and end. Without argcomplete there is no answer."""
-    with contextlib.suppress(ImportError):
-        import argcomplete
-
-        folders = argcomplete.DirectoriesCompleter()
-        vars(parser.model)["completer"] = lambda prefix, **_: [*parser.commands, *folders(prefix)]
-        argcomplete.autocomplete(parser)
-    sys.exit(1)
 
 
 def read_toml(path: str) -> dict[str, Any]:

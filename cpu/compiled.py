@@ -37,18 +37,17 @@ from typing import Any, NamedTuple
 import torch
 
 import reference
-from config import EngineConfig, run_file
+from config import EngineConfig, check_owner, run_file
 from cpu import ops as cpu_ops
 from cpu import quantized as cpu_quantized
 from cpu import weights as cpu_weights
 from cpu.machine import available_bytes, available_cores, has_bfloat16
 from cpu.ops import _store, _unit
 from cpu.quantized import CodedKernels, Formula, multiply_codes, unpack_codes
-from cpu.weights import multiply
 from observe.logs import logger
 from reference import Quantized
 
-MODULES = sys.modules[__name__], cpu_weights, cpu_quantized, cpu_ops, reference  # they have what is compiled
+MODULES = sys.modules[__name__], cpu_quantized, cpu_ops, reference  # they have what is compiled
 INDUCTOR_FOLDER = "TORCHINDUCTOR_CACHE_DIR"  # the variable that says where Inductor keeps what it makes
 WORKPLACE = "tmp"  # the names of folders to compile in begin so
 DAY = 86400  # seconds after which one is left over
@@ -97,7 +96,7 @@ class CompileJob(NamedTuple):
         """
         if not (path := self.path()):
             raise FileNotFoundError(f"there is no C++ of {self.name} in {folder()}")
-        check_owner(path)
+        check_owner(path, "a place of compiled C++")
         if hashlib.sha256(path.read_bytes()).hexdigest() != path.stem.rpartition("-")[2]:
             raise ValueError(f"{path} is not as it was written")
         return torch._C._aoti.AOTIModelContainerRunnerCpu(str(path), 1).run
@@ -121,20 +120,11 @@ def headers() -> Path:
     return folder().parent / "headers"
 
 
-def check_owner(path: Path) -> None:
-    """A ValueError if somebody else can have written a file or a folder, an OSError if it cannot be looked at."""
-    status, me = path.stat(), os.geteuid()
-    if status.st_uid != me:
-        raise ValueError(f"{path} belongs to user {status.st_uid}; it must belong to {me}, who runs this")
-    if status.st_mode & 0o022:
-        raise ValueError(f"{path} has mode {status.st_mode & 0o777:o}; nobody but its owner may write to it")
-
-
 def open_folders() -> None:
     """Make the folders if they are missing. If they are not this user's alone, see `check_owner` for the error."""
     for path in (folder().parent, folder(), headers()):
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        check_owner(path)
+        check_owner(path, "a place of compiled C++")
 
 
 def workplace() -> tempfile.TemporaryDirectory[str]:
@@ -406,16 +396,6 @@ def rope(
     heads = x.shape[1] - 2 * kv_heads
     parts = zip_longest(x[:, : heads + kv_heads].float().tensor_split((heads,), dim=1), weights, columns)
     return [(normed(turned(y), *w) if last else turned(normed(y, *w))).to(x.dtype) for y, *w in parts]
-
-
-def multiply_job() -> CompileJob:
-    """The job for `multiply`, the product of one row, with compressed weights of any shape."""
-    inputs, panels, most, lanes = 128, 64, 2, cpu_weights.LANES  # an example that is large enough for threads
-    words, listed = (panels, inputs, 3, lanes), (panels, most, lanes)
-    like = ("float32", (inputs, 8)), ("int32", words), ("float32", ()), ("int32", listed), ("bfloat16", listed)
-    return CompileJob(
-        multiply.__name__, (), like, ((0,), (0, 1), (), (0, 1), (0, 1)), torch.get_num_threads(), ONE_LOOP
-    )
 
 
 def coded_forms(builder: Builder, dtype: torch.dtype) -> Callable[[Quantized], CodedKernels]:

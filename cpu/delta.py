@@ -144,15 +144,3 @@ def _chunk(state: torch.Tensor, x: Inputs, seen: int) -> torch.Tensor:
         changed = (k[:, :, :seen] * rest).view(heads, seen, dk).mT
         state.mul_(fade[:, seen - 1 : seen]).baddbmm_(changed, change[:, :seen])
     return torch.baddbmm(reads[:, 0], scores[:, 0], change).transpose(0, 1)
-
-
-def gated_norm(o: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMSNorm of each head, times the activated gate (`reference.gated_norm`)."""
-    x = o.float()
-    x = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt_()
-    return x.mul_(weight.float()).mul_(F.silu(z.float()).view_as(x)).flatten(1).to(o.dtype)
-
-
-def sigmoid_mul(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """Multiply by the sigmoid of a gate (`reference.sigmoid_mul`)."""
-    return gate.float().sigmoid().mul(x).to(x.dtype)

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from cpu.delta import conv_silu, delta_rule, gated_norm, sigmoid_mul  # noqa: F401 (ops like those below)
+from cpu.delta import conv_silu, delta_rule  # noqa: F401 (ops like those below)
 from cpu.experts import expert_down, expert_gate_up, plan_experts  # noqa: F401
 from cpu.lora import lora_expand, lora_shrink, plan_lora  # noqa: F401
 from cpu.quantized import quantized_linear  # noqa: F401
@@ -37,6 +37,7 @@ from reference import (  # noqa: F401
     apply_writes,
     arrange,
     copy_blocks,
+    gated_norm,
     latent_store,
     linear,
     mask_words,
@@ -47,6 +48,7 @@ from reference import (  # noqa: F401
     rope_last,
     round_inputs,
     route,
+    sigmoid_mul,
     square_sums,
     swap_blocks,
 )

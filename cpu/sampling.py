@@ -11,7 +11,6 @@ from reference import FLOAT_MAX, SamplingColumns, uniform
 from reference import Adjust as SpecifiedAdjust
 
 LOGPROB_LOGITS = 1 << 21  # logits that `logprobs` looks at at a time; each takes up to 25 bytes meanwhile
-PART = 1 << 10  # logits of a row among which the index of the largest one is looked for
 TOP_PREFIX = 1024  # this many of the largest logits settle nearly every top-p row without sorting all of them
 # [256, 8] float32: for each byte of a bitmask, what the logits of its tokens are at most; NaN sets no bound to `fmin`
 BOUNDS = np.where(np.arange(256)[:, None] >> np.arange(8) & 1, math.nan, -math.inf).astype(np.float32)
@@ -47,7 +46,7 @@ def sample(
         for row in (adjust.adjustments[slot] * (slots >= 0)).nonzero()[:, 0].tolist():
             adjust.apply(logits[row], int(slot[row]), drafts[row][drafts[row] >= 0])
     c = SamplingColumns(*params[slot].unbind(1))
-    heat, ids = c.temperature, _argmax(logits)
+    heat, ids = c.temperature, logits.max(dim=-1).indices
     peak = logits.gather(1, ids[:, None]).float().clamp(max=FLOAT_MAX)  # so that x - peak is a number
     lost = ~(peak[:, 0] > -math.inf)
     if not heat.any():
@@ -97,24 +96,6 @@ def _top(x: torch.Tensor, k: int) -> torch.Tensor:
     return -keys.topk(k).values % vocab
 
 
-def _argmax(x: torch.Tensor) -> torch.Tensor:
-    """Index [R] of each row's largest element, the first among equals.
-
-    torch finds a value faster than its index. So the index is looked for only in the one part of a long row that has
-    the value.
-    """
-    size = x.shape[1]
-    if size < 16 * PART:
-        return x.max(dim=-1).indices
-    whole = size // PART * PART
-    tops = x[:, :whole].unflatten(1, (-1, PART)).amax(dim=-1)
-    if whole < size:
-        tops = torch.cat((tops, x[:, whole:].amax(dim=-1, keepdim=True)), dim=1)
-    begin = tops.max(dim=-1, keepdim=True).indices * PART
-    ids = (begin + torch.arange(PART, device=x.device)).clamp(max=size - 1)
-    return ids.gather(1, x.gather(1, ids).max(dim=-1, keepdim=True).indices)[:, 0]
-
-
 def _top_thresholds(x: torch.Tensor, mass: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     """max(t_k, t_p) of each row of x [N, V] with mass = exp(x - peak) [N, V]; see `sample`. Returns [N] float32.
 
@@ -133,6 +114,3 @@ def _top_thresholds(x: torch.Tensor, mass: torch.Tensor, top_k: torch.Tensor, to
             break
     nucleus = torch.where(top_p < 1, top.gather(1, pivot.clamp(max=width - 1))[:, 0], -math.inf)
     return torch.maximum(kth, nucleus)
-
-
-# --- compiled C++ for what lies between a layer's products ----------------------------------------------------------

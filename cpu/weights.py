@@ -32,10 +32,6 @@ OUTPUTS = 8192  # FBGEMM packs so many of a weight's outputs at a time; with mor
 PANEL = 256  # bytes of an input's weights that lie together
 FEW = 4  # rows; fewer are multiplied by a panel one after the other, while it is in the cache
 PROMPT = 256  # rows; with so many or more, panels are laid side by side first
-LANES = 16  # outputs of a compressed weight that lie side by side: a vector of float32
-RARE = 1 / 64  # share of an output's inputs; a weight with more elements of unusual size is not compressed
-CLOSE = 1024  # outputs of a head; where so many may be the largest, all are computed
-UP = 2.0**64  # scales the inputs of a compressed weight, because its elements are read as 2^-126 to 2^-111
 
 
 @functools.cache
@@ -176,166 +172,8 @@ def halves(x: torch.Tensor) -> torch.Tensor:
     return x.unflatten(1, (-1, 2 - x.shape[1] % 2)).mT.flatten(1)
 
 
-class CompressedLinear:
-    """A bfloat16 weight [out, in] in 12 bits an element, without loss, for rows that come one by one.
-
-    The product of one row takes as long as reading the weight, and this layout has three quarters of the bytes. The
-    elements of a matrix differ by few powers of two (DFloat11, Zhang et al., 2025, uses that by Huffman codes): nearly
-    all of them have one of 15 consecutive exponents, for which four bits do instead of eight. Of eight elements, six
-    lie in three words, and each leaves four bits free, which the other two take. The few elements with other exponents
-    are listed by output.
-
-    Args:
-        several: what multiplies several rows: the plain tensor, or a packed weight.
-        multiplied: its `run` is `multiply` as C++; while that is None, `several` takes single rows, too.
-
-    Raises:
-        ValueError: the weight is not bfloat16, its inputs are no multiple of 8, or too many of them would be listed.
-    """
-
-    def __init__(self, weight: torch.Tensor, several: torch.Tensor | PackedLinear, multiplied: Any):
-        (self.outputs, inputs), self.several, self.multiplied = weight.shape, several, multiplied
-        if weight.dtype != torch.bfloat16 or inputs % 8:
-            raise ValueError(f"weight is {weight.dtype} of {inputs} inputs; it must be bfloat16 of a multiple of 8")
-        weight = F.pad(weight, (0, 0, 0, -self.outputs % LANES))
-        parts = weight.split(max(1, (1 << 22) // (LANES * inputs)) * LANES)  # one by one, to save memory
-        counts = sum((part.view(torch.int16) >> 7 & 255).flatten().bincount(minlength=256) for part in parts)
-        # Only exponents of normal numbers are counted, and none that is so large that the scale would overflow.
-        low = int(counts[1:190].unfold(0, 15, 1).sum(1).argmax())
-        self.up, self.scale = torch.tensor([UP]), torch.tensor(2.0**low / UP)  # up's shape [1] makes a product float32
-        words, listed = [], []
-        for i, part in enumerate(parts):
-            packed, other = compress(part, low)
-            row, column = other.nonzero(as_tuple=True)
-            words.append(packed)
-            listed.append((row + i * len(parts[0]), column.int(), other[row, column]))
-        self.words = torch.cat(words)
-        row, column, other = (torch.cat(x) for x in zip(*listed, strict=True))
-        per_output = row.bincount(minlength=len(weight))
-        most = max(1, int(per_output.max()))
-        if most > max(4, RARE * inputs):
-            raise ValueError(f"{most} elements of an output are listed; {RARE * inputs:.0f} may be")
-        at = row // LANES, torch.arange(len(row)) - (per_output.cumsum(0) - per_output)[row], row % LANES
-        self.places = torch.zeros(len(self.words), most, LANES, dtype=torch.int32)
-        self.others = torch.zeros(self.places.shape, dtype=weight.dtype)
-        self.places[at], self.others[at] = column, other
-
-    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """x [T, in] W^T + bias, [T, out]."""
-        if x.shape[0] != 1 or not self.multiplied.run:
-            return F.linear(x, self.several, bias) if torch.is_tensor(self.several) else self.several(x, bias)
-        y = self.multiplied.run([(x * self.up).view(-1, 8), self.words, self.scale, self.places, self.others])[0]
-        if y.shape[1] > self.outputs:
-            y = y[:, : self.outputs]
-        return y if bias is None else y + bias
-
-
-class GreedyHead:
-    """Finds the largest output of a head, argmax_i x w_i, from one byte per element, for greedy rows one by one.
-
-    A step of one row takes as long as reading the weights, and a small model's head is a quarter of them. Rounded to
-    bytes, the weight [out, in] bfloat16 gives y_i = x v_i. As |x w_i - y_i| <= |x| |w_i - v_i| (Cauchy and Schwarz),
-    the largest output is one of those with y_i + |x| e_i >= max(y - |x| e), where e_i is the largest error in the panel
-    of output i. These few outputs are computed from the weight itself, which may be a mapped file.
-    """
-
-    def __init__(self, weight: torch.Tensor):
-        self.weight = weight
-        self.rows, self.offsets = panel_rows(-(-len(weight) // PANEL), weight.shape[1])
-        tables, errors = [], []
-        for part in weight.split(PANEL):
-            filled = part[torch.arange(PANEL).clamp(max=len(part) - 1)]  # the last panel repeats an output
-            lines = halves(filled).float().t().contiguous()
-            tables.append(torch.ops.quantized.embedding_bag_byte_prepack(lines))  # bytes, scale and least of each line
-            read = torch.ops.quantized.embedding_bag_byte_unpack(tables[-1])
-            # A sum of n float32 terms is off by up to n / 2^24 of their sizes. A byte brings two terms, of up to 3
-            # times the largest element of the line.
-            rounding = lines.abs().amax(dim=1).norm() * (2 * weight.shape[1] * 3 / 2**24)
-            errors.append((read - lines).norm(dim=0).max() + rounding)
-        self.table, self.errors = torch.cat(tables), torch.stack(errors)
-
-    def find(self, hidden: torch.Tensor, state: Any, slots: torch.Tensor) -> torch.Tensor | None:
-        """The token [1] of hidden [R, in], if it is a single greedy row that wants nothing else; None for any other.
-
-        state: the `BatchState`. slots: [R] int32.
-        """
-        if len(slots) != 1 or (slot := int(slots)) < 0:
-            return None
-        if state.temperature[slot] > 0 or state.adjustments[slot] or state.num_logprobs[slot] >= 0:
-            return None
-        return self(hidden)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor | None:
-        """The id [1] of the largest output of x [1, in], the first among equals; None where CLOSE or more are close."""
-        weights = x.float().expand(len(self.offsets), -1).reshape(-1)
-        y = torch.ops.quantized.embedding_bag_byte_rowwise_offsets(
-            self.table, self.rows, self.offsets, per_sample_weights=weights
-        )
-        error = torch.linalg.vector_norm(x, dtype=torch.float64) * self.errors  # no square is 0 in float64
-        least = (y.amax(dim=1) - error).max()
-        least -= least.abs() / 64  # logits that become equal in bfloat16 differ by up to 1 / 128
-        ids = (y >= (least - error)[:, None]).flatten()[: len(self.weight)].nonzero()[:, 0]
-        if not 0 < len(ids) < CLOSE:  # none: x is not finite
-            return None
-        return ids[F.linear(x, self.weight[ids])[0].argmax(dim=0, keepdim=True)]
-
-
-def greedy_head(weight: torch.Tensor) -> GreedyHead | None:
-    """A `GreedyHead` where it pays: for a plain bfloat16 weight of SMALL bytes or more, if torch has FBGEMM.
-
-    Without it rows of bytes are summed in plain loops.
-    """
-    fast = "fbgemm" in torch.backends.quantized.supported_engines
-    return GreedyHead(weight) if fast and weight.dtype == torch.bfloat16 and weight.nbytes >= SMALL else None
-
-
-def compress(weight: torch.Tensor, low: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The words [out / LANES, in / 8, 3, LANES] int32 of a `CompressedLinear`, and the weight without what they hold.
-
-    They hold exponents from low + 1 to low + 15, minus low. Other elements are read as 0. The bits of eight elements:
-
-        bit    31     30 to 27       26 to 23    22 to 16    15     14 to 11           10 to 7     6 to 0
-        a      sign   exponent of    exponent    fraction    sign   upper fraction     exponent    fraction
-               of 0   6              of 0        of 0        of 1   of 6               of 1        of 1
-        b      of 2   sign, lower    of 2        of 2        of 3   sign, lower        of 3        of 3
-                      fraction of 6                                 fraction of 7
-        c      of 4   exponent of    of 4        of 4        of 5   upper fraction     of 5        of 5
-                      7                                             of 7
-    """
-    bits = weight.view(torch.int16).int()
-    exponent = (bits >> 7 & 255) - low
-    inside = (exponent > 0) & (exponent < 16)
-
-    def lanes(x: torch.Tensor) -> torch.Tensor:  # [8, out / LANES, in / 8, LANES]
-        return torch.where(inside, x, 0).view(-1, LANES, weight.shape[1] // 8, 8).permute(3, 0, 2, 1)
-
-    sign, exponent, fraction = lanes(bits >> 15 & 1), lanes(exponent), lanes(bits & 127)
-    short = sign << 15 | exponent << 7 | fraction
-    a, b, c = (short[i] << 16 | short[i + 1] for i in (0, 2, 4))
-    a |= exponent[6] << 27 | fraction[6] >> 3 << 11
-    b |= sign[6] << 30 | (fraction[6] & 7) << 27 | sign[7] << 14 | (fraction[7] & 7) << 11
-    c |= exponent[7] << 27 | fraction[7] >> 3 << 11
-    return torch.stack((a, b, c), dim=2), torch.where(inside, 0, weight)
-
-
-def multiply(
-    x: torch.Tensor, words: torch.Tensor, scale: torch.Tensor, places: torch.Tensor, others: torch.Tensor
-) -> torch.Tensor:
-    """x W^T / UP, [1, out] bfloat16, for x [in / 8, 8] float32 and a `CompressedLinear`'s tensors; to be compiled."""
-    a, b, c = words.unbind(2)
-    short, exponent, high, low, sign = -0x78010000, 0x07800000, 0x00780000, 0x00070000, -0x80000000
-    bits = [half & short for word in (a, b, c) for half in (word, word << 16)]
-    bits.append(a >> 4 & exponent | a << 8 & high | b >> 11 & low | b << 1 & sign)
-    bits.append(c >> 4 & exponent | c << 8 & high | b << 5 & low | b << 17 & sign)
-    first, *rest = (word.view(torch.float32) * x[:, i, None] for i, word in enumerate(bits))
-    listed = x.flatten()[places.long()] / UP * others
-    return (sum(rest, first).sum(1) * scale + listed.sum(1)).view(1, -1).bfloat16()
-
-
-def prepare(
-    model: Any, rows: str, files: list[str], multiplied: Any = None, pack_codes: Callable[..., Any] | None = None
-) -> GreedyHead | None:
-    """Give a model's weights the layouts that a CPU is fast with; returns its `GreedyHead`, if one pays.
+def prepare(model: Any, rows: str, files: list[str], pack_codes: Callable[..., Any] | None = None) -> None:
+    """Give a model's weights the layouts that a CPU is fast with.
 
     Afterwards the table of embeddings is used for lookups alone, and these are served from the mapped file.
 
@@ -343,11 +181,9 @@ def prepare(
         model: a `Transformer` with its weights.
         rows: see `pack`.
         files: the checkpoint's safetensors; none where weights are made up.
-        multiplied: see `CompressedLinear`; with "both" it must be there for a model in bfloat16.
         pack_codes: `cpu.quantized.pack_quantized` with its C++; needed where the model has any.
     """
     head = id(model.head)  # a reference would keep its codes beside the layout
-    tied = model.head is model.embedding and isinstance(model.embedding, torch.Tensor)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # in each of as many of Python's threads, because FBGEMM packs with one
 
@@ -355,19 +191,12 @@ def prepare(
         if not isinstance(weight, torch.Tensor):
             assert pack_codes
             return weight.packed(functools.partial(pack_codes, is_head=id(weight) == head))
-        return pack(weight, rows, multiplied) if weight.ndim == 2 else pack_experts(weight, rows)
+        return pack(weight, rows) if weight.ndim == 2 else pack_experts(weight, rows)
 
     packing.pack(model, layout, threads)
     torch.set_num_threads(threads)
     packing.norms_to_float(model)  # a norm multiplies in float32, and would convert its weight in each call
-    greedy = None
-    if tied and model.group.size == 1 and rows != "several":
-        # Built from the copy, because reading the whole mapped file would keep its pages in memory.
-        greedy = greedy_head(model.embedding)
     map_embedding(model, files)
-    if greedy:
-        greedy.weight = model.embedding
-    return greedy
 
 
 class MappedTable:
@@ -408,32 +237,25 @@ def map_embedding(model: Any, files: list[str]) -> None:
                 model.embedding = table
 
 
-def pack(
-    weight: torch.Tensor, rows: str, multiplied: Any = None
-) -> torch.Tensor | HalfLinear | PanelLinear | PackedLinear | CompressedLinear:
-    """`weight` in the layout for `rows`: "one" at a time, "several", or "both", which is two layouts.
+def pack(weight: torch.Tensor, rows: str) -> torch.Tensor | HalfLinear | PanelLinear | PackedLinear:
+    """`weight` in the layout for `rows`: "one" at a time, or "several".
 
-    In float32 one layout is the best for all of them, if the weight is one of 16 bits. With "both" the layout for one
-    row is a compressed one. A layout is left out where this CPU, torch or weight does not allow it.
+    In float32 one layout is the best for both, if the weight is one of 16 bits. A layout is left out where this CPU,
+    torch or weight does not allow it.
     """
     if weight.dtype == torch.float32:
         with contextlib.suppress(ValueError, RuntimeError, AttributeError):
             return HalfLinear(weight)
     if rows == "one":
         return PanelLinear(weight)
-    several: torch.Tensor | PackedLinear = weight
     with contextlib.suppress(RuntimeError, AttributeError):
-        several = PackedLinear(weight)
-    with contextlib.suppress(ValueError):
-        if rows == "both":
-            return CompressedLinear(weight, several, multiplied)
-    return several
+        return PackedLinear(weight)
+    return weight
 
 
 def pack_experts(weight: torch.Tensor, rows: str) -> ExpertStack:
-    """Give each of a layer's experts the layout that `pack` chooses; "both" counts as "several", because experts are
-    most of a model's bytes, and a second layout would double them.
+    """Give each of a layer's experts the layout that `pack` chooses.
 
     The layout for one row pays while a step brings an expert up to two rows, as some sequences that decode do.
     """
-    return ExpertStack(weight.shape, [pack(part, "one" if rows == "one" else "several") for part in weight])
+    return ExpertStack(weight.shape, [pack(part, rows) for part in weight])

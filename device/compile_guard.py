@@ -15,11 +15,7 @@ from itertools import chain
 from types import ModuleType
 from typing import Any
 
-import torch
-
 from worker import LateCompile
-
-ALIGNED = 16  # Triton compiles a separate kernel for pointers and integers that are multiples of this
 
 
 def kernels_of(ops: ModuleType) -> dict[str, Any]:
@@ -46,8 +42,7 @@ def unlaunched(
 class CompileGuard:
     """Watches the launches of kernels: once a worker is warm, a kernel that would be compiled is an error.
 
-    Compiling takes up to seconds, in which every stream stands still. On a GPU Triton itself says what it compiles. Its
-    interpreter compiles nothing, so there the guard works out from a launch's arguments what Triton would compile.
+    Compiling takes up to seconds, in which every stream stands still. Triton itself says what it compiles.
 
     A rehearsal comes before warm-up: it compiles all kernels at the same time, and runs none.
     """
@@ -57,28 +52,16 @@ class CompileGuard:
 
         self.runtime = triton.knobs.runtime
         self.kernels = kernels_of(ops)
-        self.seen: set[str] = set()  # the specializations that the interpreter has stood in for
         self.armed = False  # True once the worker is warm
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
         """Watch the launches inside the `with` block. A late one raises `LateCompile`."""
-        runtime = self.runtime
-        if not runtime.interpret:
-            before, runtime.jit_cache_hook = runtime.jit_cache_hook, self._compile
-            try:
-                yield
-            finally:
-                runtime.jit_cache_hook = before
-            return
-        hooks = {name: partial(self._launch, name) for name in self.kernels}
-        for name, hook in hooks.items():
-            self.kernels[name].pre_run_hooks.append(hook)
+        before, self.runtime.jit_cache_hook = self.runtime.jit_cache_hook, self._compile
         try:
             yield
         finally:
-            for name, hook in hooks.items():
-                self.kernels[name].pre_run_hooks.remove(hook)
+            self.runtime.jit_cache_hook = before
 
     @contextlib.contextmanager
     def rehearse(self, threads: int) -> Iterator[None]:
@@ -98,10 +81,7 @@ class CompileGuard:
 
     def _rehearse(self, name: str, run: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         """Stands in for a kernel's `run`."""
-        if self.runtime.interpret:
-            self._launch(name, *args)  # the options are for Triton; the kernel has no such parameters
-        else:
-            run(*args, grid=grid, warmup=True, **options)
+        run(*args, grid=grid, warmup=True, **options)
 
     def _compile(self, *, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
         """Triton calls this before it compiles a kernel, or loads it from its cache on disk; False lets it go on.
@@ -118,17 +98,6 @@ class CompileGuard:
                 kinds.append(f"{param}: {kind}")
             raise LateCompile(f"{fn.name}({', '.join(kinds)}) was not compiled in warm-up")
         return False
-
-    def _launch(self, name: str, *args: Any, **kwargs: Any) -> None:
-        """The interpreter calls this before it runs a kernel."""
-        kernel = self.kernels[name]
-        arguments = inspect.signature(kernel.fn).bind(*args, **kwargs).arguments
-        kinds = [f"{param}: {specialization(kernel, param, value)}" for param, value in arguments.items()]
-        if (launch := f"{name}({', '.join(kinds)})") in self.seen:
-            return
-        if self.armed:
-            raise LateCompile(f"{launch} was not launched in warm-up")
-        self.seen.add(launch)
 
 
 class KernelThreads(ThreadPoolExecutor):
@@ -164,19 +133,3 @@ def check_compiler() -> None:
             f"Triton compiles C with Python.h, from {headers}; {compiler} says {done.stderr!r:.200}: "
             "install the headers, as in apt install python3-dev"
         )
-
-
-def specialization(kernel: Any, name: str, value: Any) -> str:
-    """The specialization of Triton for the `value` of an interpreted kernel's parameter of this `name`: a constexpr's
-    value, else the type and whether 16 divides the value."""
-    if "constexpr" in str(kernel.fn.__annotations__.get(name)) or value is None:
-        return repr(value)
-    unaligned = name in (kernel.kwargs["do_not_specialize_on_alignment"] or ())
-    if isinstance(value, torch.Tensor):
-        return f"*{value.dtype}" + (" aligned" if not unaligned and value.data_ptr() % ALIGNED == 0 else "")
-    if isinstance(value, float):
-        return "fp32"
-    width = "i32" if -(2**31) <= value < 2**31 else "i64"
-    if name in (kernel.kwargs["do_not_specialize"] or ()):
-        return width
-    return "1" if value == 1 else width + (" aligned" if value % ALIGNED == 0 else "")

@@ -32,8 +32,6 @@ from plan import StepPlan
 from speculation.proposer import add_draft, new_proposer
 from worker import StepRun, Worker
 
-MIB = 2**20
-
 
 def dry_model(
     config: EngineConfig, shape: ModelConfig, ops: ModuleType, dtype: torch.dtype, max_model_len: int,
@@ -86,51 +84,13 @@ def dry_worker(config: EngineConfig, model: Transformer, ops: ModuleType) -> Wor
     return worker
 
 
-class Segments:
-    """Counts what torch's allocator reserves on a GPU for tensors that come and go (c10/cuda/CUDACachingAllocator.cpp).
-
-    A tensor of up to 1 MiB is cut from a segment of 2 MiB, one below 10 MiB from a segment of 20, and a larger one has
-    a segment of its own, in units of 2 MiB. It gets the smallest free piece that is large enough. What is left of that
-    is a free piece, except up to 1 MiB in a large segment, and free neighbours become one piece.
-    """
-
-    def __init__(self) -> None:
-        self.reserved = 0
-        self.free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}  # (bytes, address) in small and large ones
-
-    def take(self, size: int) -> tuple[bool, int, int]:
-        """The piece of a tensor of `size` bytes: whether its segment is a small one, its bytes, its address."""
-        size = -(-size // 512) * 512
-        small = size <= MIB
-        if fitting := [piece for piece in self.free[small] if piece[0] >= size]:
-            whole, address = min(fitting)
-            self.free[small].remove((whole, address))
-        else:
-            whole = 2 * MIB if small else 20 * MIB if size < 10 * MIB else -(-size // (2 * MIB)) * 2 * MIB
-            address = 2 * self.reserved  # not beside another segment
-            self.reserved += whole
-        if whole - size > (0 if small else MIB):
-            self.free[small].append((whole - size, address + size))
-            whole = size
-        return small, whole, address
-
-    def give(self, small: bool, size: int, address: int) -> None:
-        """Take a piece back."""
-        for other in [*self.free[small]]:
-            if address in (sum(other), other[1] - size):
-                self.free[small].remove(other)
-                size, address = size + other[0], min(address, other[1])
-        self.free[small].append((size, address))
-
-
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes of the living tensors that were made while it is on."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.live: dict[int, tuple[int, tuple[bool, int, int]]] = {}
+        self.live: dict[int, int] = {}
         self.now = 0
-        self.segments = Segments()
         self.phases: dict[str, tuple[int, int]] = {}  # of each that was marked, bytes at its beginning, and at most
         self.mark("")
 
@@ -152,7 +112,7 @@ class LiveBytes(TorchDispatchMode):
 
     def count(self, storage: torch.UntypedStorage) -> None:
         """Count new memory until it is freed."""
-        self.live[storage._cdata] = storage.nbytes(), self.segments.take(storage.nbytes())
+        self.live[storage._cdata] = storage.nbytes()
         weakref.finalize(storage, self.free, storage._cdata)
         self.now += storage.nbytes()
         begin, most = self.phases[self.phase]
@@ -160,15 +120,12 @@ class LiveBytes(TorchDispatchMode):
 
     def free(self, key: int) -> None:
         """Count memory no more."""
-        size, piece = self.live.pop(key)
-        self.now -= size
-        self.segments.give(*piece)
+        self.now -= self.live.pop(key)
 
 
-def count_step(dry: Worker, counts: list[int]) -> tuple[int, int, int, int]:
+def count_step(dry: Worker, counts: list[int]) -> tuple[int, int, int]:
     """The bytes of a step whose rows have `counts` tokens, and sample: the most that are alive but for sampling, those
-    when sampling begins, and the most while it goes on (0 where nothing is sampled). The last number is what torch's
-    allocator reserves for the step and for as many samples as there may be."""
+    when sampling begins, and the most while it goes on (0 where nothing is sampled)."""
     shape = dry.shape_of(np.array(counts), np.ones(len(counts), dtype=bool))
     shape = shape._replace(adjusted=True, adapted=dry.adapters is not None)
     propose = dry.config.num_drafts if len(counts) <= MOST_DRAFTING else 0
@@ -181,11 +138,7 @@ def count_step(dry: Worker, counts: list[int]) -> tuple[int, int, int, int]:
         dry.forward(StepRun(plan, shape, incoming_of(dry, shape.tokens)))  # nobody keeps what it made
         begin, most = live.phases.pop("sample", (0, 0))
         activations = max(peak for _, peak in live.phases.values())
-        if most:
-            logits = torch.empty(dry.config.max_samples, dry.model.config.vocab_size, dtype=dry.model.dtype)
-            sampled = state.sample(dry.ops, logits, torch.zeros(len(logits), dtype=torch.int32), None)
-            dry.ops.logprobs(logits.clone(), sampled, 1)
-    return activations, begin, most, live.segments.reserved
+    return activations, begin, most
 
 
 def distinct_layers(model: Transformer) -> range:

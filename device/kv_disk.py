@@ -133,9 +133,8 @@ class KVDisk:
 
     def touch(self, name: bytes, seconds: float = 0.0) -> None:
         """Have a file count as used in so many seconds, unless it does later already."""
-        at = time.time() + seconds
-        if os.stat(self.path(name)).st_mtime < at:
-            os.utime(self.path(name), (at, at))
+        now = time.time()
+        os.utime(self.path(name), (now, max(now + seconds, os.stat(self.path(name)).st_mtime)))
 
     def read_file(self, name: bytes, views: list[memoryview]) -> bool:
         """Fill memory from a file; returns whether it is whole. Raises an OSError if it cannot be read."""
@@ -181,17 +180,23 @@ class KVDisk:
         return HEADER.pack(*facts, checksum)
 
     def trim(self, coming: int = 0) -> None:
-        """Count what all engines have in the folder; if there is no room, remove what was used least recently."""
-        files = []
+        """Count what all engines have in the folder; if there is no room, remove what was used least recently. Where
+        more than half is to be kept for longer, as one client's sessions may fill the disk, that counts no more."""
+        now, files = time.time(), []
         for path in self.root.glob("*/*/*"):
             with contextlib.suppress(FileNotFoundError):
                 state = path.stat()
-                begun = path.suffix and state.st_mtime > time.time() - PAUSE  # it is being written
-                files.append((float("inf") if begun else state.st_mtime, state.st_size, path))
-        self.used, self.written = sum(size for _, size, _ in files), 0
+                begun = path.suffix and state.st_mtime > now - PAUSE  # it is being written
+                used, until = (float("inf"),) * 2 if begun else (state.st_atime, state.st_mtime)
+                files.append((until, used, state.st_size, path))
+        self.used, self.written = sum(size for *_, size, _ in files), 0
         if self.used + coming <= self.size:
             return
-        for _, size, path in sorted(files):
+        if sum(size for until, _, size, _ in files if now < until < float("inf")) > self.size / 2:
+            files.sort(key=lambda file: file[1])
+        else:
+            files.sort()
+        for *_, size, path in files:
             if self.used + coming <= self.size * (1 - ROOM):
                 return
             path.unlink(missing_ok=True)

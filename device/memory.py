@@ -8,10 +8,8 @@ most of them are alive.
 
 from __future__ import annotations
 
-import functools
 import math
 import os
-import subprocess
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,10 +19,10 @@ from types import ModuleType
 
 import torch
 
-from config import MOST_DRAFTING, EngineConfig
+from config import MOST_DRAFTING, EngineConfig, visible_gpus
 from cpu import machine
 from device.coded import coded_as, files_of, kinds_of, settle, unwrapped
-from device.dry_run import MIB, count_step, distinct_layers, dry_model, dry_worker, new_state
+from device.dry_run import count_step, distinct_layers, dry_model, dry_worker, new_state
 from device.loader import all_sources, find_weights, settle_dummy
 from lora.stacks import adapter_bytes
 from model import Transformer
@@ -36,18 +34,22 @@ from models.quantized import QuantizedWeight
 from parallel import Group, Pipeline
 from worker import Worker
 
+MIB = 2**20
 # Allowances on a GPU for what is no tensor of ours. They are round figures, not measured ones. A worker that starts
 # sees how much memory is free, and so needs only GRAPHS. cuBLAS's workspace has 32 MiB on Hopper, 8 on most others.
 CONTEXT = 640 * MIB  # CUDA's own, the code of all kernels, cuBLAS's workspace
 NCCL = 512 * MIB  # the buffers through which several ranks exchange tensors
 # Some hundred KiB a graph, and a workspace for each capturing stream; twice so much with adapters.
 GRAPHS = 256 * MIB  # their tensors' pool is counted
+# Of a step's tensors: what torch's allocator keeps free between them. An H200 took 0.25 to 0.42, and with a thousand
+# sequences it may be 0.6. A worker that starts also runs a step, and takes the larger of both.
+FRAGMENTS = 0.4
 # Reading the weights takes as long for 128 tokens as for 16. From there on at most a third of a step is padding, and
 # from 1,024 on a fifth. Each size is a graph for each layer at start.
 PIECE_SIZES = [16, 32, *range(64, 512, 64), *range(512, 1024, 128)]
 PIECE_SIZES += [*range(1024, 2048, 256), *range(2048, 4096, 512), *range(4096, 8193, 1024)]
 LAUNCHING = 11 * 34e-6  # seconds in which a slow host launches what a layer has beside attention, at 34 us a launch
-PEAK, BANDWIDTH = 990e12, 4.8e12  # of an H200: operations a second of bfloat16 products, and bytes a second
+PEAK = 990e12  # operations a second of bfloat16 products on an H200
 PIECE = 256 * 2**10  # bytes, an allowance for what CUDA has of each graph between two attentions
 # A large step reads the weights once for many tokens. A larger GPU has room for its activations.
 GPU_STEP_TOKENS = 8192  # tokens of a step on a GPU, by default; on a large one twice as many
@@ -72,7 +74,7 @@ class MemoryPlan:
     # buffers for what goes from stage to stage and `piece_bytes`
     context: int  # an allowance for CUDA and its libraries
     block: int  # one block of the KV pool, a page of the layers that `KVLayout` says
-    fragments: int = 0  # what torch's allocator reserves beside a step's tensors; see `Segments`
+    fragments: int = 0  # an allowance for what torch's allocator reserves beside a step's tensors
 
     @property
     def step(self) -> int:
@@ -101,19 +103,19 @@ class MemoryPlan:
 def plan_memory(config: EngineConfig, model: Transformer, cuda: bool) -> MemoryPlan:
     """The plan of a rank whose `model` may lie on the meta device. Steps are counted if its ops are the `kernels`."""
     rows, vocab_size, item = config.max_num_seqs, model.config.vocab_size, model.dtype.itemsize
-    activations = logits = sampling = logprobs = graphs = reserved = 0
+    activations = logits = sampling = logprobs = graphs = 0
     if model.ops.BACKEND == "triton":
         dry = dry_worker(config, model, model.ops)
         dry.model.span = distinct_layers(model)
         steps = [count_step(dry, counts) for counts in largest_steps(config, model.max_model_len)]
-        activations, held, sampled, reserved = map(max, zip(*steps, strict=True))
+        activations, held, sampled = map(max, zip(*steps, strict=True))
         if sampled:
             samples = config.max_samples
             logits, logprobs = held + item * (2 * samples - rows) * vocab_size, workspace(samples, vocab_size)
             sampling = (sampled - held) * samples // rows
         if cuda and captures_graphs(config):
             largest = max(rows, config.max_samples - rows + min(rows, MOST_DRAFTING))  # tokens of a graph
-            passed, step = sum(model.passed_sizes), max(count_step(dry, [1] * rows)[:3])
+            passed, step = sum(model.passed_sizes), max(count_step(dry, [1] * rows))
             graphs = (
                 GRAPHS * (1 + config.enable_lora)
                 + item * largest * passed
@@ -123,7 +125,6 @@ def plan_memory(config: EngineConfig, model: Transformer, cuda: bool) -> MemoryP
             )
         kept = kept_bytes(config, model)
         activations, logits, graphs = activations + kept, logits + kept, graphs + (kept if graphs else 0)
-        reserved += kept
     plain = model
     if model.coded and config.enable_lora:  # adapters are as large as beside plain weights
         plain = dry_model(config, model.config, model.ops, model.dtype, model.max_model_len, model.group.pipeline)
@@ -141,7 +142,7 @@ def plan_memory(config: EngineConfig, model: Transformer, cuda: bool) -> MemoryP
         context=CONTEXT + NCCL * (model.group.world_size > 1 or shares_experts(model.group)) if cuda else 0,
         block=model.layout.size * config.block_size * model.kv_dtype.itemsize,
     )
-    return replace(plan, fragments=max(0, reserved - plan.step)) if cuda else plan
+    return replace(plan, fragments=int(FRAGMENTS * plan.step)) if cuda else plan
 
 
 def settle_tokens(config: EngineConfig, total: int) -> EngineConfig:
@@ -153,9 +154,10 @@ def settle_tokens(config: EngineConfig, total: int) -> EngineConfig:
 
 
 def split_layers(config: EngineConfig, model: Transformer) -> list[range]:
-    """The layers of each pipeline stage: as many as `pipeline_layer_partition` says, else so that no stage reads more
-    bytes of weights in a step than it must. The head is the last stage's; of the embedding a step reads little.
-    `model` is the whole model, on any device. Raises a ValueError if the layers cannot be divided so.
+    """The layers of each pipeline stage: as many as `pipeline_layer_partition` says, else each ends nearest to where
+    the stages so far have their share of the bytes of weights that a step reads. The head is the last stage's; of the
+    embedding a step reads little. `model` is the whole model, on any device. Raises a ValueError if the layers cannot
+    be divided so.
     """
     count, stages, sources = len(model.layers), config.pipeline_parallel_size, model.config.kv_sources
     # Layers that read the keys of another layer must be in its stage.
@@ -176,18 +178,11 @@ def split_layers(config: EngineConfig, model: Transformer) -> list[range]:
         head = model.head.nbytes if isinstance(model.head, torch.Tensor) else 0
         read = [0, *accumulate(count_bytes(layer.owners()) for layer in model.layers)]
         read[-1] += head
-
-        @functools.cache
-        def best(end: int, parts: int) -> tuple[int, tuple[int, ...]]:
-            """The bytes of the largest of `parts` stages that have the layers before apart[end], and where they end."""
-            here = apart[end]
-            if parts == 1:
-                return read[here], (here,)
-            tried = ((best(begin, parts - 1), read[here] - read[apart[begin]]) for begin in range(parts - 1, end))
-            most, ends = min((max(before[0], last), before[1]) for before, last in tried)
-            return most, (*ends, here)
-
-        ends = [*best(len(apart) - 1, stages)[1]]
+        places = [0]  # of the ends in `apart`; each later stage needs one, too
+        for stage in range(1, stages + 1):
+            share, allowed = read[-1] * stage / stages, range(places[-1] + 1, len(apart) - stages + stage)
+            places.append(min((abs(read[apart[place]] - share), place) for place in allowed)[1])
+        ends = [apart[place] for place in places[1:]]
     return [range(begin, end) for begin, end in pairwise([0, *ends])]
 
 
@@ -225,9 +220,10 @@ def captures_graphs(config: EngineConfig) -> bool:
 def piece_sizes(config: EngineConfig, model: Transformer) -> list[int]:
     """The numbers of tokens that small steps with prompts are padded to; see `PiecewiseGraphs`. Without these: empty.
 
-    Graphs pay as long as the GPU waits for Python, so the last size is the first one with which a layer takes it longer
+    Graphs pay as long as the GPU waits for Python, so the last size is the first one whose products take it longer
     than LAUNCHING. A layer of Qwen3-0.6B has 15.7 million elements: 8,192 tokens take 0.26 ms, and launching 0.37. One
-    of Qwen3-8B has 193 million: 959 tokens. On a slower GPU they end too late, which costs the start time and memory.
+    of Qwen3-8B has 193 million: 959 tokens. On a slower GPU, or for large mixtures, which take longer to read, they end
+    too late, which costs the start time and memory.
 
     Only attention may need to know of rows, which is not so for layers with recurrent states. A step must not meet
     other stages or engines, whose messages are no part of a graph. And what a draft reads between layers would have
@@ -239,26 +235,19 @@ def piece_sizes(config: EngineConfig, model: Transformer) -> list[int]:
         return []
     if config.batch_invariant:  # whose products hide their weights
         model = dry_model(config, model.config, model.ops, model.dtype, 2, model.group.pipeline)
-    sizes = [size for size in PIECE_SIZES if size <= config.token_budget]
-    return [size for before, size in pairwise([1, *sizes]) if layer_seconds(model, before) < LAUNCHING]
+    sizes, most = [size for size in PIECE_SIZES if size <= config.token_budget], LAUNCHING * PEAK / layer_flops(model)
+    return [size for before, size in pairwise([1, *sizes]) if before < most]
 
 
-def layer_seconds(model: Transformer, tokens: int) -> float:
-    """Seconds that an H200 takes at least for the products of a layer, on average, with so many tokens.
-
-    A token takes two operations for each element of a matrix, and what it meets of the weights is read once for all. It
-    meets k of E experts, and T tokens meet E (1 - (1 - k / E)^T) of them; see `docs/kernels.md`.
-    """
-    flops = read = 0.0
+def layer_flops(model: Transformer) -> float:
+    """Operations of a layer's products, on average, for a token: two for each element that it meets, of k experts."""
+    flops = 0.0
     for owner in (owner for layer in model.layers for owner in layer.owners()):
         for name in (*owner.matrices, *owner.stacks):
             weight, e = unwrapped(getattr(owner, name)), model.config.experts
             if isinstance(weight, torch.Tensor | QuantizedWeight):
-                share = e.top_k / e.count if e and name in owner.stacks else 1.0
-                tensors = weight.tensors() if isinstance(weight, QuantizedWeight) else [weight]
-                flops += 2 * tokens * share * math.prod(weight.shape)
-                read += (1 - (1 - share) ** tokens) * sum(tensor.nbytes for tensor in tensors)
-    return max(flops / PEAK, read / BANDWIDTH) / len(model.layers)
+                flops += 2 * math.prod(weight.shape) * (e.top_k / e.count if e and name in owner.stacks else 1)
+    return flops / len(model.layers)
 
 
 def piece_bytes(config: EngineConfig, dry: Worker) -> int:
@@ -350,47 +339,16 @@ def fit_pool(config: EngineConfig, windows: Sequence[int], fits: int, max_model_
 
 def check_pool(config: EngineConfig, model: Transformer, plan: MemoryPlan, room: int) -> None:
     """Check that `room` bytes, what all else leaves, hold a block of the KV pool. The ValueError says by how much the
-    weights are too large, and what would make them fit."""
+    weights are too large, and what to do."""
     over = plan.block - room
     if over <= 0 or config.num_gpu_blocks_override:
         return
-    room = plan.weights - sum(table.nbytes for table in model.rotations) - over
-    remedy = what_fits(config, model, room, plan.step + plan.state, plan.context > 0)
     size, missing = (f"{count / 2**30:,.2f}" for count in (plan.weights, over))
     plain = " as plain numbers" if model.config.quantization and not model.coded else ""
-    raise ValueError(f"the weights take {size} GiB{plain}, {missing} more than there is room for: {remedy}")
-
-
-def what_fits(config: EngineConfig, model: Transformer, room: int, steps: int, cuda: bool) -> str:
-    """Says with which `--quantization` the weights fit into `room` bytes of a rank, or else on how many GPUs. Lower
-    limits leave a quarter of the `steps` bytes, which the largest step and the batch state take."""
-    few_bits = model.config.quantization or coded_as(config, model.config) == "checkpoint"
-    kinds = [config.quantization] if few_bits else [config.quantization, "int8", "fp8", "int4"]
-    ranks, stages = config.tensor_parallel_size, config.pipeline_parallel_size
-    ways = [(room, ranks, ""), (room + 3 * steps // 4, ranks, "lower max_num_batched_tokens and max_num_seqs")]
-    for n in (ranks << i for i in range(1, 10 if cuda else 1)):
-        ways.append((room - NCCL, n, f"--tensor-parallel-size {n} on {n * stages} GPUs"))
-    for left, count, also in ways:
-        fitting = [kind for kind in kinds if fits(config, model, left, count, kind)]
-        rounded = "" if config.quantization in fitting else f"--quantization {' or '.join(fitting)}"
-        if fitting:
-            return f"use {' and '.join(filter(None, (rounded, also)))}"
-    if room < 0:
-        return "not even a model without weights would fit"
-    return "no --quantization makes them fit" + (", and no number of GPUs" if cuda else "")
-
-
-def fits(config: EngineConfig, model: Transformer, room: int, ranks: int, kind: str) -> bool:
-    """Whether the weights of one of so many ranks, without RoPE's tables, fit into `room` bytes if rounded so."""
-    shape = model.ops, model.dtype, 1, model.group.pipeline
-    try:
-        config = replace(config, tensor_parallel_size=ranks, quantization=kind)  # type: ignore[arg-type]
-        plain = count_bytes(dry_model(config, model.config, *shape).owners())
-        if least_bytes(config, model.config, plain, model.dtype) > room:  # settling many experts takes seconds
-            return False
-        return count_bytes(settled_model(config, model.config, *shape).owners()) <= room
-    except ValueError:  # the model cannot be divided so
-        return False
+    raise ValueError(
+        f"the weights take {size} GiB{plain}, {missing} more than there is room for: use fewer bits (--quantization), "
+        "more GPUs (--tensor-parallel-size), or lower max_num_batched_tokens and max_num_seqs"
+    )
 
 
 def least_bytes(config: EngineConfig, model_config: ModelConfig, plain: int, dtype: torch.dtype) -> int:
@@ -439,7 +397,7 @@ def report(config: EngineConfig, model: Transformer, plan: MemoryPlan, room: int
         ("  logits", plan.logits, f"of {config.max_samples:,} rows"),
         ("  sampling", plan.sampling, ""),
         ("  log-probabilities", plan.logprobs, "at most, whatever requests ask for"),
-        ("  allocator", plan.fragments, "what it reserves between tensors"),
+        ("  allocator", plan.fragments, "an allowance for what it reserves between tensors"),
         ("CUDA graphs", plan.graphs, "an allowance"),
         ("CUDA and libraries", plan.context, "an allowance"),
     ):
@@ -526,22 +484,10 @@ def check_room(
 
 def gpu_bytes() -> int:
     """Bytes of memory of the smallest GPU that CUDA_VISIBLE_DEVICES lets through; 0 where there is none."""
-    return min((int(size) * MIB for size in ask_gpus("memory.total") if size.isdigit()), default=0)
+    return min((int(size) * MIB for size in visible_gpus("memory.total") or [] if size.isdigit()), default=0)
 
 
 def gpu_capability() -> tuple[int, ...]:
     """The lowest compute capability of these GPUs; (0, 0) where there is none, or the driver is too old to tell."""
-    versions = (version.split(".") for version in ask_gpus("compute_cap") if version[0].isdigit())
+    versions = (version.split(".") for version in visible_gpus("compute_cap") or [] if version[0].isdigit())
     return min((tuple(map(int, numbers)) for numbers in versions), default=(0, 0))
-
-
-def ask_gpus(what: str) -> list[str]:
-    """The driver's answer for each GPU that CUDA_VISIBLE_DEVICES lets through; nothing where there is none. CUDA would
-    make a context first, which takes half a GiB of a GPU's memory."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    which = [] if visible is None else [f"--id={visible}"]
-    command = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader,nounits", *which]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.split()
-    except (OSError, subprocess.SubprocessError):
-        return []

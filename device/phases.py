@@ -18,7 +18,6 @@ from layers import DraftRows
 from parallel import add_stages
 
 if TYPE_CHECKING:
-    from cpu.weights import GreedyHead
     from device.kv_disk import KVDisk
     from lora.stacks import AdapterPool
     from models.pooled import Pooler
@@ -32,8 +31,6 @@ def add_phases(worker: Worker) -> None:
         add_adapters(worker, worker.adapters)
     if worker.config.num_drafts:
         add_drafts(worker)
-    if worker.greedy_head and not worker.state.processors:
-        add_greedy_head(worker, worker.greedy_head)
     if worker.sanitizer:
         add_sanitizer(worker, worker.sanitizer)
     if worker.disk:
@@ -144,22 +141,6 @@ def add_drafts(w: Worker) -> None:
     put(w.forward_phases, w.prepare_batch, lay_out)
     put(w.forward_phases, w.select, verify)
     w.forward_phases += [settle, propose]
-
-
-def add_greedy_head(w: Worker, head: GreedyHead) -> None:
-    """A CPU finds the token of a single greedy row without all logits, if it can."""
-
-    def sample(run: StepRun) -> None:
-        ids = None
-        if run.shape.samples and not (w.adapters and w.adapters.have_head(run.sampling)):
-            w.mark("greedy_head")
-            ids = head.find(run.picked, w.state, run.sampling)
-        if ids is None:
-            w.sample(run)
-        else:
-            run.ids = ids
-
-    w.forward_phases[w.forward_phases.index(w.sample)] = sample
 
 
 def add_sanitizer(w: Worker, sanitizer: KVSanitizer) -> None:

@@ -15,7 +15,7 @@ from batch_state import BatchState
 from config import EngineConfig
 from cpu import machine
 from cpu import weights as cpu_weights
-from cpu.compiled import Builder, coded_forms, multiply_job
+from cpu.compiled import Builder, coded_forms
 from cpu.quantized import pack_quantized
 from device.coded import coded_as, files_of, kinds_of
 from device.compile_guard import CompileGuard
@@ -49,7 +49,6 @@ class Start:
     parameters: dict[str, TensorPart] = field(init=False)  # what fills the model; none once the weights are packed
     draft_parameters: dict[str, TensorPart] = field(init=False)  # what fills its draft
     num_parameters: int = 0
-    greedy_head: cpu_weights.GreedyHead | None = None
     adapters: AdapterPool | None = None
     memory: MemoryPlan = field(init=False)
     cpu_room: int = 0  # bytes of a CPU's memory for the KV pool
@@ -116,17 +115,14 @@ class Start:
         config, model = self.config, self.model
         adapters = AdapterPool.of(config, model, self.parameters, self.adapters)
         if self.ops.BACKEND == "cpu":
-            rows = "both" if config.compile else "one" if config.max_num_seqs == 1 else "several"
-            rows = "several" if config.makes_vectors else rows  # a prompt's tokens are the rows of a product
-            multiplied = None
-            if self.builder and rows == "both" and model.dtype == torch.bfloat16:
-                multiplied = self.builder.ask(multiply_job())
+            alone = config.max_num_seqs == 1 and not config.makes_vectors  # whose steps are whole prompts
+            rows = "one" if alone else "several"
             self.parameters = self.draft_parameters = {}
             find = coded_forms(self.builder, model.dtype) if self.builder and model.coded else None
             layout = partial(pack_quantized, find=find)
-            self.greedy_head = cpu_weights.prepare(model, rows, files, multiplied, layout)
+            cpu_weights.prepare(model, rows, files, layout)
             if model.draft:
-                cpu_weights.prepare(model.draft, rows, [], multiplied)
+                cpu_weights.prepare(model.draft, rows, [])
         elif config.batch_invariant and self.ops.BACKEND == "triton":
             be_batch_invariant(model)  # a library's rounding depends on the number of rows
         if adapters:

@@ -50,7 +50,7 @@ class KeptWorker(Worker):
         watch = start.guard.watch if start.guard else contextlib.nullcontext
         super().__init__(config, model, pools, state, gatherer, watch)
         self.start, self.lengths = start, [*map(len, pools)]
-        self.adapters, self.greedy_head = start.adapters, start.greedy_head
+        self.adapters = start.adapters
         self.pooler, self.proposer = Pooler.of(config, model), new_proposer(config, model)
         self.arrange()
         self.asleep: set[str] = set()
@@ -137,7 +137,6 @@ class KeptWorker(Worker):
             self.emptied.clear()
             self.start.parameters = self.start.draft_parameters = {}  # which hold what is plain
             self.model = self.start.model = self.new_model()
-            self.greedy_head = self.start.greedy_head = None
             if self.adapters:  # which refer to the old model, as it does to them
                 wanted = self.model.parameters()
                 self.start.adapters = self.adapters = AdapterPool.of(self.config, self.model, wanted, self.adapters)
@@ -199,7 +198,7 @@ class KeptWorker(Worker):
             start.fill(source)
             # The embeddings are not served from the mapped files, because whoever updates weights writes files anew.
             start.arrange([])
-            self.greedy_head, self.adapters = start.greedy_head, start.adapters
+            self.adapters = start.adapters
         self.dropped = False
         self.asleep.discard(WEIGHTS)
         self.arrange()

@@ -67,11 +67,6 @@ def quantized_rows(device):
     return Inputs(lambda ops: ops.quantized_rows(weight(ops), ids, torch.bfloat16))
 
 
-def put_prompts(device):
-    x, prompts, ids = draw(device, 5, 64), draw(device, 2, 3, 64), ints([7, -1, -5, 0, -6], device, torch.int64)
-    return Inputs(lambda ops: ops.put_prompts(x, ids, prompts), (x,))
-
-
 def sigmoid_mul(device):
     x, gate = draw(device, 5, 64), draw(device, 5, 64)
     return Inputs(lambda ops: ops.sigmoid_mul(x, gate))
@@ -96,7 +91,7 @@ def mask_words(device):
 
 
 MADE = (
-    layer_norm, square_sums, act, round_inputs, quantized_rows, put_prompts, sigmoid_mul, pool, rope_last, mask_words,
+    layer_norm, square_sums, act, round_inputs, quantized_rows, sigmoid_mul, pool, rope_last, mask_words,
 )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Ranks that torchrun, or `srun` of Slurm, has started, also on other hosts: rank 0 leads, and the others `follow`."""
+"""Ranks that torchrun has started, also on other hosts: rank 0 leads, and the others `follow`."""
 
 from __future__ import annotations
 
@@ -20,24 +20,14 @@ from observe.logs import logger
 from plan import Call, Kwargs, Method, StepPlan, StepResult
 from ring import Codec
 
-# The variables that torchrun sets for each process, and the variable of `srun` that says the same. SLURM_NTASKS may be
-# the job's (`--preserve-env`). If a step has several components, SLURM_NODEID is not in the order of its sorted lists.
-VARIABLES = {
-    "RANK": "SLURM_PROCID",
-    "WORLD_SIZE": "SLURM_STEP_NUM_TASKS",
-    "LOCAL_RANK": "SLURM_LOCALID",
-    "LOCAL_WORLD_SIZE": "SLURM_GTIDS",
-    "MASTER_ADDR": "SLURM_STEP_NODELIST",
-    "MASTER_PORT": "SLURM_JOB_ID",
-}
+VARIABLES = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"  # torchrun sets them
 MOST = 2**32  # that a variable may hold
-FIRST_PORT, NUM_PORTS = 15000, 10000  # for jobs of Slurm; Linux takes none of them for outgoing connections
 
 
 class ExternalExecutor(UniExecutor):
     """Rank 0's worker in this process; the other ranks, which were started as well, `follow`.
 
-    No rank can be replaced here: when torchrun or `srun --kill-on-bad-exit=1` sees one end, it ends all of them.
+    No rank can be replaced here: when torchrun sees one end, it ends all of them.
 
     Raises:
         ConnectionError: a rank is gone, or has made no progress for `step_timeout` seconds.
@@ -126,76 +116,25 @@ def let_go(channel: Any, take_sampled: Callable[[], None]) -> None:
 # --- in each rank's process, before it has a worker -------------------------------------------------------------------
 
 
-def launched_as(environ: Mapping[str, str]) -> dict[str, str]:
-    """The values of torchrun's variables. Those that are not set follow from what Slurm has told a task of `srun`.
-
-    All of them meet on the first node of a step, where rank 0 must run. If Slurm's task sees one GPU, that is its own
-    (`--gpus-per-task`).
-
-    Raises:
-        ValueError: names the variables that are missing or wrong, and what is allowed.
-    """
-    # A batch script and a shell of `salloc` are no tasks, but they have a SLURM_PROCID, too. Their steps have no id, or
-    # one above 4294967280, which Slurm 26.05 writes as a negative number.
-    is_task = bool(re.fullmatch("[0-9]{1,9}|[1-3][0-9]{9}", environ.get("SLURM_STEP_ID", "")))
-    sources = {name: slurm if is_task and name not in environ else name for name, slurm in VARIABLES.items()}
-    if missing := [name for name, source in sources.items() if source not in environ]:
-        srun = f"nor what `srun` sets, {', '.join(map(VARIABLES.__getitem__, missing))}"
+def check_variables(environ: Mapping[str, str]) -> None:
+    """Check torchrun's variables; a ValueError names those that are missing or wrong, and what is allowed."""
+    if missing := [name for name in VARIABLES if name not in environ]:
         raise ValueError(
-            f"distributed_executor_backend is 'external_launcher', but {', '.join(missing)} not set in the environment "
-            f"({srun if is_task else 'nor is this a task of `srun`'}): start with `torchrun --nproc-per-node=N` in "
-            "place of `python`, or with `srun --ntasks=N python`"
+            f"distributed_executor_backend is 'external_launcher', but {', '.join(missing)} not set in the "
+            "environment: start with `torchrun --nproc-per-node=N` in place of `python`, in a task of `srun`, too"
         )
-
-    def number(name: str, low: int, high: int) -> int:
-        return whole(environ, sources[name], low, high)
-
-    by_slurm = {name for name, source in sources.items() if source != name}
-    size = number("WORLD_SIZE", 1, MOST)
-    rank = number("RANK", 0, size - 1)
-    local_size = tasks_here(environ, size) if "LOCAL_WORLD_SIZE" in by_slurm else number("LOCAL_WORLD_SIZE", 1, size)
-    local_rank = number("LOCAL_RANK", 0, local_size - 1)
-    if "LOCAL_RANK" in by_slurm and "," not in environ.get("CUDA_VISIBLE_DEVICES", ","):
-        local_rank = 0
-    address = environ[sources["MASTER_ADDR"]]
-    if "MASTER_ADDR" in by_slurm:
-        address, nodes = first_node(address), address
-        if not rank and (here := environ.get("SLURMD_NODENAME", address)) != address:
-            raise ValueError(
-                f"SLURMD_NODENAME is {here!r:.80} for rank 0, but SLURM_STEP_NODELIST, {nodes!r:.80}, begins with "
-                f"another node, where the ranks would meet: set MASTER_ADDR to {here:.80} for all of them"
-            )
-        address = "127.0.0.1" if local_size == size else address  # a single machine's own name may not resolve
-    port = port_of_step(environ) if "MASTER_PORT" in by_slurm else number("MASTER_PORT", 1, 65535)
-    return dict(zip(VARIABLES, map(str, (rank, size, local_rank, local_size, address, port)), strict=True))
+    size = whole(environ, "WORLD_SIZE", 1, MOST)
+    whole(environ, "RANK", 0, size - 1)
+    whole(environ, "LOCAL_RANK", 0, whole(environ, "LOCAL_WORLD_SIZE", 1, size) - 1)
+    whole(environ, "MASTER_PORT", 1, 65535)
 
 
-def whole(environ: Mapping[str, str], name: str, low: int = 0, high: int = MOST) -> int:
+def whole(environ: Mapping[str, str], name: str, low: int, high: int) -> int:
     """The whole number that a variable holds; a ValueError if it is none from `low` to `high`."""
-    text = environ.get(name, "")
+    text = environ[name]
     if not re.fullmatch(r"\d{1,10}", text, re.ASCII) or not low <= int(text) <= high:
         raise ValueError(f"{name} is {text!r:.80} in the environment; it must be a whole number from {low} to {high}")
     return int(text)
-
-
-def tasks_here(environ: Mapping[str, str], size: int) -> int:
-    """The number of a step's `size` tasks that Slurm has started on this node, by the list of their ids, like `4,5`."""
-    if not re.fullmatch(r"\d+(,\d+)*", ids := environ["SLURM_GTIDS"], re.ASCII) or ids.count(",") >= size:
-        raise ValueError(f"SLURM_GTIDS is {ids!r:.80} in the environment; it must be like '4,5', at most {size} tasks")
-    return ids.count(",") + 1
-
-
-def first_node(listed: str) -> str:
-    """The first one of Slurm's list of nodes: `node01` of `node[01-03,7],other`."""
-    numbers = r"\[(\d+)[-,\d]*\]"
-    if not (first := re.match(rf"(?:[^\[\],\s]|{numbers})+(?=,|$)", listed, re.ASCII)):
-        raise ValueError(f"SLURM_STEP_NODELIST is {listed!r:.80} in the environment; it must be like 'node[01-03,7]'")
-    return re.sub(numbers, r"\1", first[0])
-
-
-def port_of_step(environ: Mapping[str, str]) -> int:
-    """A port that all ranks of a step of Slurm choose, and hardly ever another step on the node."""
-    return FIRST_PORT + (101 * whole(environ, "SLURM_JOB_ID") + whole(environ, "SLURM_STEP_ID")) % NUM_PORTS
 
 
 def lead_or_follow(config: EngineConfig, model_config: ModelConfig) -> EngineConfig:
@@ -204,14 +143,14 @@ def lead_or_follow(config: EngineConfig, model_config: ModelConfig) -> EngineCon
     Raises:
         ValueError: nothing has started this process as a rank, or there are more or fewer ranks than the options say.
     """
-    os.environ.update(launched_as(os.environ))
+    check_variables(os.environ)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     ranks, stages = config.tensor_parallel_size, config.pipeline_parallel_size
     if size % stages or ranks not in (EngineConfig.tensor_parallel_size, size // stages):
         beside = f" and pipeline_parallel_size {stages}" if stages > 1 else ""
         raise ValueError(f"tensor_parallel_size is {ranks}{beside}; {size} ranks were started")
     config = dataclasses.replace(config, tensor_parallel_size=size // stages)
-    end_with_parent(signal.SIGTERM)  # when torchrun, or Slurm's process on this node, is killed, rank 0 drains
+    end_with_parent(signal.SIGTERM)  # when torchrun is killed, rank 0 drains
     if rank:
         follow(config, model_config, rank)
     return config
@@ -220,7 +159,7 @@ def lead_or_follow(config: EngineConfig, model_config: ModelConfig) -> EngineCon
 def follow(config: EngineConfig, model_config: ModelConfig, rank: int) -> NoReturn:
     """Do what rank 0 says, and end with 0 once it lets go of this rank.
 
-    If it is gone, end with 1, which torchrun and `srun` take for a failure.
+    If it is gone, end with 1, which torchrun takes for a failure.
     """
     name_process(f"worker {rank}")
     try:

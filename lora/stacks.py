@@ -400,10 +400,6 @@ class AdapterPool:
         finally:
             self.head_plan = None
 
-    def have_head(self, slots: torch.Tensor) -> bool:
-        """Whether one of these slots [R] of the step has an adapter of the head; for a CPU, as it reads tensors."""
-        return self.of_slots is not None and bool(self.headed[self.of_slots[slots].long()].any())
-
     def move(self, pairs: list[tuple[int, int]]) -> None:
         """Copy adapters to the device, for each pair of a row of the host's pool and a slot."""
         self.ops.swap_blocks(self.host, self.pool, to_device(np.array(pairs, dtype=np.int64), str(self.pool.device)))

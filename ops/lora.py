@@ -18,7 +18,6 @@ from ops.experts import PAIRS, SHARERS, _find_tile, _most_tiles, plan_experts_ke
 from ops.matmul import LINEAR_ROWS, _cast, _dot, _is_last, _linear_part, _parts
 
 TOKENS = 1024  # of a row that `lora_ids_kernel` writes at a time
-ELEMENTS = 1024  # of an embedding that a program of `put_prompts_kernel` copies
 MOST_SPLITS = 8  # parts of a shrink's inputs, each a program's
 
 
@@ -190,29 +189,3 @@ def lora_expand(y: torch.Tensor, h: torch.Tensor, b: torch.Tensor, bounds: tuple
         columns, LINEAR_ROWS, block_n, block_k, triton.next_power_of_2(count), SHARERS,
         num_warps=8, num_stages=2,
     )  # fmt: skip
-
-
-@triton.jit
-def put_prompts_kernel(x, ids, prompts, M: tl.constexpr, H: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr):
-    """x[t] = prompts[s, j] for each token t whose id is -1 - (s M + j); x [T, H], prompts [S, M, H].
-
-    One program per token and BLOCK elements.
-    """
-    i_t = tl.program_id(0).to(tl.int64)
-    i_place = -1 - tl.load(ids + i_t)
-    if i_place < 0:
-        return
-    o_h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    p_prompt = prompts + i_place // M * STRIDE + i_place % M * H
-    tl.store(x + i_t * H + o_h, tl.load(p_prompt + o_h, mask=o_h < H), mask=o_h < H)
-
-
-def put_prompts(x: torch.Tensor, ids: torch.Tensor, prompts: torch.Tensor) -> None:
-    """Put rows of prompt adapters in the places of virtual tokens (`reference.put_prompts`)."""
-    (tokens, size), (_, count, _) = x.shape, prompts.shape
-    assert x.is_contiguous() and prompts[0].is_contiguous() and prompts.dtype == x.dtype
-    assert ids.shape == (tokens,) and ids.dtype == torch.int64 and prompts.shape[2] == size
-
-    put_prompts_kernel[(tokens, triton.cdiv(size, ELEMENTS))](
-        x, ids, prompts, count, size, prompts.stride(0), ELEMENTS, num_warps=4
-    )

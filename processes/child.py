@@ -31,7 +31,7 @@ import tempfile
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableSequence, Sequence
 from io import FileIO
 from pathlib import Path
 from typing import Any, NoReturn
@@ -469,22 +469,21 @@ class Board(ctypes.Structure):
         names, counts: what each process has counted by `count`, in the order in which it came first.
     """
 
-    PLACES, MOST_TASKS, MOST_TOLD, MOST_NAMES, MOST_NAME = 256, 16, 2**13, 2**10, 64
+    PLACES, MOST_NAMES, MOST_NAME = 256, 2**10, 64
     draining: bool
     wanted: int
     engines: MutableSequence[int]
     _fields_ = (
         ("draining", ctypes.c_bool), ("wanted", ctypes.c_int64), ("engines", ctypes.c_int64 * PLACES),
         ("answers", ctypes.c_int64 * PLACES), ("bytes", ctypes.c_int64 * PLACES),
-        ("told", ctypes.c_char * MOST_TOLD * PLACES), ("counts", ctypes.c_int64 * MOST_NAMES * PLACES),
-        ("names", ctypes.c_char * MOST_NAME * MOST_NAMES * PLACES),
+        ("counts", ctypes.c_int64 * MOST_NAMES * PLACES), ("names", ctypes.c_char * MOST_NAME * MOST_NAMES * PLACES),
     )  # fmt: skip
 
     def __new__(cls, kv_disk: str | None = None) -> Board:
         return cls.from_buffer(mmap.mmap(-1, ctypes.sizeof(cls)))
 
     def __init__(self, kv_disk: str | None = None) -> None:
-        self.mine, self.tasks = 0, tuple[str, ...]()
+        self.mine = 0
         self.secret = kept_secret(kv_disk) if kv_disk else os.urandom(16)  # salts of what is on disk outlive the server
 
     def tag(self, *parts: str) -> str:
@@ -503,7 +502,6 @@ class Board(ctypes.Structure):
     def clear(self, age: int) -> None:
         """The API process number `age` is gone, with all it had in flight."""
         self.answers[age % self.PLACES] = self.bytes[age % self.PLACES] = 0
-        self.told[age % self.PLACES].value = b""
 
     def count(self, name: str) -> None:
         """Count one more of this name; there may be few names."""
@@ -519,23 +517,6 @@ class Board(ctypes.Structure):
             for name, count in zip(names, itertools.takewhile(bool, counts), strict=False):
                 total[name.value.decode(errors="replace")] += count
         return total
-
-    def tasks_of(self, age: int) -> str:
-        """The latest tasks of the API process number `age`, which cannot tell itself if it stands still."""
-        return self.told[age % self.PLACES].value.decode(errors="replace")
-
-    @contextlib.contextmanager
-    def computing(self, task: str) -> Iterator[None]:
-        """Tell the parent that this process computes something, until the end of the `with` block."""
-        self._tell(*self.tasks, task)
-        try:
-            yield
-        finally:
-            self._tell(*(other for other in self.tasks if other is not task))
-
-    def _tell(self, *tasks: str) -> None:
-        self.tasks = tasks
-        self.told[self.mine].value = ", ".join(tasks[-self.MOST_TASKS :]).encode()[: self.MOST_TOLD - 1]
 
 
 class ClientShares:

@@ -11,7 +11,6 @@ MODELS = {"mtp": False, "draft_model": True, "eagle": True, "eagle3": True}
 METHODS = ("ngram", "suffix", *MODELS)
 MOST_DRAFTS = 32
 MOST_NGRAM = 16  # tokens that a look-up compares
-LOOKUP_BOUNDS = ("prompt_lookup_min", "prompt_lookup_max")
 TREE_DEPTH, SPEC_FACTOR = "suffix_decoding_max_tree_depth", "suffix_decoding_max_spec_factor"
 MOST_DEPTH, MOST_FACTOR = 64, 8.0
 # vLLM's options that change no token, and for which Manta has a way of its own: it measures when drafts pay, a draft
@@ -78,10 +77,6 @@ class SpeculativeConfig:
             raise ValueError(
                 f"speculative_config has no num_speculative_tokens; it must be a whole number from 1 to {MOST_DRAFTS}"
             )
-        bounds = [options[name] for name in LOOKUP_BOUNDS if name in options]
-        if len(bounds) == 1 and isinstance(bounds[0], int):  # the other one follows, if need be
-            options.setdefault("prompt_lookup_min", min(cls.prompt_lookup_min, *bounds))
-            options.setdefault("prompt_lookup_max", max(cls.prompt_lookup_max, *bounds))
         model, method = str(options.get("model") or ""), options.get("method")
         if model and method is None:
             name = model.rstrip("/").rpartition("/")[2].lower()
@@ -135,7 +130,8 @@ class SpeculativeConfig:
             self._refuse("model", f"with method {self.method!r} {rule}")
         most = {
             "num_speculative_tokens": MOST_DRAFTS,
-            **dict.fromkeys(LOOKUP_BOUNDS, MOST_NGRAM),
+            "prompt_lookup_min": MOST_NGRAM,
+            "prompt_lookup_max": MOST_NGRAM,
             TREE_DEPTH: MOST_DEPTH,
         }
         for name, largest in most.items():

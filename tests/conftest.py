@@ -75,10 +75,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Let torch have `THREADS` threads, where a test has imported it."""
+    """Let torch have `THREADS` threads, where a test has imported it, and interpreted kernels a guard of their own."""
     if torch := sys.modules.get("torch"):
         from cpu import machine
 
+        if not GPU:
+            from device import startup
+            from interpreted_guard import InterpretedGuard
+
+            startup.CompileGuard = InterpretedGuard
         if THREADS == 1:
             settle = machine.settle
             machine.settle = lambda threads, *more: settle(threads or 1, *more)

@@ -235,7 +235,6 @@ def lora_launches(s: Lora) -> Iterator[Callable[[Any], object]]:
     yield lambda ops: ops.lora_shrink(x, a, plan(ops))
     for matrices in (b, b_t):
         yield lambda ops, b=matrices: ops.lora_expand(y, h, b, s.bounds, plan(ops))
-    yield lambda ops: ops.put_prompts(x, ints.long()[:2], a)
 
 
 def in_codes(

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-BARRED = ("argcomplete", "flask", "gevent", "gunicorn", "llguidance", "msgspec", "prometheus_client", "setproctitle")
+BARRED = ("flask", "gevent", "gunicorn", "llguidance", "msgspec", "prometheus_client", "setproctitle")
 
 GENERATE = """
 from engine import LLM, SamplingParams

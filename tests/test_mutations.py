@@ -72,7 +72,6 @@ MUTATIONS: dict[str, tuple[Any, ...]] = {
     "lora_shrink, of parts": ("i_s in range(SPLITS)", "i_s in range(1, SPLITS)", test_lora.test_lora),
     "lora_expand": ("o_n < i_high", "o_n < i_high - 1", test_lora.test_lora),
     "lora_expand, of slices": ("(G * R) + i_g * R", "(G * R) + i_g", test_lora.test_lora),
-    "put_prompts": ("mask=o_h < H)", "mask=o_h < H - 1)", test_lora.test_put_prompts),
     "plan_decode": ("tl.cdiv(b_len, ITEM)", "(b_len // ITEM)", PLAN_DECODE, (1, 0, 0)),
     "plan_decode, of chunks": ("WINDOW, CHUNKED)", "WINDOW, False)", PLAN_DECODE, (4, 150, 1)),
     "attention_decode": ("* BLOCK_N, i_len)", "* BLOCK_N, i_len - 1)", test_reference.test_attention_decode),

@@ -338,7 +338,7 @@ def test_batch_invariant_products_are_the_kernels_own(make, monkeypatch):
     linear = lambda x, weight, bias: seen.append(weight.shape) or reference.linear(x, weight, bias)  # noqa: E731
     ops = SimpleNamespace(**vars(reference) | {"BACKEND": "triton", "linear": linear})
     monkeypatch.setattr(startup, "pick_ops", lambda *_: ops)
-    monkeypatch.setattr(memory, "count_step", lambda *_: (0, 0, 0, 0))  # it runs kernels, and these are not
+    monkeypatch.setattr(memory, "count_step", lambda *_: (0, 0, 0))  # it runs kernels, and these are not
     make().step(StepPlan(0, rows=[(0, 2)], new=[row(0, [1, 2])]))
     assert not seen
     worker = make(batch_invariant=True)

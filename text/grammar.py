@@ -187,7 +187,7 @@ class Turns:
     So a client that sends many grammars, or slow ones, holds up only its own.
     """
 
-    def __init__(self, compile: Callable[[StructuredOutputsParams, Future[Grammar]], Grammar]):
+    def __init__(self, compile: Callable[[StructuredOutputsParams], Grammar]):
         self.compile, self.lock = compile, threading.Lock()
         self.threads = ThreadPoolExecutor(COMPILERS, thread_name_prefix="grammar")
         self.jobs: dict[StructuredOutputsParams, Job] = {}
@@ -205,7 +205,7 @@ class Turns:
                 submit(self.threads, self._compile_all)
 
     def leave(self, wanted: StructuredOutputsParams, client: str, future: Future[Grammar]) -> None:
-        """A request waits for its grammar no more. The compilation ends if none does."""
+        """A request waits for its grammar no more. If none does, that is not compiled, unless it has begun."""
         with self.lock:
             if (job := self._job(wanted)) and job.future is future and client in job.clients:
                 job.clients.remove(client)
@@ -223,7 +223,7 @@ class Turns:
             job, client = taken
             with contextlib.suppress(InvalidStateError):  # it was cancelled
                 try:
-                    job.future.set_result(self.compile(job.wanted, job.future))
+                    job.future.set_result(self.compile(job.wanted))
                 except BaseException as error:
                     job.future.set_exception(error.with_traceback(None))
             with self.lock:
@@ -324,10 +324,10 @@ class Grammars:
         if wanted := request.params.structured_outputs:
             self.others.leave(wanted, request.client, request.grammar)
 
-    def _compile(self, wanted: StructuredOutputsParams, future: Future[Grammar]) -> Grammar:
+    def _compile(self, wanted: StructuredOutputsParams) -> Grammar:
         self.sandbox.start()  # it reads the vocabulary meanwhile
         tokenizer = self._open()
-        text, size = self.sandbox.check(wanted, future)
+        text, size = self.sandbox.check(wanted)
         return compile_text(tokenizer, text, self.words, size)
 
     def _compile_small(self, wanted: StructuredOutputsParams) -> Grammar:

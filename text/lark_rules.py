@@ -18,7 +18,7 @@ from text.json_mending import mend
 
 # JSON as templates write it, with or without one space. Any white space would let a model go on with it for ever.
 JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
-MAY_BE_SPECIAL = re.compile(r"(\]<\]\w+\[>\[|<[^<>\s]+>|\[[A-Z_/]+\])")
+MAY_BE_SPECIAL = re.compile(r"(<[^<>\s]+>|\[[A-Z_/]+\])")
 JSON_TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
 Schema = Mapping[str, Any]
 SHARED = ("$defs", "definitions")
@@ -93,28 +93,23 @@ def named_types(said: Any) -> frozenset[str]:
     return frozenset(name for each in names for name in OTHER_TYPES.get(each, (each,)))
 
 
-def followed(schema: Any, root: Any) -> Iterator[tuple[Any, bool]]:
-    """A schema and those that its references and alternatives lead to, each with whether it leads to no others."""
+def branches(schema: Schema) -> list[Schema]:
+    """Flatten references and alternatives into a list of schemas, one of which a value must follow."""
     seen: set[int] = set()
-    rest = [schema]
+    rest: list[Any] = [schema]
+    flat = list[Schema]()
     while rest:
         part = rest.pop()
         if isinstance(part, dict) and isinstance(reference := part.get("$ref"), str):
-            target = at(root, reference)
+            target = at(schema, reference)
             if id(target) not in seen:
                 rest.append(target)
             seen.add(id(target))
-            yield part, False
         elif isinstance(part, dict) and (lists := [part[name] for name in ALTERNATIVES if list_of(part, name)]):
             rest += lists[0]
-            yield part, False
         else:
-            yield part, True
-
-
-def branches(schema: Schema) -> list[Schema]:
-    """Flatten references and alternatives into a list of schemas, one of which a value must follow."""
-    return [each if isinstance(each, dict) else {} for each, is_leaf in followed(schema, schema) if is_leaf]
+            flat.append(part if isinstance(part, dict) else {})
+    return flat
 
 
 def choices(schema: Schema) -> list[Any]:
@@ -140,24 +135,6 @@ def type_of(value: Any) -> str:
 def is_text(schema: Schema) -> bool:
     """Whether the values are strings, which may be null as well: they are written without quotes."""
     return "string" in (types := types_of(schema)) and types <= {"string", "null"}
-
-
-class Held:
-    """The types of a value that is written as tags, from its schema; each tag is looked up once."""
-
-    def __init__(self, schema: Schema, root: Schema):
-        steps = [(each, is_leaf) for each, is_leaf in followed(schema, root) if isinstance(each, dict)]
-        leaves: list[Schema] = [each for each, is_leaf in steps if is_leaf] or [{}]
-        self.types = types_of(schema) if "type" in schema else set[str]().union(*map(types_of, leaves))
-        self.root, self._steps, self._tags = root, [each for each, _ in steps], dict[str, Held]()
-
-    def by_tag(self, tag: str, listed: bool) -> Held:
-        """The types of one of its items or values."""
-        if tag not in self._tags:
-            parts = [step if listed else step.get("properties") for step in self._steps]
-            inner = [part.get("items" if listed else tag) for part in parts if isinstance(part, dict)]
-            self._tags[tag] = Held(next((held for held in inner if isinstance(held, dict)), {}), self.root)
-        return self._tags[tag]
 
 
 def schema_value(text: str, schema: Schema) -> str:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import multiprocessing.connection
 import os
 import signal
 import socket
@@ -23,7 +22,6 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence as Items
-from concurrent.futures import CancelledError, Future
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,6 +33,7 @@ from sampling_params import StructuredOutputsParams
 from text.schemas import grammar_text
 
 START_TIMEOUT = 60.0  # seconds that the sandbox may take to read the vocabulary
+ENDING = 1.0  # seconds that the sandbox may take to end
 REMEMBERED = 600.0  # seconds in which a grammar that was refused is refused at once
 LEAST_SIZE = 2**17  # bytes that a grammar takes at least
 NICE = 5  # how far a grammar in the sandbox stands back for what serves requests
@@ -57,6 +56,9 @@ class Limits(NamedTuple):
     time: float = 15.0  # seconds by the clock, on a machine that has much else to do
     memory: int = 2**29  # bytes
     stack: int = 2**22  # bytes; some 1,500 rules that refer to each other in a chain
+
+    def __str__(self) -> str:
+        return f"{self.cpu_time} s, {self.memory >> 20} MiB of memory or {self.stack >> 20} MiB of stack"
 
 
 class Refused(ValueError):
@@ -166,45 +168,39 @@ class Sandbox:
             self.held.append((process, address))
             return self.held[0]
 
-    def check(self, wanted: StructuredOutputsParams, future: Future[Grammar]) -> tuple[str, int]:
-        """The text of a grammar, and the bytes that it takes compiled; if `future` is cancelled, the fork ends.
+    def check(self, wanted: StructuredOutputsParams) -> tuple[str, int]:
+        """The text of a grammar, and the bytes that it takes compiled.
 
         Raises:
             Refused: it cannot be compiled.
-            CancelledError: nobody waits any more.
             ValueError: the process does not start; it has said why on stderr.
         """
         for _ in range(2):  # somebody may have killed it
             process, address = self.start()
             try:
-                return self._ask(address, wanted, future)
+                if not (reply := self._ask(address, wanted)):
+                    process.wait(ENDING)
             except OSError:
-                if future.cancelled():
-                    raise CancelledError from None
-                process.kill()
-                process.wait()
+                reply = {}
+            except subprocess.TimeoutExpired:  # its fork alone has ended
+                reply = {"error": f"structured_outputs cannot be compiled: that takes more than {self.limits}"}
+            if "error" in reply:
+                raise Refused(reply["error"])
+            if reply:
+                return reply["text"], reply["size"]
+            process.kill()
+            process.wait()
         raise ValueError("structured_outputs cannot be compiled now: the process that tries them has ended")
 
-    def _ask(self, address: socket.socket, wanted: StructuredOutputsParams, future: Future[Grammar]) -> tuple[str, int]:
+    def _ask(self, address: socket.socket, wanted: StructuredOutputsParams) -> dict[str, Any]:
+        """The answer of a fork; an empty one if it has ended without a word."""
         sock, theirs = socket.socketpair()
         with sock, sock.makefile("rb") as file:
             with theirs:
                 socket.send_fds(address, [b"\0"], [theirs.fileno()])
             sock.settimeout(START_TIMEOUT)
-            future.add_done_callback(lambda _: hang_up(sock))
             sock.sendall(json.dumps([dataclasses.asdict(wanted), self.limits]).encode() + b"\n")
-            if not (line := file.readline()):
-                raise ConnectionError("the process has ended")
-        reply = json.loads(line)
-        if "error" in reply:
-            raise Refused(reply["error"])
-        return reply["text"], reply["size"]
-
-
-def hang_up(sock: socket.socket) -> None:
-    """End what is read from both ends of a socket."""
-    with contextlib.suppress(OSError):  # it is closed
-        sock.shutdown(socket.SHUT_RDWR)
+            return json.loads(file.readline() or "{}")
 
 
 def end_process(held: Held, lock: threading.RLock) -> None:
@@ -215,20 +211,6 @@ def end_process(held: Held, lock: threading.RLock) -> None:
             address.close()
             process.kill()
             process.wait()
-
-
-def reason(code: int, limits: Limits) -> str:
-    """Why a grammar is refused whose compilation has ended the process with this code."""
-    number = -code
-    if number in (signal.SIGSEGV, signal.SIGBUS):
-        why = "its rules or parts lie in each other, or refer to each other, too deeply"
-    elif number in (signal.SIGXCPU, signal.SIGALRM):
-        why = f"that takes more than {limits.cpu_time} s"
-    elif number in (signal.SIGABRT, signal.SIGKILL):
-        why = f"that takes more than {limits.memory >> 20} MiB of memory"
-    else:
-        why = f"the process that tried has ended with the code {code}"
-    return f"structured_outputs cannot be compiled: {why}"
 
 
 def sandbox_main() -> None:
@@ -244,28 +226,9 @@ def sandbox_main() -> None:
         with socket.socket(fileno=fds[0]) as client:
             if os.fork() == 0:
                 try:
-                    watch(tokenizer, words, client)
+                    attempt(tokenizer, words, client)
                 finally:
                     os._exit(0)
-
-
-def watch(tokenizer: Any, words: int, client: socket.socket) -> None:
-    """In a fork: have another one compile a client's grammar, unless the client hangs up, and tell if that has died."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    end_with_parent(signal.SIGKILL)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the library writes there how it dies
-    with client.makefile("rb") as lines:
-        fields, sizes = json.loads(lines.readline())
-    wanted, limits = StructuredOutputsParams(**fields), Limits(*sizes)
-    process = multiprocessing.get_context("fork").Process(
-        target=attempt, args=(tokenizer, words, client, wanted, limits)
-    )
-    process.start()
-    if client in multiprocessing.connection.wait([process.sentinel, client]):  # it has hung up
-        process.kill()
-    process.join()
-    if process.exitcode:
-        tell(client, error=reason(process.exitcode, limits))
 
 
 def tell(client: socket.socket, **said: Any) -> None:
@@ -273,11 +236,15 @@ def tell(client: socket.socket, **said: Any) -> None:
     client.sendall(json.dumps(said).encode() + b"\n")
 
 
-def attempt(tokenizer: Any, words: int, client: socket.socket, wanted: StructuredOutputsParams, limits: Limits) -> None:
-    """In a fork: compile a client's grammar within limits, and tell what came of it."""
+def attempt(tokenizer: Any, words: int, client: socket.socket) -> None:
+    """In a fork: compile a client's grammar, and tell what came of it; what goes beyond a limit ends it before."""
     import resource  # here, because Windows has none
 
     end_with_parent(signal.SIGKILL)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the library writes there how it dies
+    with client.makefile("rb") as lines:
+        fields, sizes = json.loads(lines.readline())
+    wanted, limits = StructuredOutputsParams(**fields), Limits(*sizes)
     os.nice(NICE)
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # where memory is short, this ends first
@@ -295,8 +262,6 @@ def attempt(tokenizer: Any, words: int, client: socket.socket, wanted: Structure
             grammar = compile_text(tokenizer, text, words, 0)
             grammar.matcher.deep_copy()
             tell(client, text=text, size=max(own_memory() - before, LEAST_SIZE))
-        except MemoryError:
-            tell(client, error=reason(-signal.SIGABRT, limits))
         except Refused as error:
             tell(client, error=str(error))
 

@@ -1,24 +1,19 @@
-"""Calls with a tag for each argument: the text between its tags is its value, whatever it says of tags itself."""
+"""Calls with a tag for each argument: the text between its tags is its value."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import re
-from bisect import bisect_left
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 from text.json_mending import in_string
-from text.lark_rules import Held, Lark, Schema, brief, is_text, property_schema, repeated, schema_value, then, types_of
+from text.lark_rules import Lark, Schema, brief, is_text, property_schema, repeated, schema_value, then, types_of
 from text.scanning import AnswerPart, NoCall, Source, Steps, Waiting, markers
-from text.tool_formats import Calls, Tool, ToolParser, filled
+from text.tool_formats import Calls, Tool, ToolParser
 
 PLAUSIBLE = re.compile(r"[\w.$-]{1,64}")  # a name of an argument that no schema has
-# What a mark within a value means: the end of the value, a part of it, the beginning of an argument of a call that it
-# tells of, or nobody knows, because the answer is cut.
-END, TEXT, INNER, CUT = "end", "text", "inner", "cut"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,11 +22,9 @@ class TagFormat(ToolParser):
 
     names: tuple[str, ...]  # before the function's name; one of `begins` where models leave out the tags around it
     name_end: str  # behind it
-    written_end: str = ""  # the same as the model writes it, if that is more; see `filled`
     key: str  # before an argument's name
     key_end: str  # behind it, up to the value
-    other_key_end: str = ""  # the same before a value that is no string, in formats that say so; `{}` is its type
-    tag_end: str = ""  # ends a tag that says more than a name
+    other_key_end: str = ""  # the same before a value that is no string, in formats that say so
     value_end: str  # behind the value
     padding: str = ""  # on both sides of a value
     quotes: tuple[str, ...] = ()  # may stand around a value, in which no mark has a meaning then
@@ -53,9 +46,6 @@ class TagFormat(ToolParser):
             if (yield from source.follows(self.name_end, self.name_end[:-1] + "/>")).endswith("/>"):
                 yield calls.arguments("{}")
             else:
-                if self.tag_end:
-                    yield from source.short(self.tag_end)
-                    yield from source.follows(self.tag_end)
                 yield from self._arguments(calls)
                 yield from source.closes(self.call_end)
             source.mark = source.at
@@ -84,9 +74,8 @@ class TagFormat(ToolParser):
             for texts in zip(ends, others or ends, strict=True):
                 mark = yield from source.closes(*texts)
             if others and not mark:  # it says which type the value has
-                end = self.tag_end or self.name_end[-1]
-                yield from source.short(end)
-                yield from source.follows(end)
+                yield from source.short(self.name_end[-1])
+                yield from source.follows(self.name_end[-1])
             is_all = key == "arguments" and key not in (calls.schemas[calls.name].get("properties") or {})
             if is_all and calls.bare and (yield from source.space()) == "{":  # it is the object of all of them
                 yield from source.value(calls.arguments, *self.value_ends)
@@ -122,25 +111,17 @@ class TagFormat(ToolParser):
         yield from source.follows(self.padding)
         if streams:
             yield calls.arguments('"')
-        inner = 0  # arguments of calls that the value tells of, which have yet to end
         quoted = (yield from source.follows(*self.quotes[:1])) != ""
         if quoted:
             stops = markers(frozenset((self.quotes[1] + self.value_end,)))
         elif source.is_cut(self.quotes[:1]):
             source.at = len(source.text)
         while (mark := (yield from source.until(stops, make, is_cut=True))) and not quoted:
-            if mark == self.value_end and inner:
-                inner -= 1
-            else:
-                source.mark = source.at
-                meaning = yield from self._meaning(calls, keys)
-                source.back()
-                if meaning == CUT:
-                    source.at = len(source.text)
-                    return
-                if meaning == END:
-                    break
-                inner += meaning == INNER
+            source.mark = source.at
+            is_end = yield from self._ends_value(calls, keys)
+            source.back()
+            if is_end:
+                break
             yield make(source.take(source.text.index(mark, source.at) + len(mark)))
         if mark:
             yield make(source.take(source.after_space()).removesuffix(self.padding))
@@ -148,117 +129,41 @@ class TagFormat(ToolParser):
             yield from source.follows(*self.quotes[1:])
             yield from source.follows(self.value_end)
 
-    def _meaning(self, calls: Calls, keys: Collection[str]) -> Waiting[str]:
-        """Tell what the mark that comes next, at `Source.mark`, means for the value that is being read.
+    def _ends_value(self, calls: Calls, keys: Collection[str]) -> Waiting[bool]:
+        """Whether a value ends at the mark that comes next, at `Source.mark`; else that is a part of it.
 
-        A value ends before the next argument, or before the end of the call, if nothing behind that could be the end of
-        this value. A text may tell of calls, whose arguments then begin and end within it.
+        Behind its end mark comes the next argument, the end of the call, another call, or the end of the answer. Where
+        the model leaves that mark out, the next argument is one of the tool's, in a line of its own, and behind the end
+        of the call comes another one, or the end of the answer.
         """
         source = calls.source
-        assert source.mark is not None
         yield from source.space()
         in_own_line = self.newline in source.text[source.mark : source.at]
-        ended = (yield from source.follows(self.value_end)) != ""
+        has_mark = (yield from source.follows(self.value_end)) != ""
         yield from source.space()
         if (yield from source.follows(self.key)):
-            place = source.place
-            key, is_cut = yield from self._key(source)
-            if is_cut:
-                return CUT
+            try:
+                key = yield from source.short(self.key_end.split()[0])
+            except NoCall:
+                return has_mark and source.ended
             is_known = key in (calls.schemas[calls.name].get("properties") or {})
-            if ended and key not in keys and (is_known or PLAUSIBLE.fullmatch(key)):
-                return END
-            if ended or not in_own_line or not PLAUSIBLE.fullmatch(key):
-                return TEXT
-            balance = yield from self._balance(calls, place)
-            return balance if balance != END or (is_known and key not in keys) else TEXT
-        if (yield from self._call_ends(source)):
-            yield from source.space()
-            if ended and (yield from self._begins_call(calls, any_name=True)):  # models make functions up
-                return END
-            return TEXT if (yield from self._later_end(calls)) else END
-        if source.is_cut((self.key, *self.ends)):
-            return CUT
-        return END if ended and (yield from self._begins_call(calls)) else TEXT
+            is_next = (is_known or PLAUSIBLE.fullmatch(key)) if has_mark else (is_known and in_own_line)
+            return bool(is_next) and key not in keys
+        if mark := (yield from source.follows(*self.ends)):
+            if mark == self.call_end:
+                yield from source.closes(self.end)
+            return has_mark or not (yield from source.space()) or (yield from self._begins_call(source))
+        return has_mark and (source.is_cut((self.key, *self.ends)) or (yield from self._begins_call(source)))
 
-    def _key(self, source: Source) -> Waiting[tuple[str, bool]]:
-        """Read the name of an argument; returns it, or nothing, and whether the answer is cut within it."""
-        place, first = source.place, self.key_end.split()[0]
-        try:
-            return (yield from source.short(first)), False
-        except NoCall:
-            source.go(place)
-            name = PLAUSIBLE.match(source.text, source.at)
-            source.at = name.end() if name else source.at
-            return "", source.is_cut((first,))
-
-    def _balance(self, calls: Calls, key: int) -> Waiting[str]:
-        """Whether an argument that has begun within a value is a part of it: then the value ends as well, after it.
-
-        `key` is the place behind its mark. What the marks up to there mean for others that begin on the way is kept.
-        """
-        source, ahead = calls.source, calls.ahead
-        if key not in ahead.meanings:
-            ahead.at, ahead.meanings, ahead.open = key, {key: ""}, [[key], []]
-        source.go(ahead.at)
-        stops = markers(frozenset((self.key, self.value_end, *self.ends)))
-        while not ahead.meanings[key]:
-            yield from source.collect(lambda make: source.until(stops, make))
-            if not (yield from source.space()):
-                ahead.settle(chain(*ahead.open), CUT)
-            elif (yield from source.follows(self.key)):
-                ahead.meanings[source.place] = ""
-                ahead.open[-1].append(source.place)
-                ahead.open.append([])
-            elif (yield from source.follows(self.value_end)):
-                if (yield from source.space()):
-                    ahead.settle(ahead.open.pop(), INNER)
-            elif (yield from self._call_ends(source)) and not (yield from self._later_end(calls)):
-                ahead.settle(chain(*ahead.open), END)
-            ahead.at = source.place
-        return ahead.meanings[key]
-
-    def _later_end(self, calls: Calls) -> Waiting[bool]:
-        """Whether behind the end of a call another one comes that ends a value first.
-
-        There is none if another call begins before it, or the answer ends.
-        """
-        source, ahead = calls.source, calls.ahead
-        here = source.place
-        stops = markers(frozenset(filter(None, (*self.begins, *self.names, self.value_end))))
-        source.go(max(here, ahead.searched))
-        at = bisect_left(ahead.ends, (here,))
-        while at == len(ahead.ends) and (yield from source.space()):
-            yield from source.collect(lambda make: source.until(stops, make))
-            yield from source.space()
-            place, begins = source.place, (yield from self._begins_call(calls))
-            ends = (yield from source.follows(*self.begins, *self.names, self.value_end)) == self.value_end
-            if begins or (ends and (yield from self._call_ends(source))):
-                ahead.ends.append((place, ends))
-            ahead.searched = source.place
-        source.go(here)
-        return at < len(ahead.ends) and ahead.ends[at][1]
-
-    def _call_ends(self, source: Source) -> Waiting[bool]:
-        """Read the marks at the end of a call, after white space; returns whether there are any."""
-        yield from source.space()
-        mark = yield from source.follows(*self.ends)
-        if mark == self.call_end:
-            yield from source.space()
-            yield from source.follows(self.end)
-        return mark != ""
-
-    def _begins_call(self, calls: Calls, any_name: bool = False) -> Waiting[bool]:
-        """Whether a call comes next, of one of the tools or of `any_name`; it stays unread."""
-        source, place, name = calls.source, calls.source.place, ""
+    def _begins_call(self, source: Source) -> Waiting[bool]:
+        """Whether a call comes next, of whatever function: models make some up."""
         mark = yield from source.follows(*self.begins, *self.names)
         if mark and mark not in self.names:
             yield from source.space()
             yield from source.follows(*self.names)
         with contextlib.suppress(NoCall):
-            name = mark and (yield from self._name(source))
-        source.go(place)
-        return name in calls.names or (any_name and PLAUSIBLE.fullmatch(name) is not None)
+            return mark != "" and PLAUSIBLE.fullmatch((yield from self._name(source))) is not None
+        return False
 
     def write(self, lark: Lark, tools: Sequence[Tool], several: bool) -> str:
         call, between = lark.one_of(self._call(lark, tool) for tool in tools), lark.text(self.between)
@@ -271,8 +176,7 @@ class TagFormat(ToolParser):
     def _call(self, lark: Lark, tool: Tool) -> str:
         name = lark.text(brief(tool.name, "the tool", "\n", self.name_end, self.key, *self.ends))
         begin = then("" if self.names[0] == self.begins[0] else lark.syntax(self.names[0]), name)
-        end = filled(lark, (self.written_end or self.name_end).strip(), "")
-        fields = self._fields(lark, tool.schema, tool.strict)
+        end, fields = lark.syntax(self.name_end.strip()), self._fields(lark, tool.schema, tool.strict)
         return then(begin, end, lark.text(self.newline), *fields, lark.syntax(self.call_end))
 
     def _fields(self, lark: Lark, schema: Schema, strict: bool) -> Iterator[str]:
@@ -292,78 +196,5 @@ class TagFormat(ToolParser):
         if is_text(schema) and self.quotes:
             quoted = lark.unquoted(schema, self.quotes[1:], self.quotes[1] + end)
             value = lark.one_of((value, then(lark.syntax(self.quotes[0]), quoted)))
-        types = {"number" if kind == "integer" else kind for kind in types_of(schema) - {"string"}}
-        written = f"({' | '.join(map(lark.text, sorted(types)))})"
-        before = (key_end + self.padding).replace("\n", self.newline)
-        return then(lark.syntax(self.key), lark.text(key), filled(lark, before, written), value)
-
-
-DEEPEST = 64  # tags within each other
-PLAIN_KEYS = frozenset(("type", "properties", "required", "additionalProperties", "items", "title", "description"))
-
-
-@dataclass(frozen=True, kw_only=True)
-class NestedFormat(TagFormat):
-    """Calls whose tags are the names of arguments; within them stand tags for a list's items, or an object's values."""
-
-    def _arguments(self, calls: Calls) -> Steps[None]:
-        root = calls.schemas[calls.name]
-        yield from self._tags(calls, Held(root, root), self.call_end, {"object"})
-
-    def _tags(self, calls: Calls, held: Held, end: str, types: set[str], depth: int = 1) -> Steps[None]:
-        """Read tags, and the end of the one that they stand in, and make an object or a list of them."""
-        source, before, listed = calls.source, "", "object" not in types
-        while not (yield from source.closes(end)):
-            if depth > DEEPEST or not (yield from source.follows(self.key)):
-                raise NoCall
-            tag = yield from source.short(self.key_end)
-            yield from source.follows(self.key_end)
-            if tag.startswith("/"):
-                raise NoCall
-            if not before:
-                listed = "array" in types and (listed or tag == "item")
-            name = "" if listed else json.dumps(tag, ensure_ascii=False) + ": "
-            yield calls.arguments((before or "{["[listed]) + name)
-            yield from self._held(calls, held.by_tag(tag, listed), f"{self.key}/{tag}{self.key_end}", depth)
-            before = ", "
-        yield calls.arguments(("" if before else "{["[listed]) + "}]"[listed])
-
-    def _held(self, calls: Calls, held: Held, end: str, depth: int) -> Steps[None]:
-        """Read what a tag holds, and its end. Strings become arguments as they come."""
-        source, types, kept = calls.source, held.types, list[str]()
-        source.mark = source.at
-        yield from source.space()
-        mark = yield from source.follows(self.key + "/", self.key)
-        source.back()
-        if types & {"array", "object"} and (mark == self.key or (mark and "string" not in types)):
-            yield from self._tags(calls, held, end, types, depth + 1)
-            return
-
-        def make(text: str) -> AnswerPart:
-            if types == {"string"}:
-                return calls.arguments(in_string(text))
-            kept.append(text)
-            return AnswerPart()
-
-        if types == {"string"}:
-            yield calls.arguments('"')
-        if not (yield from source.until(markers(frozenset((end,))), make, is_cut=True)):
-            raise NoCall
-        yield make(source.take(source.after_space()))
-        yield from source.follows(end)
-        yield calls.arguments('"' if types == {"string"} else schema_value("".join(kept), {"type": [*types]}))
-
-    def _field(self, lark: Lark, key: str, schema: Schema, strict: bool) -> str:
-        """An argument, or what a list or an object holds; as JSON where its schema says more than what it holds."""
-        tag, end = brief(key, "the parameter", self.key_end), f"{self.key}/{key}{self.key_end}"
-        types, items = types_of(schema) if set(schema) <= PLAIN_KEYS else set[str](), schema.get("items")
-        value = lark.syntax(end)
-        if is_text(schema):
-            value = lark.unquoted(schema, (end,), end)
-        elif types == {"object"} and schema.get("properties"):
-            value = then(*self._fields(lark, schema, strict), value)
-        elif types == {"array"} and isinstance(items, dict):
-            value = then(f"({self._field(lark, 'item', items, strict)})*", value)
-        else:
-            value = then(lark.json(schema, strict), value)
-        return then(lark.syntax(self.key + tag + self.key_end), value)
+        before = lark.syntax((key_end + self.padding).replace("\n", self.newline))
+        return then(lark.syntax(self.key), lark.text(key), before, value)

@@ -3,7 +3,6 @@
     JsonFormat      {"name": ..., "arguments": {...}}, by itself, in a list, or between tags
     HeaderFormat    the name in a line of its own, then its arguments as JSON
     TagFormat       a tag for each argument, whose text is its value (in tag_format.py)
-    NestedFormat    the same, with tags in it for the parts of a list or an object (in tag_format.py)
     PythonFormat    name(key=value), and what resembles it
     HarmonyFormat   messages with channels and recipients
 
@@ -16,8 +15,8 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
@@ -50,23 +49,6 @@ class Tool(NamedTuple):
     strict: bool = False  # whether a grammar must hold the arguments to all of the schema
 
 
-@dataclass(slots=True)
-class Ahead:
-    """Results that `TagFormat` has looked up in an answer ahead of its reading, so that it looks once.
-
-    Places count as `Source.place` does.
-    """
-
-    searched: int = 0  # place up to which values' ends and calls' beginnings are in `ends`
-    ends: list[tuple[int, bool]] = field(default_factory=list)  # their places, and whether it is an end
-    at: int = 0  # place up to which arguments are in `meanings`
-    meanings: dict[int, str] = field(default_factory=dict)  # of arguments, by the places behind their marks
-    open: list[list[int]] = field(default_factory=list)  # values around `at`, and the arguments that each tells of
-
-    def settle(self, keys: Iterable[int], meaning: str) -> None:
-        self.meanings.update(dict.fromkeys(keys, meaning))
-
-
 class Calls:
     """The calls of an answer, each of which must name one of the tools.
 
@@ -83,7 +65,6 @@ class Calls:
         self.name = self._id = ""  # of the latest
         self.bare = False  # whether that has no arguments yet, and so has not begun
         self.again = 0  # characters that have been read again
-        self.ahead = Ahead()
 
     def tool_with(self, arguments: str) -> str:
         """The name of the one tool that has all arguments of a JSON object; NoCall if none has, or several have."""
@@ -125,8 +106,7 @@ class ToolParser:
     begins: tuple[str, ...]  # what one or more calls begin with; brackets are a part of the calls
     end: str = ""  # comes after them, mostly; empty if nothing does
     call_end: str = ""  # comes after each of them, in some formats
-    named: str = ""  # what a call begins with, in formats where that names the function; see `filled`
-    response: tuple[str, ...] = ()  # stands before a message (any number), and before and after its text
+    response: tuple[str, ...] = ()  # stands before a message, and before and after its text
     names: tuple[str, ...] = ()  # what may begin each call within `begins`; the model writes the first
 
     @property

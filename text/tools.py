@@ -10,11 +10,11 @@ from functools import lru_cache
 from itertools import groupby
 from typing import Any
 
-from text.lark_rules import Lark, repeated, then
+from text.lark_rules import Lark, then
 from text.scanning import AnswerPart, Make, NoCall, Source, Steps, Waiting, content, markers, reasoning
 from text.schemas import plain
-from text.tag_format import NestedFormat, TagFormat
-from text.tool_formats import Calls, HarmonyFormat, HeaderFormat, JsonFormat, PythonFormat, Tool, ToolParser, filled
+from text.tag_format import TagFormat
+from text.tool_formats import Calls, HarmonyFormat, HeaderFormat, JsonFormat, PythonFormat, Tool, ToolParser
 
 # --- how reasoning is marked ------------------------------------------------------------------------------------------
 
@@ -74,27 +74,15 @@ REASONING_PARSERS = {
         ("Here is my thought process:", "Here's my thought process:"), ("Here is my response:", "Here's my response:")
     ),
     "hunyuan_a13b": replace(THINK, openers=("<answer>", "助手："), closers=("</answer>",)),
-    "hy_v3": ReasoningParser(("<think:opensource>",), ("</think:opensource>",), lacks_start=True),
-    "inkling": ReasoningParser(("<|content_thinking|>",), ("<|end_message|>",), again=True),
     "kimi": ReasoningParser(("◁think▷",), ("◁/think▷",), lacks_start=True),
-    "kimi_k3": ReasoningParser(
-        ("<|open|>think<|sep|>",), ("<|close|>think<|sep|>",), lacks_start=True,
-        openers=("<|open|>response<|sep|>",), closers=("<|close|>response<|sep|>", "<|close|>message<|sep|>"),
-    ),
-    "longcat": ReasoningParser(("<longcat_think>",), ("</longcat_think>",), lacks_start=True),
-    "minimax_m3": ReasoningParser(("<mm:think>",), ("</mm:think>",), lacks_start=True),
     "mistral": ReasoningParser(("[THINK]",), ("[/THINK]",)),
-    "muse_glimmer": ReasoningParser(
-        ("to=self<|message|>", "<|start|>assistant to=self<|message|>"), ("<|eom|>",), again=True,
-        openers=("<|start|>assistant to=user<|message|>", "to=user<|message|>"),
-    ),
     "openai_gptoss": ReasoningParser((), ("<|channel|>final<|message|>",)),
     "seed_oss": ReasoningParser(("<seed:think>",), ("</seed:think>",)),
     "solar_open": ReasoningParser(("<|think|>",), ("<|end|>", "<|end|><|begin|>assistant")),
 } | dict.fromkeys(
     (
-        "deepseek_r1", "deepseek_v3", "deepseek_v4", "glm45", "glm47", "holo2", "kimi_k2", "ling3", "mimo",
-        "minimax_m2", "nemotron_v3", "olmo3", "poolside_v1", "qwen3", "step3", "step3p5",
+        "deepseek_r1", "deepseek_v3", "glm45", "glm47", "holo2", "kimi_k2", "ling3", "mimo", "minimax_m2",
+        "nemotron_v3", "olmo3", "qwen3", "step3p5",
     ), THINK,
 )  # fmt: skip
 # Texts in the chat template of a kind of model, and its parser; the first row that fits counts.
@@ -103,17 +91,11 @@ REASONING_SIGNS = (
     (("<|channel>thought",), "gemma4"),
     (("[THINK]",), "mistral"),
     (("[BEGIN FINAL RESPONSE]",), "apriel"),
-    (("<|content_thinking|>",), "inkling"),
-    (("to=self<|message|>",), "muse_glimmer"),
     (("<|think|>", "<|tool_calls|>"), "solar_open"),
     (("</seed:think>",), "seed_oss"),
     (("<|inner_prefix|>",), "apertus"),
     (("<|START_THINKING|>", "<|START_TEXT|>"), "cohere_command4"),
     (("<|START_THINKING|>",), "cohere_command3"),
-    (("<longcat_think>",), "longcat"),
-    (("<mm:think>",), "minimax_m3"),
-    (("<|open|>", "<|sep|>"), "kimi_k3"),
-    (("<think{}>", ":opensource"), "hy_v3"),
     (("</think>", "<minimax:tool_call>"), "minimax_m2"),
     (("</think>", "<response>"), "ernie45"),
     (("</think>", "<answer>"), "hunyuan_a13b"),
@@ -164,24 +146,6 @@ GIGACHAT3 = JsonFormat(
 )
 
 
-def dsml(mark: str, calls: str) -> TagFormat:
-    """DeepSeek's format since V3.2: all of its tags begin with a mark."""
-    return TagFormat(
-        begins=(f"<{mark}{calls}>",), end=f"</{mark}{calls}>", names=(f'<{mark}invoke name="',), name_end='">',
-        key=f'<{mark}parameter name="', key_end='" string="true">', other_key_end='" string="false">',
-        value_end=f"</{mark}parameter>", call_end=f"</{mark}invoke>",
-    )  # fmt: skip
-
-
-def hy_v3(suffix: str) -> TagFormat:
-    """The format of Hunyuan 3, whose tokens all end with a suffix."""
-    return TagFormat(
-        begins=(f"<tool_calls{suffix}>",), end=f"</tool_calls{suffix}>",
-        names=(f"<tool_call{suffix}>",), name_end=f"<tool_sep{suffix}>", call_end=f"</tool_call{suffix}>",
-        key=f"<arg_key{suffix}>", key_end=f"</arg_key{suffix}>\n<arg_value{suffix}>", value_end=f"</arg_value{suffix}>",
-    )  # fmt: skip
-
-
 TOOL_PARSERS: dict[str, ToolParser | HarmonyFormat] = {
     "apertus": JsonFormat(("<|tools_prefix|>",), "<|tools_suffix|>", listed=True, name="", written="{{}: "),
     "cohere_command3": COMMAND, "cohere_command4": COMMAND,
@@ -190,16 +154,18 @@ TOOL_PARSERS: dict[str, ToolParser | HarmonyFormat] = {
         header=re.compile(r"function<｜tool▁sep｜>(?P<name>[^\n]*\S)\s*\n```json\s*"),
     ),
     "deepseek_v31": DEEPSEEK_V31,
-    "deepseek_v32": dsml("｜DSML｜", "function_calls"), "deepseek_v4": dsml("｜DSML｜", "tool_calls"),
-    "deepseek_v41": dsml("｜DSML｜ ", "calls"),
+    "deepseek_v32": TagFormat(  # of GGUF files that leave its sparse attention out
+        begins=("<｜DSML｜function_calls>",), end="</｜DSML｜function_calls>", names=('<｜DSML｜invoke name="',),
+        name_end='">', key='<｜DSML｜parameter name="', key_end='" string="true">', other_key_end='" string="false">',
+        value_end="</｜DSML｜parameter>", call_end="</｜DSML｜invoke>",
+    ),
     "dots": replace(MINIMAX_M2, begins=("<dots_function_call>",), end="</dots_function_call>"),
     "hermes": HERMES, "ernie45": HERMES, "granite4": HERMES,
     "functiongemma": replace(GEMMA4, begins=("<start_function_call>",), end="<end_function_call>", raw="<escape>"),
     "functools": JsonFormat(("functools",), listed=True),
     "gemma3": PythonFormat(("```tool_code",), "```", listed=False, around="\n"),
     "gigachat3": GIGACHAT3, "gigachat31": replace(GIGACHAT3, begins=("<|function_call|>",)),
-    "gigachat35": dsml("｜GCML｜", "tool_calls"),
-    "gemma4": GEMMA4, "glm45": GLM45, "glm47": GLM47, "ling3": GLM47, "poolside_v1": GLM47,
+    "gemma4": GEMMA4, "glm45": GLM45, "glm47": GLM47, "ling3": GLM47,
     "granite": JsonFormat(("<|tool_call|>", "<tool_call>"), listed=True),
     "granite-20b-fc": JsonFormat(("<function_call>",), around=" "),
     "hunyuan_a13b": JAMBA, "jamba": JAMBA, "json": PLAIN_JSON,
@@ -207,11 +173,6 @@ TOOL_PARSERS: dict[str, ToolParser | HarmonyFormat] = {
     "hunyuan_dense": HeaderFormat(
         begins=("<tool_calls>", "<tool_call>"), end="</tool_calls>", call_end="</tool_call>", between="\n",
         header=re.compile(r"(?P<name>[^\n]*\S)\s*\n```json\s*"), written="{}\n```json\n", after="\n```",
-    ),
-    "hy_v3": hy_v3(":opensource"), "hy_v3_preview": hy_v3(""),
-    "inkling": JsonFormat(
-        ("<|content_invoke_tool_json|>",), named="{}<|content_invoke_tool_json|>", arguments=("args", "arguments"),
-        written='{"name":{},"args":', response=("<|message_model|>", "<|content_text|>", "<|end_message|>"),
     ),
     "internlm": JsonFormat(
         ("<|action_start|><|plugin|>", "<|action_start|> <|plugin|>"), "<|action_end|>", around="\n",
@@ -223,42 +184,17 @@ TOOL_PARSERS: dict[str, ToolParser | HarmonyFormat] = {
         header=re.compile(r"(?s)(?P<id>((functions\.)?(?P<name>.+?):)?\d+)\s*<\|tool_call_argument_begin\|>\s*"),
         written="functions.{}:{#}<|tool_call_argument_begin|>",
     ),
-    "kimi_k3": TagFormat(
-        begins=("<|open|>tools<|sep|>",), names=('<|open|>call tool="',), name_end='"', tag_end="<|sep|>",
-        written_end='" index="{#}"<|sep|>', key='<|open|>argument key="', key_end='" type="string"<|sep|>',
-        other_key_end='" type="{}"<|sep|>', value_end="<|close|>argument<|sep|>", call_end="<|close|>call<|sep|>",
-        end="<|close|>tools<|sep|>", between="", newline="",
-        response=("<|open|>response<|sep|>", "<|close|>response<|sep|>"),
-    ),
-    "lfm2": PythonFormat(("<|tool_call_start|>",), "<|tool_call_end|>"),
     "llama3_json": LLAMA_JSON, "llama4_json": LLAMA_JSON,
     "llama4_pythonic": PythonFormat(("<|python_start|>", "["), "<|python_end|>"),
-    "longcat": replace(HERMES, begins=("<longcat_tool_call>",), end="</longcat_tool_call>", between=""),
-    "longcat_xml": replace(
-        GLM45, begins=("<longcat_tool_call>",), key="<longcat_arg_key>", value_end="</longcat_arg_value>",
-        key_end="</longcat_arg_key>\n<longcat_arg_value>", end="</longcat_tool_call>",
-    ),
-    "minimax": JsonFormat(("<tool_calls>",), "</tool_calls>", around="\n", separator="\n"),
     "minicpm5": TagFormat(
         begins=('<function name="',), names=('<function name="',), name_end='">', key='<param name="', key_end='">',
         quotes=("<![CDATA[", "]]>"), value_end="</param>", call_end="</function>", newline="",
     ),
     "minimax_m2": MINIMAX_M2,
-    "minimax_m3": NestedFormat(
-        begins=("]<]minimax[>[<tool_call>",), names=(']<]minimax[>[<invoke name="',), name_end='">', newline="",
-        key="]<]minimax[>[<", key_end=">", value_end="", call_end="]<]minimax[>[</invoke>",
-        end="]<]minimax[>[</tool_call>",
-    ),
     "mistral": HeaderFormat(
         begins=("[TOOL_CALLS]",), written="{}[ARGS]", others=("[CALL_ID]",),
         header=re.compile(r"(?P<name>[^\[\]{]*[^\[\]{\s])\s*(\[CALL_ID\](?P<id>[^\[]*))?(\[ARGS\]\s*)?"),
         older=JsonFormat(("[TOOL_CALLS]",), listed=True),
-    ),
-    "muse_glimmer": replace(
-        MINIMAX_M2, begins=("<atem:function_calls>",), end="</atem:function_calls>", names=('<atem:invoke name="',),
-        key='<atem:parameter name="', value_end="</atem:parameter>", call_end="</atem:invoke>",
-        named="to={}<|message|><atem:function_calls>",
-        response=("<|start|>assistant", " ", "to=user<|message|>", "<|eom|>"),
     ),
     "nemotron_json": JsonFormat(("<TOOLCALL>",), "</TOOLCALL>", listed=True),
     "olmo3": PythonFormat(("<function_calls>",), "</function_calls>", listed=False),
@@ -271,15 +207,6 @@ TOOL_PARSERS: dict[str, ToolParser | HarmonyFormat] = {
         header=re.compile(r"(?P<id>[^<]*)<\|tool_call:name\|>(?P<name>[^<]*)<\|tool_call:args\|>\s*"),
         written="{@}<|tool_call:name|>{}<|tool_call:args|>", response=("<|begin|>assistant", "<|content|>", "<|end|>"),
     ),
-    "step3": TagFormat(
-        begins=("<｜tool_calls_begin｜>",), end="<｜tool_calls_end｜>", name_end='">',
-        names=(
-            '<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="',
-            '<｜tool_call_begin｜><steptml:invoke name="',
-        ),
-        key='<steptml:parameter name="', key_end='">', value_end="</steptml:parameter>",
-        call_end="</steptml:invoke><｜tool_call_end｜>",
-    ),
 }  # fmt: skip
 SPACE = r"/\n{0,2}/"  # may come before a call, as it does after reasoning
 PLAIN = r"/[^\s\[{](?s:.*)/"  # text that no bracket begins
@@ -287,31 +214,18 @@ PLAIN = r"/[^\s\[{](?s:.*)/"  # text that no bracket begins
 SIGNS = (
     (("<|channel|>", "<|call|>"), "openai"),
     (("<seed:tool_call>",), "seed_oss"),
-    (("<|content_invoke_tool_json|>",), "inkling"),
-    (("<atem:function_calls>",), "muse_glimmer"),
     (("<TOOLCALL>",), "nemotron_json"),
     (("<|tool_call:begin|>",), "solar_open"),
     (("<minimax:tool_call>",), "minimax_m2"),
-    (("]<]minimax[>[",), "minimax_m3"),
-    (("<|open|>", "<|sep|>"), "kimi_k3"),
     (("<|tools_prefix|>",), "apertus"),
     (("<|START_ACTION|>", "<|START_TEXT|>"), "cohere_command4"),
     (("<|START_ACTION|>",), "cohere_command3"),
     (("｜DSML｜", "function_calls>"), "deepseek_v32"),
-    (("｜DSML｜", "tool_calls>"), "deepseek_v4"),
-    (("｜DSML｜", " calls>"), "deepseek_v41"),
-    (("｜GCML｜",), "gigachat35"),
     (("<|role_sep|>", "<|function_call|>"), "gigachat31"),
     (("<|role_sep|>", "'function call'"), "gigachat3"),
     (('<function name="', '<param name="'), "minicpm5"),
-    (("<tool_sep{}>", ":opensource"), "hy_v3"),
-    (("<tool_sep>", "<arg_key>"), "hy_v3_preview"),
     (("<dots_function_call>",), "dots"),
-    (("<｜tool_calls_begin｜>",), "step3"),
-    (("<longcat_arg_key>",), "longcat_xml"),
-    (("<longcat_tool_call>",), "longcat"),
     (("<function=", "<parameter="), "qwen3_coder"),
-    (("〈|EOS|〉", '"<arg_value>" -}}'), "poolside_v1"),
     (("</arg_key><arg_value>",), "glm47"),
     (("<arg_key>",), "glm45"),
     (("<|tool_call>call:",), "gemma4"),
@@ -321,12 +235,9 @@ SIGNS = (
     (("<｜tool▁calls▁begin｜>",), "deepseek_v31"),
     (("[TOOL_CALLS]",), "mistral"),
     (("<|action_start|>",), "internlm"),
-    (("<|tool_call_start|>",), "lfm2"),
-    (("<|tool_list_start|>",), "lfm2"),
     (("<function_calls>",), "olmo3"),
     (("<tool_calls>", "```json"), "hunyuan_dense"),
     (("<tool_calls>", "助手："), "hunyuan_a13b"),
-    (("<tool_calls>", "<beginning_of_sentence>"), "minimax"),
     (("<tool_calls>", '"name'), "jamba"),
     (("<tool_call>", '"name', "<response>"), "ernie45"),
     (("<tool_call>", '"name'), "hermes"),
@@ -334,7 +245,6 @@ SIGNS = (
     (("<function_call>",), "granite-20b-fc"),
     (("<|tool|>",), "phi4_mini_json"),
     (("functools[",), "functools"),
-    (("List of tools: [",), "lfm2"),
     (("<|tool_call|>",), "granite"),
     (("```tool_code",), "gemma3"),
     (("<|header_start|>", "[func_name1("), "llama4_pythonic"),
@@ -532,10 +442,6 @@ def new_reader(
         if thinking and prompt.rstrip().endswith(thinking.openers):
             thinking = replace(thinking, openers=())
         calling = format if tools and format else ToolParser(())
-        if calling.named:
-            named = [calling.named.format(name) for name in calls.schemas]
-            turn = "".join(calling.response[:-2])
-            calling = replace(calling, begins=(*calling.begins, *named, *map(turn.__add__, named)))
         steps = read_answer(calls, calling, thinking or ReasoningParser((), ()), reasoned)
     return AnswerReader(source, steps, other_tokens(frozenset(special_tokens), frozenset(syntax)))
 
@@ -621,17 +527,9 @@ def call_grammar(
     written, begin = format.write(lark, functions_of_tools, parallel), format.begins[0]
     bracket = begin in ("[", "{")
     if format.response:
-        *turn, opening, closing = (f"({lark.syntax(text)})?" for text in format.response)
-        called = then(*turn, lark.syntax(begin), written)
-        if format.named:
-            begins = (filled(lark, format.named, lark.text(tool.name)) for tool in functions_of_tools)
-            answers = [
-                then(begin, format.write(lark, [tool], False))
-                for begin, tool in zip(begins, functions_of_tools, strict=True)
-            ]
-            called = repeated(then(*turn, lark.one_of(answers), closing), "", parallel)
-        text = "" if required else "TEXT?"
-        return lark.grammar(then(*turn, opening, text, closing, called if required else f"({called})?"))
+        turn, opening, closing = (f"({lark.syntax(text)})?" for text in format.response)
+        called, text = then(turn, lark.syntax(begin), written), "" if required else "TEXT?"
+        return lark.grammar(then(turn, opening, text, closing, called if required else f"({called})?"))
     if required:
         return lark.grammar(then(SPACE, "" if bracket else lark.syntax(begin), written))
     if bracket:

@@ -251,15 +251,16 @@ def test_a_name_of_the_folder_is_not_taken_away(engines: Engines, folder: Path) 
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ({}, "lora_name is None"), ({"lora_name": ""}, "lora_name is ''; it must be a text of 1 to 1024 characters"),
+        ({}, "lora_name is missing"),
+        ({"lora_name": "", "lora_path": "/a"}, "lora_name is '': it must be a string of 1 to 1024 characters"),
         ({"lora_name": "other", "lora_path": "/a"}, "no name of the model itself"),
         ({"lora_name": "beside", "lora_path": "/a"}, "or taken by another"),
         ({"lora_name": "x" * 1025, "lora_path": "/a"}, "1 to 1024 characters"),
         ({"lora_name": "\ud800", "lora_path": "/a"}, ""), ({"lora_name": "a", "lora_path": "/\ud800"}, ""),
-        ({"lora_name": "a"}, "lora_path is None; it must be a path from the root"),
-        ({"lora_name": "a", "lora_path": "a"}, "lora_path is 'a'"),
-        ({"lora_name": "a", "lora_path": "/a", "load_inplace": 1}, "load_inplace is 1; it must be true or false"),
-        ({"lora_name": "a", "lora_path": "/a", "more": 1}, "no field 'more'"),
+        ({"lora_name": "a"}, "lora_path is missing"),
+        ({"lora_name": "a", "lora_path": "a"}, "lora_path is 'a': it must be a path from the root"),
+        ({"lora_name": "a", "lora_path": "/a", "load_inplace": 1}, "load_inplace is 1: it must be true or false"),
+        ({"lora_name": "a", "lora_path": "/a", "more": 1}, "the field 'more' is unknown"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_loaded(engines: Engines, body: dict[str, Any], words: str) -> None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import ast
 import gzip
 import json
-import os
 import shutil
 import threading
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +27,7 @@ POSTS = (
     "/reset_prefix_cache", "/abort_requests",
     "/v1/load_lora_adapter", "/v1/unload_lora_adapter",
 )  # fmt: skip
-GETS = ("/is_sleeping", "/profiles/a.pt.trace.json.gz")
+GETS = ("/is_sleeping",)
 ORIGIN = {"Origin": "https://page.example"}
 
 
@@ -64,9 +62,8 @@ def engines() -> Engines:
 
 
 @pytest.fixture
-def controls(engines: Engines, tmp_path: Path) -> FlaskClient:
-    facts = FACTS | {"data_parallel_size": 2, "torch_profiler_dir": str(tmp_path)}
-    return client_of(engines, facts, enable_control_routes=True)
+def controls(engines: Engines) -> FlaskClient:
+    return client_of(engines, FACTS | {"data_parallel_size": 2}, enable_control_routes=True)
 
 
 def test_they_are_off_unless_an_option_allows_them(http_client: FlaskClient) -> None:
@@ -100,8 +97,7 @@ def test_what_the_tokenizer_is_can_be_asked_where_an_option_allows_it(http_clien
     ],
 )  # fmt: skip
 def test_who_may_call_them(engines: Engines, host: str, keys: dict[str, tuple[str, ...]], answers: Any) -> None:
-    facts = FACTS | {"torch_profiler_dir": None}
-    http_client = client_of(engines, facts, enable_control_routes=True, host=host, **keys)
+    http_client = client_of(engines, FACTS, enable_control_routes=True, host=host, **keys)
     routes = [("POST", path) for path in (*POSTS, "/scale")] + [("GET", path) for path in (*GETS, "/server_info")]
     for key, status in zip((None, "api", "admin"), answers, strict=True):
         headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -123,7 +119,7 @@ def test_who_may_call_them(engines: Engines, host: str, keys: dict[str, tuple[st
 
 
 def test_which_routes_change_the_server() -> None:
-    wanted = {*POSTS, "/scale", "/server_info", "/is_sleeping", "/profiles/<name>"}
+    wanted = {*POSTS, "/scale", "/server_info", "/is_sleeping"}
     assert {row.rule for row in (*PATHS, *CONTROL_PATHS) if row.control} == wanted
 
 
@@ -148,11 +144,10 @@ def test_a_server_that_others_reach_says_who_may_use_and_change_it(caplog: pytes
 
 
 def test_pages_of_other_origins_may_not_call_them(engines: Engines, controls: FlaskClient) -> None:
-    for path in POSTS:
+    for path in (*POSTS, "/scale"):
         assert "allowed_origins" in refusal(controls.post(path, headers=ORIGIN), 403)["message"]
     assert not engines.asked
-    facts = FACTS | {"torch_profiler_dir": None}
-    allowed = client_of(engines, facts, enable_control_routes=True, allowed_origins=(ORIGIN["Origin"],))
+    allowed = client_of(engines, FACTS, enable_control_routes=True, allowed_origins=(ORIGIN["Origin"],))
     assert allowed.post("/sleep", headers=ORIGIN).status_code == 200
 
 
@@ -187,16 +182,16 @@ def test_what_is_asked_of_the_engines(engines: Engines, controls: FlaskClient) -
         ("/sleep?timeout=1e3", None, "timeout is '1e3'; it must be whole seconds"),
         ("/sleep?timeout=-1", None, "timeout is '-1'; it must be whole seconds"),
         ("/wake_up?tag=weights", None, "known: tags"), ("/start_profile?a=1", None, "known: nothing"),
-        ("/update_weights", {}, "model_path is None"), ("/update_weights", {"model_path": "a"}, "from the root"),
-        ("/update_weights", {"model_path": "/a", "more": 1}, "no field 'more'; known: model_path"),
-        ("/update_weights", {"model_path": 5}, "model_path is 5; it must be a path"),
-        ("/abort_requests", {}, "request_ids is None; it must be"), ("/abort_requests", {"request_ids": [5]}, "is [5]"),
-        ("/collective_rpc", {}, "method is None; it must be str"),
-        ("/collective_rpc", {"method": "a", "args": 5}, "args is 5; it must be list"),
-        ("/collective_rpc", {"method": "a", "timeout": True}, "timeout is True; it must be int"),
-        ("/collective_rpc", {"method": "a", "kwarg": {}}, "no field 'kwarg'"),
-        ("/collective_rpc", {"method": "a", "timeout": 0}, "timeout is 0; it must be above 0"),
-        ("/collective_rpc", {"method": "a", "timeout": -0.5}, "timeout is -0.5; it must be above 0"),
+        ("/update_weights", {}, "model_path is missing"), ("/update_weights", {"model_path": "a"}, "from the root"),
+        ("/update_weights", {"model_path": "/a", "more": 1}, "the field 'more' is unknown"),
+        ("/update_weights", {"model_path": 5}, "model_path is 5: it must be a string"),
+        ("/abort_requests", {}, "request_ids is missing"), ("/abort_requests", {"request_ids": [5]}, "is [5]: it"),
+        ("/collective_rpc", {}, "method is missing"),
+        ("/collective_rpc", {"method": "a", "args": 5}, "args is 5: it must be a list"),
+        ("/collective_rpc", {"method": "a", "timeout": True}, "timeout is True: it must be a number"),
+        ("/collective_rpc", {"method": "a", "kwarg": {}}, "did you mean kwargs?"),
+        ("/collective_rpc", {"method": "a", "timeout": 0}, "timeout is 0.0: it must be above 0"),
+        ("/collective_rpc", {"method": "a", "timeout": -0.5}, "timeout is -0.5: it must be above 0"),
     ],
 )  # fmt: skip
 def test_mistakes_are_400(engines: Engines, controls: FlaskClient, path: str, body: Any, words: str) -> None:
@@ -217,25 +212,14 @@ def test_engines_are_all_awake_if_one_cannot_sleep(engines: Engines, controls: F
     assert engines.asked == [("sleep", 1, "wait", 5), ("wake_up", None)]
 
 
-def test_a_profile_is_downloaded_and_nothing_else(controls: FlaskClient, tmp_path: Path) -> None:
-    (tmp_path / "a.pt.trace.json.gz").write_bytes(gzip.compress(b"{}"))
-    (tmp_path / "secret").write_text("x")
-    (tmp_path / "a.steps.json").write_text("[]")
-    with controls.get("/profiles/a.pt.trace.json.gz") as response:
-        assert "Content-Encoding" not in response.headers and gzip.decompress(response.data) == b"{}"
-    with controls.get("/profiles/a.steps.json") as response:
-        assert response.data == b"[]"
-    (tmp_path / "link.steps.json").symlink_to(tmp_path / "secret")
-    (tmp_path / "folder.steps.json").mkdir()
-    os.mkfifo(tmp_path / "pipe.steps.json")
-    others = ("link.steps.json", "folder.steps.json", "pipe.steps.json")
-    for name in ("secret", "b.pt.trace.json.gz", "..%2fa.steps.json", "../secret", *others):
-        refusal(controls.get(f"/profiles/{name}"), 404)
-
-
 def test_the_schema_has_them(controls: FlaskClient) -> None:
-    paths = controls.get("/openapi.json").json["paths"]
-    assert all("post" in paths[path] for path in POSTS) and "get" in paths["/profiles/{name}"]
+    schema = controls.get("/openapi.json").json
+    paths = schema["paths"]
+    assert all("post" in paths[path] for path in POSTS) and "get" in paths["/is_sleeping"]
+    body = paths["/v1/load_lora_adapter"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    fields = schema["components"]["schemas"][body["$ref"].rpartition("/")[2]]
+    assert [*fields["properties"]] == ["lora_name", "lora_path", "load_inplace"]
+    assert fields["required"] == ["lora_name", "lora_path"] and fields["additionalProperties"] is False
 
 
 @pytest.mark.parametrize("route", [COMPLETIONS, CHAT])
@@ -256,16 +240,15 @@ STORY = {"prompt": "ROMEO:\n", "max_tokens": 50, "temperature": 0, "ignore_eos":
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder = tmp_path_factory.mktemp("server")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("server")
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Any:
     flags = ("--enable-control-routes", "--torch-profiler-dir", str(folder / "profiles"), "--threads", "1")
     with serving(folder, *flags) as made:
         yield made
-
-
-def download(server: Server, name: str) -> bytes:
-    with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/profiles/{name}") as response:
-        return response.read()
 
 
 def complete(server: Server, **more: Any) -> dict[str, Any]:
@@ -275,13 +258,13 @@ def complete(server: Server, **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.full
-def test_a_server_profiles(server: Server) -> None:
+def test_a_server_profiles(server: Server, folder: Path) -> None:
     assert server.post("/start_profile", {})[0] == 200
     complete(server, max_tokens=4)
     torchs, steps = json.loads(server.post("/stop_profile", {})[1])["files"]
-    assert server.get("/profiles/nothing.pt.trace.json.gz")[0] == 404
-    assert "traceEvents" in json.loads(gzip.decompress(download(server, torchs)))
-    assert {"schedule", "wait", "update"} <= {event["name"] for event in json.loads(download(server, steps))}
+    assert "traceEvents" in json.loads(gzip.decompress((folder / "profiles" / torchs).read_bytes()))
+    events = json.loads((folder / "profiles" / steps).read_bytes())
+    assert {"schedule", "wait", "update"} <= {event["name"] for event in events}
 
 
 def test_a_server_sleeps_and_takes_other_weights(server: Server, tmp_path: Path) -> None:

@@ -184,7 +184,7 @@ def test_without_packages_the_library_says_what_to_do():
 
 def test_the_packages_are_those_of_the_requirements():
     lines = (ROOT / "requirements.txt").read_text().splitlines()
-    optional = {"triton", "setproctitle", "argcomplete"}
+    optional = {"triton", "setproctitle"}
     assert {re.match("[a-z_0-9]+", line)[0] for line in lines} == {*PACKAGES} | optional
 
 
@@ -259,30 +259,3 @@ def test_the_process_becomes_the_bench(monkeypatch):
     monkeypatch.setattr(os, "execv", lambda *command: became.append(command))
     main(["bench", "ring", "--help"])
     assert became == [(sys.executable, [sys.executable, str(ROOT / "bench" / "bench.py"), "ring", "--help"])]
-
-
-def completions(line: str, place: int) -> set[str]:
-    """What a shell would offer at the end of a line, whose word at `place` is the first argument."""
-    asked = {"_ARGCOMPLETE": str(place), "_ARGCOMPLETE_IFS": "\n", "COMP_LINE": line, "COMP_POINT": str(len(line))}
-    command = ["bash", "-c", f"exec {sys.executable} server.py 8>&1 >/dev/null"]  # they are written to file 8
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | asked, stdout=subprocess.PIPE, text=True, check=True)
-    return {word.strip() for word in done.stdout.split("\n")}
-
-
-@pytest.mark.parametrize(
-    ("line", "place", "words"),
-    [
-        ("python server.py c", 2, {"campaigns/", "chat", "checkpoints/", "commands/", "complete", "cpu/"}),
-        pytest.param("./server.py dem", 1, {"demo/"}, marks=pytest.mark.full),
-        pytest.param("manta complete demo --top", 1, {"--top-k", "--top-p"}, marks=pytest.mark.full),
-        ("python server.py batch --dtype f", 2, {"float", "float16", "float32"}),
-    ],
-)
-def test_a_shell_completes_commands_flags_and_choices(line, place, words):
-    pytest.importorskip("argcomplete")
-    assert completions(line, place) == words
-
-
-def test_argcomplete_finds_its_mark():
-    """It looks there before it runs a script."""
-    assert b"PYTHON_ARGCOMPLETE_OK" in (ROOT / "server.py").read_bytes()[:1024]

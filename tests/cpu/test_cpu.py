@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from batch_state import BatchState
 from cpu import machine
 from cpu import weights as cpu_weights
 from device.startup import pick_dtype
 from engine import LLM, SamplingParams
 from model import linear
-from plan import NewRow, StepPlan
 
 ROOT = Path(__file__).parent.parent.parent
 CHAT = [{"role": "user", "content": "What is 23 + 58?"}]
-
-MULTIPLIED = SimpleNamespace(run=lambda tensors: [cpu_weights.multiply(*tensors)])  # what stands in for the C++ of it
 
 
 def kind_of(dtype: torch.dtype, short: bool = False) -> type:
@@ -45,15 +39,12 @@ def kind_of(dtype: torch.dtype, short: bool = False) -> type:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", [(1, 1), (7, 48), (96, 64), (256, 32), (515, 257)], ids=str)
-@pytest.mark.parametrize("rows", ["one", "several", "both"])
+@pytest.mark.parametrize("rows", ["one", "several"])
 def test_a_packed_weight_gives_the_plain_product(dtype, shape, rows):
     torch.manual_seed(0)
     weight, bias = torch.randn(shape, dtype=dtype), torch.randn(shape[0], dtype=dtype)
-    packed = cpu_weights.pack(weight, rows, MULTIPLIED)
-    short = rows == "both" and dtype == torch.bfloat16 and shape[1] % 8 == 0
-    assert type(packed) is (
-        cpu_weights.PanelLinear if rows == "one" else cpu_weights.CompressedLinear if short else kind_of(dtype)
-    )
+    packed = cpu_weights.pack(weight, rows)
+    assert type(packed) is (cpu_weights.PanelLinear if rows == "one" else kind_of(dtype))
     for count in (1, 2, 33, cpu_weights.PROMPT):
         x = torch.randn(count, 2 * shape[1], dtype=dtype)[:, : shape[1]]  # not contiguous
         for b in (None, bias):
@@ -91,20 +82,11 @@ def test_a_float32_weight_of_more_bits_is_not_rounded():
             cpu_weights.HalfLinear(torch.tensor([[1.0, 1 + 2**-12]]))
 
 
-def test_several_rows_go_to_the_layout_for_several_and_so_does_one_without_cpp():
-    both = cpu_weights.CompressedLinear(torch.randn(4, 8).bfloat16(), lambda x, bias: "packed", MULTIPLIED)
-    x = torch.randn(2, 8).bfloat16()
-    assert both(x) == "packed" and both(x[:1]).shape == (1, 4)
-    both.multiplied = SimpleNamespace(run=None)
-    assert both(x[:1]) == "packed"
-
-
-@pytest.mark.parametrize("rows", ["several", "both"])
-def test_a_weight_that_cannot_be_packed_stays_as_it_is(monkeypatch, rows):
+def test_a_weight_that_cannot_be_packed_stays_as_it_is(monkeypatch):
     weight = torch.randn(4, 4)
     for kind in (cpu_weights.HalfLinear, cpu_weights.PackedLinear):
         monkeypatch.setattr(kind, "__init__", lambda self, weight: torch.ops.mkldnn.there_is_no_such_operator(weight))
-    assert cpu_weights.pack(weight, rows) is weight
+    assert cpu_weights.pack(weight, "several") is weight
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -117,115 +99,6 @@ def test_one_sequence_at_a_time_gives_the_same_tokens(dtype):
     assert (
         type(panels) is (kind if kind is cpu_weights.HalfLinear else cpu_weights.PanelLinear) and type(packed) is kind
     )
-
-
-@pytest.mark.parametrize("outputs", [1, 300, 3 * cpu_weights.PANEL])
-def test_a_greedy_head_finds_the_largest_output(outputs):
-    torch.manual_seed(0)
-    weight = (torch.randn(96) + torch.randn(outputs, 96) / 20).bfloat16()
-    weight[:: cpu_weights.PANEL] = 4.0  # makes bytes coarse
-    weight[outputs // 3] = weight[-1]  # two that are equal
-    head = cpu_weights.GreedyHead(weight)
-    missed = 0
-    for size in (1e-20, 1.0, 1e10):
-        for i in range(200):
-            x = size * torch.randn(1, 96).bfloat16()
-            if i % 4 == 0:
-                x = -size * weight.float().mean(0, keepdim=True).bfloat16()  # all outputs are below zero
-            logits = F.linear(x, weight)[0]
-            largest = (logits == logits.max()).nonzero()[0]
-            assert head(x).tolist() == largest.tolist()
-            lines = torch.ops.quantized.embedding_bag_byte_unpack(head.table).view(-1, 96, cpu_weights.PANEL)
-            missed += int((cpu_weights.halves(x.float()) @ lines).flatten()[:outputs].argmax()) != largest
-    assert missed > 10 or outputs == 1, "bytes alone find it, so that this shows nothing"
-
-
-def test_a_greedy_head_says_so_where_it_cannot_tell():
-    head = cpu_weights.GreedyHead(torch.ones(cpu_weights.CLOSE, 32).bfloat16())
-    assert head(torch.ones(1, 32).bfloat16()) is None
-    head = cpu_weights.GreedyHead(torch.ones(cpu_weights.CLOSE - 1, 32).bfloat16())
-    assert head(torch.ones(1, 32).bfloat16()).tolist() == [0]
-    assert head(torch.full((1, 32), float("nan")).bfloat16()) is None
-
-
-def test_a_greedy_head_knows_that_logits_are_rounded():
-    head = cpu_weights.GreedyHead(torch.tensor([[256.0, 0.0], [256.0, 1.0]]).bfloat16())
-    assert head(torch.ones(1, 2).bfloat16()).tolist() == [0]  # 257 is 256 in bfloat16
-
-
-def test_a_greedy_head_is_for_large_weights_in_bfloat16(monkeypatch):
-    assert cpu_weights.greedy_head(torch.zeros(64, 32).bfloat16()) is None
-    monkeypatch.setattr(cpu_weights, "SMALL", 64 * 32 * 2)
-    assert cpu_weights.greedy_head(torch.zeros(64, 32)) is None
-    assert cpu_weights.greedy_head(torch.zeros(64, 32).bfloat16())
-    monkeypatch.setattr(torch.backends, "quantized", SimpleNamespace(supported_engines=["none"]))
-    assert cpu_weights.greedy_head(torch.zeros(64, 32).bfloat16()) is None
-
-
-@pytest.fixture(scope="module")
-def llm_with_head():
-    """An `LLM` that looks for the likeliest token of one greedy row without computing all logits."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu_weights, "SMALL", 0)
-        return LLM("demo", dtype="bfloat16", max_num_seqs=1)
-
-
-@pytest.mark.parametrize(
-    "params, found",
-    [({}, True), ({"temperature": 0.7}, False), ({"presence_penalty": 0.1}, False), ({"logit_bias": {5: 1.0}}, False)],
-    ids=str,
-)
-def test_greedy_rows_that_come_one_by_one_need_no_logits(llm_with_head, monkeypatch, params, found):
-    llm, calls, call = llm_with_head, [], cpu_weights.GreedyHead.__call__
-    monkeypatch.setattr(cpu_weights.GreedyHead, "__call__", lambda self, x: calls.append(len(x)) or call(self, x))
-    if found:
-        monkeypatch.setattr(llm.core.executor.worker.model, "logits", None)
-    answer = llm.chat(CHAT, SamplingParams(**{"temperature": 0, "max_tokens": 8} | params))[0].outputs[0]
-    assert answer.text == "81" or params.get("temperature")
-    assert set(calls) == ({1} if found else set())
-
-
-def test_rows_whose_log_probabilities_are_wanted_are_not_only_greedy():
-    state, head = (
-        BatchState(4, 64, 4, 16, 1000, "cpu", writes=cpu_weights.DirectWrites),
-        cpu_weights.GreedyHead(torch.eye(32).bfloat16()),
-    )
-    row = NewRow(slot=0, token_ids=[5, 6], blocks=[[0]])
-    changed = {"num_logprobs": 0}, {"sampling": SamplingParams(temperature=0.5).columns}, {"logit_bias": {3: 1.0}}
-    others = [dataclasses.replace(row, slot=slot, **fields) for slot, fields in enumerate(changed, 1)]
-    state.enter(StepPlan(0, new=[row, *others]))
-    hidden, slots = torch.arange(64).view(2, 32).bfloat16(), torch.arange(-1, 4, dtype=torch.int32)
-    assert [head.find(hidden[:1], state, slots[i : i + 1]) is not None for i in range(5)] == [False, True] + [False] * 3
-    assert head.find(hidden[:1], state, slots[1:2]).tolist() == [31] and head.find(hidden, state, slots[1:3]) is None
-
-
-def test_where_too_many_outputs_are_close_all_logits_are_computed(monkeypatch):
-    monkeypatch.setattr(cpu_weights, "SMALL", 0)
-    monkeypatch.setattr(cpu_weights, "CLOSE", 1)  # no output can be the only one
-    llm = LLM("demo", dtype="bfloat16", max_num_seqs=1)
-    assert llm.core.executor.worker.greedy_head
-    assert llm.chat(CHAT, SamplingParams(temperature=0, max_tokens=8))[0].outputs[0].text == "81"
-
-
-@pytest.mark.parametrize("shape", [(16, 8), (37, 64), (530_000, 8)], ids=str)  # the last one in two parts
-@pytest.mark.parametrize("size", [*(pytest.param(size, marks=pytest.mark.full) for size in (1e-30, 1e16)), 0.02])
-def test_a_compressed_weight_loses_nothing(shape, size):
-    torch.manual_seed(0)
-    weight = size * torch.randn(shape)
-    for value in (3e38, -1e-40, 7.0, 0.0, -(2.0**-20)):
-        weight[torch.randint(0, shape[0], (3,)), torch.randint(0, shape[1], (3,))] = value
-    weight = weight.bfloat16()
-    short = cpu_weights.CompressedLinear(weight, None, MULTIPLIED)
-    assert short.words.nbytes == -(-shape[0] // cpu_weights.LANES) * cpu_weights.LANES * shape[1] * 12 / 8
-    for i in range(shape[1]):
-        assert torch.equal(short(torch.eye(shape[1], dtype=weight.dtype)[i : i + 1])[0], weight[:, i])
-
-
-def test_a_weight_of_many_sizes_is_not_compressed():
-    weight = torch.logspace(-30, 30, 96 * 64).bfloat16().view(96, 64)
-    with pytest.raises(ValueError, match="of an output are listed; "):
-        cpu_weights.CompressedLinear(weight.T.contiguous(), None, MULTIPLIED)
-    assert type(cpu_weights.pack(weight.T.contiguous(), "both")) is kind_of(torch.bfloat16)
 
 
 def test_compile_is_refused_without_a_compiler(monkeypatch):

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import psutil
 import pytest
@@ -32,7 +32,6 @@ from cpu.compiled import (
     compile_job,
     compile_ops,
     keep,
-    multiply_job,
     open_folders,
 )
 from device import startup
@@ -192,7 +191,7 @@ def test_a_folder_that_others_may_write_to_is_not_used(monkeypatch, tmp_path, ca
     with caplog.at_level("INFO", logger="manta"):
         builder = Builder(1)
         assert builder.ask(small_job()).run is None and not builder.threads
-    assert len(caplog.records) == 1 and f"serve: {tmp_path / name} " in caplog.text
+    assert len(caplog.records) == 1 and f"serve: a place of compiled C++ is '{tmp_path / name}', which" in caplog.text
     with pytest.raises(ValueError, match="compiling failed"):
         builder.wait()
 
@@ -265,7 +264,8 @@ def test_looking_for_a_compiler_leaves_nothing(tmp_path):
 
 @pytest.mark.full
 def test_the_compiling_process_ends_with_its_parent(tmp_path):
-    code = "from cpu import compiled as c\nb = c.Builder(1, idle=True)\nb.ask(c.multiply_job())\nb.wait()"
+    job = "c.CompileJob('activate', ('silu', False), (('float32', (8, 64)),), ((0,),), 1)"
+    code = f"from cpu import compiled as c\nb = c.Builder(1, idle=True)\nb.ask({job})\nb.wait()"
     parent = subprocess.Popen(
         [sys.executable, "-c", code], cwd=ROOT, env=os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
     )
@@ -312,16 +312,6 @@ def test_a_large_model_answers_while_its_cpp_is_made(monkeypatch, tmp_path):
     assert llm.core.facts["compile_seconds"] > 0 == plain.core.facts["compile_seconds"]
 
 
-@pytest.mark.full
-def test_the_cpp_of_a_compressed_product_is_the_product():
-    torch.manual_seed(0)
-    library, plain = Here(1).ask(multiply_job()), SimpleNamespace(run=lambda tensors: [cpu_weights.multiply(*tensors)])
-    for shape in ((37, 64), (2048, 1024)):
-        weight, x = torch.randn(shape).bfloat16(), torch.randn(1, shape[1]).bfloat16()
-        got, want = (cpu_weights.CompressedLinear(weight, None, multiplied)(x) for multiplied in (library, plain))
-        torch.testing.assert_close(got, want, atol=1e-3, rtol=2**-7)
-
-
 def test_what_contradicts_compile_is_refused():
     for options, words in (({"backend": "reference"}, "not for 'reference'"), ({"enforce_eager": True}, "one of them")):
         with pytest.raises(ValueError, match=f"compile is True.*{words}"):
@@ -329,15 +319,15 @@ def test_what_contradicts_compile_is_refused():
 
 
 @pytest.mark.long
-def test_compiled_steps_in_bfloat16_read_compressed_weights_and_compile_nothing_more(monkeypatch):
+@pytest.mark.parametrize("sequences", [1, 2])
+def test_compiled_steps_in_bfloat16_read_the_same_layouts_and_compile_nothing_more(monkeypatch, sequences):
     monkeypatch.setattr(startup, "Builder", Here)
-    llm = LLM("demo", dtype="bfloat16", compile=True, max_num_seqs=2)
+    options, questions = {"dtype": "bfloat16", "max_num_seqs": sequences}, ["What is 23 + 58?", "What is 40 + 2?"]
+    llm, plain = LLM("demo", compile=True, **options), LLM("demo", enforce_eager=True, **options)
     monkeypatch.setattr(Here, "ask", None)
-    layer, questions = llm.core.executor.worker.model.layers[0], ["What is 23 + 58?", "What is 40 + 2?"]
-    assert all(
-        isinstance(weight, cpu_weights.CompressedLinear)
-        for weight in (layer.attention.qkv, layer.attention.o, layer.mlp.gate_up, layer.mlp.down)
-    )
+    layers = [llm.core.executor.worker.model.layers[0] for llm in (llm, plain)]
+    kinds = [[type(x) for x in (y.attention.qkv, y.attention.o, y.mlp.gate_up, y.mlp.down)] for y in layers]
+    assert kinds[0] == kinds[1] and ({*kinds[0]} == {cpu_weights.PanelLinear}) == (sequences == 1)
     for some in (questions, questions[:1]):
         chats = [[{"role": "user", "content": question}] for question in some]
         answers = llm.chat(chats, SamplingParams(temperature=0, max_tokens=8))

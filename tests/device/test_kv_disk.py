@@ -258,6 +258,22 @@ def test_what_is_used_least_recently_goes_first(tmp_path):
     assert left <= count * (size + HEADER.size)
 
 
+@pytest.mark.parametrize(("marked", "gone"), [(12, "plain"), (20, "marked")])
+def test_files_that_are_kept_for_longer_take_at_most_half(tmp_path, marked, gone):
+    """Else one client's sessions would leave others no room for an hour."""
+    size, count = 1000, 32
+    config = EngineConfig(kv_disk=str(tmp_path / "kv"), kv_disk_size=count * (size + HEADER.size) / 2**30)
+    disk = KVDisk(config, "engine", 0, views_of(torch.zeros(1, size // 4)))
+    names = [i.to_bytes(16, "big") for i in range(count + 1)]
+    now = time.time()
+    for i, name in enumerate(names[:count]):  # those that are kept were used first
+        assert disk.write(name, 0, 3600.0 * (i < marked), None) == 1
+        os.utime(disk.path(name), (now - 100 + i, disk.path(name).stat().st_mtime if i < marked else now - 100 + i))
+    assert disk.write(names[count], 0, 0.0, None) == 1
+    first = marked if gone == "plain" else 0
+    assert [i for i, name in enumerate(names) if not disk.path(name).exists()] == [*range(first, first + 3)]
+
+
 def test_a_block_larger_than_the_room_is_not_written(tmp_path):
     config = EngineConfig(kv_disk=str(tmp_path / "kv"), kv_disk_size=1e-6)
     disk = KVDisk(config, "engine", 0, views_of(torch.zeros(1, 2000)))

@@ -21,9 +21,9 @@ import reference
 from batch_state import BatchState, Rows
 from config import EngineConfig
 from device import startup, warmup
-from device.compile_guard import CompileGuard
 from device.start import Start
 from device.startup import start_worker
+from interpreted_guard import InterpretedGuard
 from model_config import ModelConfig
 from models.families import FAMILIES
 from parallel import Pipeline, Sampled
@@ -83,7 +83,7 @@ def start(folder: Path, name: str, **fields: Any) -> Start:
     options |= {"dtype": "bfloat16", "block_size": 16, "max_num_seqs": 4, "max_num_batched_tokens": 40}
     options |= {"max_model_len": 64, "num_gpu_blocks_override": 32, "swap_space": 0.0, "enforce_eager": True}
     made = start_worker(EngineConfig(**options | fields), ModelConfig.from_folder(str(folder))).start
-    made.ops, made.guard = kernels, CompileGuard(kernels)
+    made.ops, made.guard = kernels, InterpretedGuard(kernels)
     return made
 
 

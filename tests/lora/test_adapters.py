@@ -207,26 +207,6 @@ def test_adapters_share_no_prefixes(make_llm: Callable[..., LLM], folders: list[
     assert hits(LoRARequest("another name", 77, f"{folders[0]}/.")) == cached[0]
 
 
-def test_a_head_without_logits_stands_aside_for_an_adapter_of_the_head(
-    make_llm: Callable[..., LLM], folders: list[Path], merged: Callable[[int], LLM]
-) -> None:
-    """What finds a greedy token without computing all logits knows of no adapter."""
-    llm, params = make_llm(**ROOMY, enable_lora=True), SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
-
-    class Head:
-        def find(self, hidden: torch.Tensor, state: Any, slots: torch.Tensor) -> torch.Tensor:
-            return slots.new_full(slots.shape, 7, dtype=torch.int64)
-
-    worker = llm.core.executor.worker  # type: ignore[union-attr]
-    worker.greedy_head = Head()
-    worker.arrange()
-    adapters = [None, asked(folders[2]), asked(folders[0]), asked(folders[1])]
-    outputs = [llm.generate([SPEECH], params, use_tqdm=False, lora_request=adapter) for adapter in adapters]
-    answers = [tokens(output)[0][0] for output in outputs]
-    want = [tokens(merged(i).generate([SPEECH], params, use_tqdm=False))[0][0] for i in (0, 1)]
-    assert answers == [[7] * 5, [7] * 5, *want]
-
-
 def test_the_memory_plan_counts_all_matrices(adapted: LLM) -> None:
     """Of rank 16 in float32, for each of two slots; the head is one more module than the files have."""
     worker = adapted.core.executor.worker  # type: ignore[union-attr]

@@ -27,12 +27,13 @@ from engine import PoolingParams, SamplingParams
 from integrity import check_integrity
 from model_config import ModelConfig
 from models.pooling import settle_task, task_facts
-from observe.journal import Journal, replay
+from observe.journal import Journal
 from plan import EngineCoreRequest, StepResult
 from processes.client import MPClient
 from processes.engine_process import EngineServer
 from random_checkpoints import POOLED as CASES
 from random_checkpoints import Checkpoints, pooled
+from replay import replay
 from scheduler import Scheduler
 from sequence import SequenceGroup
 from test_embedders import RAW, make, save_modules

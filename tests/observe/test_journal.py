@@ -15,8 +15,9 @@ import pytest
 
 from engine import SamplingParams
 from fake_worker import EOS, VOCAB, Engine, FakeWorker, prompt
-from observe.journal import Journal, replay
+from observe.journal import Journal
 from plan import Adapter, StateRoom, StepResult
+from replay import replay
 from sequence import SequenceGroup
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
@@ -173,12 +174,11 @@ def test_an_engine_writes_one_and_the_command_line_replays_it(make_llm, tmp_path
         llm.generate([[5 + i] * 30 for i in range(10)], SamplingParams(max_tokens=12, seed=1), use_tqdm=False)
         llm.core.reset_prefix_cache()  # a replay that missed it would find what the second round did not
     root = Path(__file__).parent.parent.parent
-    run = subprocess.run(
-        [sys.executable, "-m", "observe.journal", path], cwd=root, capture_output=True, text=True, check=True
-    )
+    command = [sys.executable, root / "bench" / "replay.py", path]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert "every decision the same" in run.stdout
     path.write_text(path.read_text().replace('"waiting":0', '"waiting":1'))
-    run = subprocess.run([sys.executable, "-m", "observe.journal", path], cwd=root, capture_output=True, text=True)
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert run.returncode == 2 and len(run.stderr.splitlines()) == 1 and "waiting is 0" in run.stderr
 
 

@@ -180,7 +180,7 @@ def test_experts(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("rows", ["one", "both"])
+@pytest.mark.parametrize("rows", ["one", "several"])
 def test_packed_experts(rows: str, dtype: torch.dtype) -> None:
     """On a CPU an expert's weights may have the layouts of dense ones. Here experts have from 0 to 40 rows."""
     for tokens in (1, 5, 40):

@@ -198,8 +198,6 @@ def test_a_worker_draws_what_is_left(make, few_programs, monkeypatch, backend, g
     rng, seen = random.Random(4), []
     logits = worker.model.logits
     monkeypatch.setattr(worker.model, "logits", lambda hidden: seen.append(logits(hidden)) or seen[-1])
-    monkeypatch.setattr(worker, "greedy_head", None)  # it makes no logits
-    worker.arrange()
     free = worker.step(StepPlan(0, rows=[(0, 2)], new=[row(0, [1, 2])])).token_ids[0]
     if graphs:
         with torch.inference_mode():
@@ -237,8 +235,6 @@ def test_a_worker_takes_masks_with_its_steps(make, few_programs, monkeypatch, ba
     rng, worker, seen = random.Random(5), make(ONE_LAYER, backend=backend, max_num_seqs=3, swap_space=0.0), []
     logits = worker.model.logits
     monkeypatch.setattr(worker.model, "logits", lambda hidden: seen.append(logits(hidden).clone()) or logits(hidden))
-    monkeypatch.setattr(worker, "greedy_head", None)  # it makes no logits
-    worker.arrange()
     new = [row(i, [1, 2]) for i in range(3)]
     for new_row in new[1:]:
         new_row.constrained, new_row.num_logprobs = True, 2

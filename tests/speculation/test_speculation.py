@@ -27,9 +27,9 @@ from forked import forked_workers
 from integrity import check_integrity
 from layers import Batch
 from model_config import ModelConfig
-from observe.journal import replay
 from outputs import RequestOutput
 from plan import StepPlan
+from replay import replay
 from scheduling.drafts import MARGIN, AcceptanceStats, Drafting
 from speculation.options import SpeculativeConfig
 from text.grammar import Constraint, Grammars
@@ -302,6 +302,7 @@ def test_options_of_suffix_decoding() -> None:
             "prompt_lookup_min is 9; it must be at most",
         ),
         ({"num_speculative_tokens": 2, "prompt_lookup_min": 17}, "prompt_lookup_min is 17"),
+        ({"num_speculative_tokens": 2, "prompt_lookup_max": 1}, "min is 2; it must be at most prompt_lookup_max, 1"),
         ({"num_speculative_tokens": 2, "prompt_lookup_max": "5"}, "prompt_lookup_max is '5'"),
     ],
 )
@@ -423,13 +424,6 @@ def test_a_model_that_pays_again_is_asked_again() -> None:
     assert drafting.proposals(flight_of([0.1])) == 0 and drafting.begin_step(10, 1, [seq]) == []
     assert drafting.wanted(seq) == 0 < drafting.proposals(flight_of([0.9]))
     assert drafting.begin_step(11, 1, [seq]) == [seq] and drafting.wanted(seq) == 4
-
-
-def test_a_bound_of_the_look_up_draws_the_other_along() -> None:
-    options = SpeculativeConfig.of('{"num_speculative_tokens": 2, "prompt_lookup_min": 9}')
-    assert (options.prompt_lookup_min, options.prompt_lookup_max) == (9, 9)
-    options = SpeculativeConfig.of('{"num_speculative_tokens": 2, "prompt_lookup_max": 1}')
-    assert (options.prompt_lookup_min, options.prompt_lookup_max) == (1, 1)
 
 
 def test_only_drafts_that_were_computed_count() -> None:

@@ -479,7 +479,7 @@ def test_a_bad_grammar_is_refused_before_anything_runs(llm):
 
 @pytest.mark.parametrize("count", [3, pytest.param(8, marks=pytest.mark.full)])
 def test_a_journal_replays_them(make_llm, tmp_path, count):
-    from observe.journal import replay
+    from replay import replay
 
     path = tmp_path / "journal"
     prompts, params = requests(count)

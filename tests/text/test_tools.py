@@ -167,7 +167,6 @@ def test_the_reader_is_quick_with_long_texts():
         ("<tool_call>\n<function=example_function_name>\n<parameter=example_parameter_1>", "qwen3_coder"),
         ("<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>", "glm45"),
         ("<tool_call>{function-name}<arg_key>{arg-key-1}</arg_key><arg_value>{arg-value-1}</arg_value>", "glm47"),
-        ("{{- 'List of tools: <|tool_list_start|>[' -}}", "lfm2"),
         ("{{- '<|tool_call>call:' + function['name'] + '{' -}}", "gemma4"),
         ("'<start_function_call>call:' + tool_call.name", "functiongemma"),
         ("<|tool_calls_section_begin|><|tool_call_begin|>", "kimi_k2"),
@@ -188,36 +187,20 @@ def test_the_reader_is_quick_with_long_texts():
         ("<tool_call>\n{\"name\": ' + tool_call.name '<response>\n' + content", "ernie45"),
         ("{%- set tool_calls_token = '<|tools_prefix|>' -%}", "apertus"),
         ('{%- set dsml_token = "｜DSML｜" -%}<{{ dsml_token }}function_calls>', "deepseek_v32"),
-        ('{%- set dsml_token = "｜DSML｜" -%}<{{ dsml_token }}tool_calls>', "deepseek_v4"),
-        ('<longcat_tool_call>\n{"name": <function-name>, "arguments": <args-dict>}', "longcat"),
-        ("<longcat_tool_call>{function-name}\n<longcat_arg_key>{arg-key-1}</longcat_arg_key>", "longcat_xml"),
-        ("<｜tool_calls_begin｜>\n<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke", "step3"),
-        ("'<beginning_of_sentence>ai name=MiniMax AI\n<tool_calls>\n'", "minimax"),
         ('<tool_calls>[\n    {"name": "', "jamba"),
         ('[{"name": "tool_call_name", "arguments": {"arg1": "value1", "arg2": "value2"}}, ...', "xlam"),
         # Each has a text that another format's sign would match.
-        ("{%- set ns_token = ']<]minimax[>[' -%}{{ ns_token ~ '<tool_call>' }}{{- '\\n<response>' }}", "minimax_m3"),
         ("set toolcall_begin_token = '<minimax:tool_call>' <invoke name= {{- '\\n<response>' }}", "minimax_m2"),
-        ("""{{- '<|open|>' + tag }}{{- '<|sep|>' }}{{ open_tag('tools') }} <|tool_call""", "kimi_k3"),
-        ("{%- set dsml_token = '｜DSML｜' -%}<' + dsml_token + 'tool_calls>\\n<' + dsml_token", "deepseek_v4"),
-        ("<｜DSML｜ calls>\n<｜DSML｜ invoke", "deepseek_v41"),
-        ("{{- '<｜GCML｜tool_calls>\\n' -}} '\"<|role_sep|>\\n\" \"arguments\":'", "gigachat35"),
         ("role_sep=\"<|role_sep|>\\n\" {'role': 'function call', 'content': '{\"name\": ' ~ name", "gigachat3"),
         ("role_sep=\"<|role_sep|>\\n\", function_call=\"<|function_call|>\" `function call`", "gigachat31"),
-        ("{%- set HYTK = ':opensource' %}'<tool_sep{}>'.format(HYTK)'<arg_key{}>'.format(HYTK)", "hy_v3"),
-        ("'<tool_calls>\\n<tool_call>' + name + '<tool_sep>\\n<arg_key>'", "hy_v3_preview"),
         ("'<function name=\"' ~ name ~ '\"><param name=\"' split('<tool_sep>') <tool_response>", "minicpm5"),
         ("<dots_function_call>\n<invoke name=", "dots"),
-        ('{{- "List of tools: <|tool_list_start|>[" -}}', "lfm2"),
-        ('ns.system_prompt + "List of tools: [" {{- "<think>" }}', "lfm2"),
         ('formatted as functools[{"name": [function name], "arguments": ', "functools"),
         ("<|header_start|>ipython<|header_end|> Use exact format: [func_name1(param1=value1), func_name2(...)]",
          "llama4_pythonic"),
         ("<|start_header_id|> [func_name1(param1=value1), func_name2(...)]", "pythonic"),
         ("<TOOLCALL>[{{ tool_calls }}]</TOOLCALL>", "nemotron_json"),
         ("<|tool_calls|><|tool_call:begin|>{{ id }}<|tool_call:name|>", "solar_open"),
-        ("'<|message_model|>' + name + '<|content_invoke_tool_json|>'", "inkling"),
-        ("'to=' + name + '<|message|>' '<atem:function_calls>\n<atem:invoke name='", "muse_glimmer"),
         # These are unknown.
         ("```json\n[{\"tool_name\": title of the tool in the specification, \"parameters\": ", None),
         ("<function={{ name }}>{\"example_name\": \"example_value\"}</function>", None),
@@ -482,41 +465,14 @@ def test_the_pattern_of_a_text_is_kept(pattern, right, wrong):
     assert not any(allows(grammar, text.format(value)) for value in wrong)
 
 
-@pytest.mark.parametrize(
-    ("body", "arguments"),
-    [
-        ("<o>]<n>1]</n>]</o>", {"o": {"n": 1}}),
-        ("<o>]<t>a\nb]</t>]<n>1]</n>]</o>]<l>]<item>c]</item>]<item>]</item>]</l>",
-         {"o": {"t": "a\nb", "n": 1}, "l": ["c", ""]}),
-        ("<l>]</l>", {"l": []}),
-        ('<free>{"a": [1]}]</free>', {"free": {"a": [1]}}),
-        ("<refers>[true]]</refers>", {"refers": [True]}),
-        ("<o>]<t>a]</t>]</o>", None),
-        ("<o>1]</o>", None),
-        ("<l>]<n>c]</n>]</l>", None),
-    ],
-)  # fmt: skip
-def test_what_a_list_or_an_object_holds_is_written_as_tags(body, arguments):
-    """In `body`, the mark before a tag is but its first bracket."""
-    written = {"type": "object", "properties": {"t": {"type": "string"}, "n": {"type": "integer"}}, "required": ["n"]}
-    tools = a_tool(
-        {"o": written, "l": {"type": "array", "items": {"type": "string"}}, "free": {"type": "object"},
-         "refers": {"$ref": "#/$defs/flags"}},
-        **{"$defs": {"flags": {"type": "array", "items": {"type": "boolean"}}}},
-    )  # fmt: skip
-    text = f']<tool_call>\n]<invoke name="f">]{body}]</invoke>\n]</tool_call>'.replace("]<", "]<]minimax[>[<")
-    assert allows(call_grammar("minimax_m3", tools, True, False, lambda text: None), text) == (arguments is not None)
-    for pieces in cuts(text) if arguments else ():
-        (call,) = read(pieces, "minimax_m3", tools=tools)[2]
-        assert json.loads(call[1]) == arguments
-
-
-@pytest.mark.parametrize("special", [(), ("<|open|>", "<|close|>", "<|sep|>")])
+@pytest.mark.parametrize("special", [(), ("<|content|>", "<|end|>")])
 def test_calls_come_after_marks_around_text(special):
     ids = Bytes(special).ids.get
-    auto, required = (call_grammar("kimi_k3", WRITTEN_TOOLS, is_required, False, ids) for is_required in (False, True))
-    call = '<|open|>tools<|sep|><|open|>call tool="now" index="1"<|sep|><|close|>call<|sep|><|close|>tools<|sep|>'
-    opening, closing = "<|open|>response<|sep|>", "<|close|>response<|sep|>"
+    auto, required = (call_grammar("solar_open", WRITTEN_TOOLS, required, False, ids) for required in (False, True))
+    call = (
+        "<|tool_calls|><|tool_call:begin|>abcdefghij<|tool_call:name|>now<|tool_call:args|>{}<|tool_call:end|><|calls|>"
+    )
+    opening, closing = "<|content|>", "<|end|>"
     for before, text in (("", ""), (opening, ""), (opening, "Hi"), ("", "Hi")):
         for behind in ("", closing):
             assert allows(auto, before + text + behind + call, special)

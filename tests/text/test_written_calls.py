@@ -22,7 +22,7 @@ from text.json_mending import Mender, as_json, mend
 from text.lark_rules import schema_value
 from text.messages import chat_messages
 from text.scanning import AnswerPart
-from text.tag_format import NestedFormat, TagFormat
+from text.tag_format import TagFormat
 from text.tool_formats import HarmonyFormat, HeaderFormat, JsonFormat, PythonFormat
 from text.tools import TOOL_PARSERS, new_reader, read_whole
 from tokenizer import Tokenizer
@@ -110,10 +110,9 @@ def write_tags(format: TagFormat, name: str, arguments: dict[str, Any], i: int) 
         value = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         key_end = key_end.replace("\n", format.newline)
         value = value.join(format.quotes) if is_quoted else value
-        value_end = (format.value_end or f"{format.key}/{key}{format.key_end}") + format.newline
-        return f"{format.key}{key}{key_end}{format.padding}{value}{format.padding}{value_end}"
+        return f"{format.key}{key}{key_end}{format.padding}{value}{format.padding}{format.value_end}{format.newline}"
 
-    end = (format.written_end or format.name_end).replace("{#}", str(i)).strip() + format.newline
+    end = format.name_end.strip() + format.newline
     fields = "".join(field(*pair) for pair in arguments.items())
     return format.names[0] + name + end + fields + format.call_end
 
@@ -138,8 +137,8 @@ def write_harmony(format: HarmonyFormat, name: str, arguments: dict[str, Any], i
 
 
 WRITERS: dict[type, Any] = {
-    JsonFormat: write_json, HeaderFormat: write_header, TagFormat: write_tags, NestedFormat: write_tags,
-    PythonFormat: write_python, HarmonyFormat: write_harmony,
+    JsonFormat: write_json, HeaderFormat: write_header, TagFormat: write_tags, PythonFormat: write_python,
+    HarmonyFormat: write_harmony,
 }  # fmt: skip
 ODD = [*"\"'\\\n\t\x00\x1b{}[],:é😀\u2028<", "\r\n", "日本", "</", "\\u00e9", "\\n"]
 
@@ -150,6 +149,15 @@ def text_of(rng: random.Random, marks: list[str], size: int) -> str:
     return "".join(rng.choice(kinds)() for _ in range(rng.randrange(size)))
 
 
+def ends_an_argument(format: TagFormat, text: str) -> bool:
+    """Whether a text has an argument's end before a mark of calls, or a call's end before another call."""
+    begins, ends = (
+        "|".join(map(re.escape, filter(None, texts))) for texts in ((*format.begins, *format.names), format.ends)
+    )
+    argument = rf"{re.escape(format.value_end)}\s*({re.escape(format.key)}|{begins}|{ends})"
+    return re.search(rf"{argument}|({ends})\s*({begins})", text) is not None
+
+
 def drawn(rng: random.Random, parser: str, size: int = 12) -> dict[str, Any]:
     format = TOOL_PARSERS[parser]
     quotes = (format.raw,) if isinstance(format, PythonFormat) else getattr(format, "quotes", ())
@@ -157,7 +165,8 @@ def drawn(rng: random.Random, parser: str, size: int = 12) -> dict[str, Any]:
     marks = [mark for mark in format.syntax if mark.strip() and mark != barred] + ["</tool_call>"]
 
     def text() -> str:
-        return text_of(rng, marks, size).replace(barred or "\uffff", "")
+        drawn = text_of(rng, marks, size).replace(barred or "\uffff", "")
+        return text() if isinstance(format, TagFormat) and ends_an_argument(format, drawn) else drawn
 
     numbers = (0, -7, 2**40, 1.5, -2e-9, 1e300)
     nested = {"a": [1, {"b": text()}, None, True], text() or "k": {"c": [[], {}]}}
@@ -228,7 +237,7 @@ def test_brackets_that_are_missing_do_not_swallow_the_next_call(parser: str, val
     ]  # fmt: skip
 
 
-TAGGED = [name for name, each in TOOL_PARSERS.items() if type(each) is TagFormat]
+TAGGED = [name for name, each in TOOL_PARSERS.items() if isinstance(each, TagFormat)]
 SPELLED = [
     ("items", "['a', 'b']", ["a", "b"]), ("opts", "{'k': True}", {"k": True}), ("items", '["a", "b",]', ["a", "b"]),
     ("n", "3.0", 3), ("x", "3.0", 3.0), ("n", "0x10", 16), ("b", "TRUE", True), ("b", "False", False),
@@ -241,7 +250,6 @@ SPELLED = [
 @pytest.mark.parametrize(("key", "spelled", "value"), SPELLED)
 def test_a_value_in_a_tag_has_the_type_of_its_schema(parser: str, key: str, spelled: str, value: Any) -> None:
     answer = written(parser, [("write", {key: spelled})]).replace('string="true"', 'string="false"')
-    answer = answer.replace('type="string"', 'type="null"')
     ((_, arguments),) = read([answer], parser)[1]
     assert json.loads(arguments) == {key: value}
 
@@ -302,13 +310,12 @@ def test_a_value_whose_type_is_left_out_is_as_its_schema_says() -> None:
 
 
 @pytest.mark.parametrize("parser", TAGGED)
-def test_a_text_may_tell_how_calls_are_written(parser: str) -> None:
+def test_a_text_may_have_the_marks_of_calls(parser: str) -> None:
     """It is not cut there, and no second call is swallowed. What is left out at the end of its line may be."""
     format = TOOL_PARSERS[parser]
     assert isinstance(format, TagFormat)
-    inner = written(parser, [("write", {"path": "a", "text": "b"})])
-    mark, texts = format.value_end, [f"use {format.value_end} here", f"{inner}\n# so it is", f"{format.value_end}\n"]
-    for text in [*texts, f"{mark}{mark}", f"a\n{format.call_end}{format.end}\nb"]:
+    mark = format.value_end
+    for text in (f"use {mark} here", f"{mark}\n", f"{mark}{mark}", f"a\n{format.call_end}{format.end}\nb"):
         calls = [("write", {"path": "p", "text": text}), ("read", {"text": text})]
         check(parser, calls, random.Random(0))
         answer = written(parser, calls[:1]) + "\nThat was all."
@@ -318,6 +325,31 @@ def test_a_text_may_tell_how_calls_are_written(parser: str) -> None:
         return
     ((_, arguments),) = read([written(parser, [("write", SAID)]).replace(left_out, "")], parser)[1]
     assert {key: str(value).strip() for key, value in json.loads(arguments).items()} == {"text": "a", "n": "1"}
+
+
+@pytest.mark.parametrize("parser", TAGGED)
+def test_a_text_that_tells_of_a_call_ends_at_the_end_of_that(parser: str) -> None:
+    format, inner = TOOL_PARSERS[parser], written(parser, [("write", {"path": "a", "text": "b"})])
+    assert isinstance(format, TagFormat)
+    answer = written(parser, [("write", {"path": "p", "text": f"{inner}\n# so it is"})])
+    text = f"{inner}\n# so it is" if format.quotes else inner.rpartition(format.padding + format.value_end)[0]
+    for pieces in ([answer], [*answer]):
+        ((_, arguments),) = read(pieces, parser)[1]
+        assert json.loads(arguments) == {"path": "p", "text": text}
+
+
+@pytest.mark.parametrize("parser", TAGGED)
+def test_what_a_mark_means_is_known_soon_behind_it(parser: str) -> None:
+    """A stream waits neither for the end of the argument nor for that of the answer."""
+    format = TOOL_PARSERS[parser]
+    assert isinstance(format, TagFormat)
+    text = f"a {format.value_end} b {format.call_end} c"
+    begin, _, rest = written(parser, [("write", {"text": text})]).partition(text)
+    reader = new_reader(parser, None, TOOLS, "", ())
+    parts = reader.feed(begin + text)
+    assert "".join(part.arguments for part in parts) == json.dumps({"text": text}, ensure_ascii=False)[:-2]
+    parts += reader.feed(rest)
+    assert json.loads("".join(part.arguments for part in parts)) == {"text": text} and reader.end() == []
 
 
 @pytest.mark.parametrize("parser", TOOL_PARSERS)
