@@ -74,10 +74,9 @@ class Admission:
     # --- the queues -------------------------------------------------------------------------------------------------
 
     def wait(self, seq: Sequence, now: float) -> None:
-        """Have a sequence wait, at first for what only the disk has of its prefix."""
-        reads = self.space.read_ahead(seq)
-        seq.timeline.enter("reading" if reads else "waiting", now, waits=not reads)
-        (self.reading.push if reads else self._queue)(seq)
+        """Have a sequence wait."""
+        seq.timeline.enter("waiting", now, waits=True)
+        self._queue(seq)
 
     def _queue(self, seq: Sequence) -> None:
         alone = self.isolation.isolated
@@ -167,6 +166,10 @@ class Admission:
                 return
             if seq.status is Status.WAITING and self.samples.follows(seq, plan):
                 self.samples.hold(self.waiting.pop(seq, Status.HELD), self.now)
+                continue
+            if seq.status is Status.WAITING and self.space.read_ahead(seq):
+                seq.timeline.enter("reading", self.now)
+                self.reading.push(self.waiting.pop(seq, Status.HELD))
                 continue
             length, chunked = len(seq.tokens), self.config.enable_chunked_prefill
             # A prompt that becomes a vector may have a step of its own, however long it is.

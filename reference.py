@@ -649,14 +649,6 @@ def latent_decode(q: torch.Tensor, kv: torch.Tensor, plan: DecodePlan, scale: fl
     return attention_decode(q, kv, plan, scale)[..., :rank]
 
 
-def latent_prefill(q: torch.Tensor, kv: torch.Tensor, rows: PrefillRows, scale: float, rank: int) -> torch.Tensor:
-    """out[t, h] = softmax(scale * q[t, h] C^T) C[:, :R] over the latents C of t's sequence up to t itself (causal).
-
-    For q, kv, rank and out see `latent_decode`, for rows `PrefillRows`.
-    """
-    return attention_prefill(q, kv, rows, scale, 0)[..., :rank]
-
-
 # A gated delta-rule layer (Gated DeltaNet, Yang et al., 2024; Qwen3-Next) has no keys and values of old tokens. Each
 # value head keeps a matrix S [dk, dv] for a sequence, a memory that maps keys to values. A token lets it fade by g,
 # replaces the part beta of what S has for its key k by its value v, and reads what S has for its query q. Before that,

@@ -60,8 +60,7 @@ QUIET = ("health", "metrics", "live", "page", "scaling")
 def answer_face(api: Api, face: Face) -> Response:
     """The Flask view of a face (one API of `api/`): read the body, and reply with JSON or with events."""
     body = http.body_of(api)
-    remote = getattr(gevent.getcurrent(), "response", None)  # gunicorn's: a `NamelessResponse`
-    caller = g.caller = Caller(g.name, g.client, remote, g.body.close)
+    caller = g.caller = Caller(g.name, g.client, request.environ.get("gunicorn.socket"), g.body.close)
     answer = api.answer(face, body, caller)
     return http.stream(answer, api.config) if isinstance(answer, Events) else http.reply(answer)
 

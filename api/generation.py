@@ -11,7 +11,7 @@ import socket
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 from urllib.parse import quote
 
 import gevent
@@ -35,7 +35,6 @@ News = Generator[tuple[int, int, str], None, None]  # which request has news, wh
 RETENTION = 300  # seconds for which the blocks of a conversation that is likely to go on are kept on lower tiers
 LEFT = "the client left"  # an error of a request, for the log
 QUOTED = re.compile(r"(['\"]).*\1", re.DOTALL)
-FIRST_PROBE = 0.005  # seconds until it is seen whether a client still reads; then four times as long, and so on
 Asks = TypeVar("Asks", bound=Choices | Vector)
 
 
@@ -46,22 +45,13 @@ class Events(NamedTuple):
     close: Callable[[], None]
 
 
-class Remote(Protocol):
-    """The HTTP client at the other end of a connection; gunicorn's `NamelessResponse` is one."""
-
-    sock: socket.socket
-
-    def probe(self) -> bool:
-        """Write what takes nothing away; whether there is more to probe with. An OSError: nobody reads any more."""
-
-
 @dataclass(slots=True)
 class Caller:
     """The client of a request, and how to tell whether it still waits for the answer."""
 
     name: str  # of the request, unique; the reply's id ends in it
     client: str  # whose request it is, for fairness, cached prefixes and `explain`
-    remote: Remote | None = None
+    sock: socket.socket | None = None  # its connection
     release: Callable[[], None] = lambda: None  # is called when nothing refers to the request's body any more
     id: str = ""  # of the reply
     call: EngineCall[Any] | None = None  # of the engine, once there is one
@@ -97,7 +87,7 @@ class EngineCall(Generic[Asks]):
 
     def __init__(self, caller: Caller, fields: dict[str, Any], requests: Sequence[Asks]):
         self.id, self.fields, self.requests = caller.id, fields, requests
-        self.owner, self.remote = caller.client, caller.remote  # but not the caller, which refers to its call
+        self.owner, self.sock = caller.client, caller.sock  # but not the caller, which refers to its call
         self.lora, self.virtual, self.retention = caller.lora, caller.virtual, caller.retention
 
     def run(self, client: EngineClient, timeout: float) -> News:
@@ -111,7 +101,7 @@ class EngineCall(Generic[Asks]):
             EngineDeadError: the engine process is gone.
         """
         live, stream, deadline = {}, Stream(), time.monotonic() + timeout
-        watcher = gevent.spawn(watch, self.remote, stream) if self.remote else None
+        watcher = gevent.spawn(watch, self.sock, stream) if self.sock else None
         salt, priority = self.fields.get("cache_salt", ""), self.fields["priority"]
         try:
             for i, request in enumerate(self.requests):
@@ -192,19 +182,11 @@ class EngineCall(Generic[Asks]):
         return [*dict.fromkeys(f"{each.finish_reason}{kinds[type(each.stop_reason)]}" for each in ended)]
 
 
-def watch(remote: Remote, stream: Stream) -> None:
-    """Tell `stream` when the client hangs up. This runs in a greenlet of its own.
-
-    A client that has ended what it sends may still read. Only a write can tell: where nobody reads, the next one fails.
-    """
-    pause = FIRST_PROBE
+def watch(sock: socket.socket, stream: Stream) -> None:
+    """Tell `stream` when the client hangs up, or has ended what it sends. This runs in a greenlet of its own."""
     with contextlib.suppress(OSError):
-        if remote.sock.recv(1, socket.MSG_PEEK):  # bytes of its next request: only a write of the reply tells then
+        if sock.recv(1, socket.MSG_PEEK):  # bytes of its next request: only a write of the reply tells then
             return
-        while remote.probe():
-            gevent.sleep(pause)
-            pause *= 4
-        return  # nothing is left to probe with, so the reply is written for whoever may read it
     stream.put(ClientGone())
 
 

@@ -19,7 +19,6 @@ from http import HTTPStatus
 from typing import Any
 
 import gevent
-import gevent.lock
 import msgspec
 from flask import Flask
 from gevent.server import StreamServer
@@ -122,39 +121,10 @@ class BoundedRequest(Request):
 
 
 class NamelessResponse(wsgi.Response):
-    """Gunicorn's response, which does not name the server, and can find out whether anybody reads it.
-
-    The greenlet that serves a connection has it as its `response`.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        self.lock = gevent.lock.RLock()  # a probe must not come in the midst of an event
-        gevent.getcurrent().response = self
-        self.ahead = 0  # bytes of the status line that probes have sent
-
-    def write(self, arg: bytes) -> None:
-        with self.lock:
-            super().write(arg)
-
-    def probe(self) -> bool:
-        """Write what takes nothing away: a comment in a stream, or the next byte of how each status line begins.
-
-        No interim reply would do, because clients take a few of them, or none. False: there is no such byte any more;
-        an OSError: nobody reads any more.
-        """
-        begins = b"HTTP/%d.%d " % self.req.version
-        with self.lock:
-            if self.headers_sent:
-                self.write(b":\n\n")
-            else:
-                self.sock.sendall(begins[self.ahead : self.ahead + 1])
-                self.ahead += 1
-        return self.headers_sent or self.ahead < len(begins)
+    """Gunicorn's response, which does not name the server."""
 
     def default_headers(self) -> list[str]:
-        status, *lines = super().default_headers()
-        return [status[self.ahead :], *(line for line in lines if not line.startswith("Server:"))]
+        return [line for line in super().default_headers() if not line.startswith("Server:")]
 
 
 class Listener(StreamServer):

@@ -69,7 +69,7 @@ def respond(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any] 
         raise ApiError(400, "stream is true; with background it must be false: GET /v1/responses/ID polls", "stream")
     items, chat = as_chat_fields(api, fields, caller)
     stored = StoredResponse(api.store, caller.client, items) if fields["store"] else None
-    caller.remote = None if background else caller.remote
+    caller.sock = None if background else caller.sock
     with renamed(**IN_CHAT):
         prompt, reading = conversation(api, chat, caller)
         shape = partial(ResponseReply, fields, stored)

@@ -295,7 +295,7 @@ def expert_cases(s: Experts, tokens: tuple[int, ...] = (1, 32, 256, 4096)) -> It
 
 def latent_cases(
     s: Latent, batches: Any = (("8 x 8k", [8192] * 8), ("64 x 2k", [2048] * 64), ("256 x 512", [512] * 256)),
-    tokens: tuple[int, ...] = (256, 8192), new: int = 1024, before: int = 7168,
+    tokens: tuple[int, ...] = (256, 8192),
 ) -> Iterator[Case]:  # fmt: skip
     """The ops of a layer with latent attention: latents that are stored, queries that become latents, attention."""
     width, scale, size = s.rank + s.rope, (s.inner + s.rope) ** -0.5, s.cache.itemsize
@@ -329,18 +329,6 @@ def latent_cases(
         pairs = sum(lengths)
         flops = 2 * pairs * s.heads * (width + s.rank)
         yield Case("latent_decode", name, size * pairs * width + len(lengths) * row_bytes, flops, decode)
-
-    def prefill(device: str) -> Inputs:
-        kv, tables = paged(page, [before + new], device, s.cache)
-        q, rows = (
-            draw(device, new, s.heads, width),
-            (ints([0], device), ints([before + new], device), ints([0, new], device)),
-        )
-        return Inputs(lambda ops: ops.latent_prefill(q, kv, (tables, *rows, new), scale, s.rank))
-
-    pairs = new * before + new * (new + 1) // 2
-    moved = size * (before + new) * width + new * row_bytes
-    yield Case("latent_prefill", f"{new} after {before}", moved, 2 * pairs * s.heads * (width + s.rank), prefill)
 
 
 DELTA_ROWS = ((1, 1), (32, 1), (256, 1), (1, 2048))  # rows, and tokens of each

@@ -58,7 +58,7 @@ BACKEND = "cpu"  # what the option of this name calls these ops
 SPAN_TOKENS = 1 << 13  # tokens of context that attention_decode takes at a time, so that their scores stay in the cache
 QUERIES = 128  # queries of a row that attention_prefill takes at a time
 MAX_SCORES = 1 << 24  # scores that it computes at a time, 64 MiB; a long context gets fewer queries
-LATENT_SCORES = 1 << 22  # scores that latent_prefill computes at a time, 16 MiB in float32
+LATENT_SCORES = 1 << 22  # scores that latent_decode computes at a time, 16 MiB in float32
 
 
 def prepare_inputs(
@@ -471,28 +471,19 @@ def head_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def latent_decode(q: torch.Tensor, kv: torch.Tensor, plan: LatentPlan, scale: float, rank: int) -> torch.Tensor:
-    """Attend to latents from few tokens of each row (`reference.latent_decode`)."""
-    tokens = q.shape[0] // len(plan.slots)
-    starts = torch.arange(0, q.shape[0] + 1, tokens)
-    return latent_prefill(q, kv, (plan.block_tables, plan.slots, plan.seq_lens, starts, tokens), scale, rank)
-
-
-def latent_prefill(q: torch.Tensor, kv: torch.Tensor, rows: PrefillRows, scale: float, rank: int) -> torch.Tensor:
-    """Attend to latents from many tokens (`reference.latent_prefill`): some of a row at a time, with those before."""
-    block_tables, slots, seq_lens, query_starts, _ = rows
-    (_, heads, width), size = q.shape, kv.shape[3]
-    out, starts = q.new_zeros(q.shape[0], heads, rank), query_starts.tolist()
-    for row, (slot, length) in enumerate(zip(slots.tolist(), seq_lens.tolist(), strict=True)):
-        begin, end = starts[row : row + 2]
-        if slot < 0 or begin == end:
+    """Attend to latents from few tokens of each row (`reference.latent_decode`): some at a time, with those before."""
+    (_, heads, width), size, count = q.shape, kv.shape[3], q.shape[0] // len(plan.slots)
+    out = q.new_zeros(q.shape[0], heads, rank)
+    for row, (slot, length) in enumerate(zip(plan.slots.tolist(), plan.seq_lens.tolist(), strict=True)):
+        if slot < 0:
             continue
-        table = block_tables[slot, : -(-length // size)]
+        table = plan.block_tables[slot, : -(-length // size)]
         latents = _numbers(kv[:, 0, 0].index_select(0, table), q.dtype).view(-1, width)
         latents = latents[:length]  # what is stale at the end may be NaN
-        before, most = length - (end - begin), max(1, LATENT_SCORES // (heads * length))
-        for first in range(begin, end, most):
-            last = min(first + most, end)
-            seen = before + last - begin  # latents that the last of these tokens sees
+        begin, most = row * count, max(1, LATENT_SCORES // (heads * length))
+        for first in range(begin, begin + count, most):
+            last = min(first + most, begin + count)
+            seen = length - count + last - begin  # latents that the last of these tokens sees
             keys = latents[:seen]
             scores = (q[first:last].flatten(0, 1) @ keys.T).float().view(last - first, heads, seen)
             if last - first > 1:

@@ -216,6 +216,8 @@ def check_sizes(config: EngineConfig, model_config: ModelConfig, device: str) ->
     if config.kv_disk and model_config.delta:
         name = model_config.architecture
         config.refuse("kv_disk", f"{name} has recurrent states, which are not kept on disk, so it must be left out")
+    if config.batch_invariant and model_config.latent:
+        config.refuse("batch_invariant", f"{model_config.architecture} has latent attention, so it must be False")
     drafts, most = config.num_drafts, model_config.max_position
     max_model_len = config.max_model_len or most
     if drafts and max_model_len < 4 + drafts:

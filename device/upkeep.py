@@ -60,7 +60,7 @@ class KeptWorker(Worker):
 
     def host_views(self, block: int) -> list[memoryview]:
         """The bytes of a host block, for files, and of its shadow if there is a sanitizer."""
-        shadows = [self.sanitizer.host_shadow.hashes[block]] if self.sanitizer else []
+        shadows = [self.sanitizer.host_shadow[block]] if self.sanitizer else []
         return [tensor.view(torch.uint8).numpy().data for tensor in (self.host_pool[block], *shadows)]
 
     # --- sleep --------------------------------------------------------------------------------------------------------

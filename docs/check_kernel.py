@@ -109,7 +109,7 @@ def small_cases():
     yield from rare.expert_cases(rare.Experts("small", 8, 2, 64, 32, "silu", "int4", 32), (5,))
     yield from rare.delta_cases(rare.Delta("small", 1, 2, 32), ((3, 1), (1, 70)))
     rows = [("70 and 128 tokens", [70, 128])]
-    yield from rare.latent_cases(rare.Latent("small", 3, 32, 16, 64), rows, (5,), 2, 69)
+    yield from rare.latent_cases(rare.Latent("small", 3, 32, 16, 64), rows, (5,))
     yield from rare.lora_cases(rare.Lora("small", (("qkv", 64, (0, 64, 96)),), 16, 3), (5,))
     for kind, rounds in (("int4", ""), ("int8", "int8")):
         group = 32 if kind == "int4" else 1 << 20

@@ -6,9 +6,8 @@ work, so keys and values are made of the latents again, which is the plain form.
 `attention_prefill` reads them there.
 
 The workspace is bounded: some heads at a time have their keys and values of the whole context in it. So no sum has to
-be merged with another one, and how many heads there are changes no bit. With `batch_invariant` all rows have the
-absorbed form, because a decode step must not depend on the length of the context for its shapes (it is a CUDA graph),
-and because a token must get the same bits in a prompt and as a row of its own.
+be merged with another one, and how many heads there are changes no bit. But a token's bits differ between a prompt and
+a row of its own, so `batch_invariant` is refused.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ from models.shares import Parts, Shares, TensorPart, TensorPiece
 NORM_EPS = 1e-6  # of the two latents' norms, whatever config.json says of the others
 WORKSPACE = 2**29  # bytes for keys and values in the plain form, unless those of one head take more
 CONTEXT_TOKENS = 8192  # tokens whose keys and values are made together, or one sequence if it has more
-ABSORBED_HEADS = 16  # heads at a time whose rows of many tokens are in the absorbed form, at most
 
 
 class RowGroup(NamedTuple):
@@ -49,12 +47,8 @@ def heads_at_once(heads: int, c: ModelConfig, max_model_len: int, itemsize: int)
     """How many heads have their keys and values in the workspace at a time. Kernels are compiled for this number."""
     assert c.latent
     numbers = 2 * c.head_dim + c.latent.nope_dim + c.latent.v_dim  # of a token: key and value, and the product's result
-    return _divisor(heads, WORKSPACE // (numbers * itemsize * max(CONTEXT_TOKENS, max_model_len)))
-
-
-def _divisor(number: int, most: int) -> int:
-    """The largest divisor of `number` that is at most `most`; at least 1."""
-    return max(i for i in range(1, number + 1) if number % i == 0 and i <= max(1, most))
+    most = WORKSPACE // (numbers * itemsize * max(CONTEXT_TOKENS, max_model_len))
+    return max(i for i in range(1, heads + 1) if heads % i == 0 and i <= max(1, most))
 
 
 class LatentAttention(Attention):
@@ -127,47 +121,28 @@ class LatentAttention(Attention):
         """The heads' results [T, heads * v_dim] of queries q [T, heads, D], which are rotated in place."""
         batch, kv = step.batch, step.pool[0][self.place]
         n, first = batch.num_decodes * batch.queries, batch.decodes[0]  # decode tokens; the first longer row
-        rotation, interleaved = step.rotations[self.rope], bool(self.row.interleaved)
+        rotation = step.rotations[self.rope]
         out = q.new_empty(len(q), self.heads, self.latent.v_dim)
         if n > 0:
-            absorbed = self.absorb(q[:n], rotation[:n], slice(None))
+            absorbed = self.absorb(q[:n], rotation[:n])
             sums = self.ops.latent_decode(absorbed, kv, step.plans[0], self.config.scale, self.latent.kv_rank)
-            self.expand(sums, slice(None), out[:n])
-        if n < len(q) and self.batch_invariant:
-            of_rows = batch.slots[first:], batch.seq_lens[first:], batch.query_starts
-            rows = batch.block_tables[0], *of_rows, batch.max_query_len
-            size = _divisor(self.heads, ABSORBED_HEADS)
-            for begin in range(0, self.heads, size):
-                heads = slice(begin, begin + size)
-                absorbed = self.absorb(q[n:, heads].contiguous(), rotation[n:], heads)
-                sums = self.ops.latent_prefill(absorbed, kv, rows, self.config.scale, self.latent.kv_rank)
-                self.expand(sums, heads, out[n:])
-        elif n < len(q):
-            self.ops.rope_last(q[n:], rotation[n:], interleaved)
+            # out = W_UV sums
+            torch.bmm(sums.transpose(0, 1), self.kv_b[:, self.latent.nope_dim :].mT, out=out[:n].transpose(0, 1))
+        if n < len(q):
+            self.ops.rope_last(q[n:], rotation[n:], bool(self.row.interleaved))
             if step.rows is None:
                 step.rows = list(self.rows_of(step))
             for rows in step.rows:
                 self.plain(q[n:][rows.tokens], batch.seq_lens[first:][rows.rows], kv, rows, out[n:][rows.tokens])
         return out.flatten(1)
 
-    def absorb(self, q: torch.Tensor, rotation: torch.Tensor, heads: slice) -> torch.Tensor:
-        """(W_UK^T q | rope(q')) [T, heads, R + P] of the queries q [T, heads, D] of some heads."""
-        nope, weight = self.latent.nope_dim, self.kv_b[heads, : self.latent.nope_dim]
+    def absorb(self, q: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
+        """(W_UK^T q | rope(q')) [T, heads, R + P] of the queries q [T, heads, D]."""
+        nope = self.latent.nope_dim
         absorbed = q.new_empty(*q.shape[:2], self.latent.width)
         target = absorbed[..., : self.latent.kv_rank]
-        if self.batch_invariant:
-            target.copy_(self.ops.head_linear(q[..., :nope].contiguous(), weight.mT))
-        else:
-            torch.bmm(q[..., :nope].transpose(0, 1), weight, out=target.transpose(0, 1))
+        torch.bmm(q[..., :nope].transpose(0, 1), self.kv_b[:, :nope], out=target.transpose(0, 1))
         return self.ops.rope_last(q, rotation, bool(self.row.interleaved), absorbed)
-
-    def expand(self, sums: torch.Tensor, heads: slice, out: torch.Tensor) -> None:
-        """out[:, heads] = W_UV sums for some heads' sums of latents [T, heads, R]."""
-        weight = self.kv_b[heads, self.latent.nope_dim :]
-        if self.batch_invariant:
-            out[:, heads] = self.ops.head_linear(sums.contiguous(), weight)
-        else:
-            torch.bmm(sums.transpose(0, 1), weight.mT, out=out[:, heads].transpose(0, 1))
 
     def rows_of(self, step: Step) -> Iterator[RowGroup]:
         """A step's rows of many tokens, in groups whose keys and values are made together."""

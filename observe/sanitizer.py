@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from plan import StepPlan
@@ -42,21 +41,16 @@ def mix(token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     return x ^ (x >> 31)
 
 
-class Shadow:
-    """The content of one pool's blocks, and its writers. There is one block more, which -1 means and nobody reads."""
+def new_shadow(num_blocks: int, block_size: int, device: str) -> torch.Tensor:
+    """The hashes of a pool's slots. There is one block more, which -1 means and nobody reads."""
+    return torch.full((num_blocks + 1, block_size), POISON, dtype=torch.int64, device=device)
 
-    def __init__(self, num_blocks: int, block_size: int, device: str):
-        self.hashes = torch.full((num_blocks + 1, block_size), POISON, dtype=torch.int64, device=device)
-        self.writers = np.full(num_blocks + 1, "", dtype=object)  # the latest request that wrote to each block
-        self.steps = np.full(num_blocks + 1, -1)  # the step in which it did
 
-    def move(self, pairs: list[tuple[int, int]], target: Shadow) -> None:
-        """Copy blocks to `target` for each (from, to), as `copy_blocks` and `swap_blocks` do with the pools."""
-        if pairs:
-            source_ids, target_ids = torch.tensor(pairs, device=self.hashes.device).unbind(1)
-            target.hashes[target_ids.to(target.hashes.device)] = self.hashes[source_ids].to(target.hashes.device)
-            froms, to = np.array(pairs).T
-            target.writers[to], target.steps[to] = self.writers[froms], self.steps[froms]
+def move(pairs: list[tuple[int, int]], source: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy blocks of shadows for each (from, to), as `copy_blocks` and `swap_blocks` do with the pools."""
+    if pairs:
+        source_ids, target_ids = torch.tensor(pairs, device=source.device).unbind(1)
+        target[target_ids.to(target.device)] = source[source_ids].to(target.device)
 
 
 class KVSanitizer:
@@ -82,14 +76,17 @@ class KVSanitizer:
         self.pool, self.states = pool, states
         self.token_ids, self.block_tables = state.token_ids, state.block_tables
         self.block_size, self.windows = block_size, windows = state.block_size, tuple(windows)
-        self.shadow = Shadow(len(pool), block_size, device)
-        self.host_shadow = Shadow(num_host_blocks, block_size, "cpu")  # where `device/kv_disk.py` reads and fills it
+        self.shadow = new_shadow(len(pool), block_size, device)
+        self.host_shadow = new_shadow(
+            num_host_blocks, block_size, "cpu"
+        )  # where `device/kv_disk.py` reads and fills it
         self.step = -1  # of the latest plan
-        self.names = np.full(slots, "", dtype=object)
+        self.names = [""] * slots  # of the requests and samples
         # [slot, i] is the hash of the sequence's first i tokens. The last row is for padding.
         self.hashes = torch.zeros(slots + 1, columns * block_size + 1, dtype=torch.int64, device=device)
         # A state is like a block of one place, which holds the hash of all tokens so far.
-        self.state_shadow, self.host_state_shadow = (Shadow(rows, 1, device) for rows in (len(states), num_host_states))
+        self.state_shadow = new_shadow(len(states), 1, device)
+        self.host_state_shadow = new_shadow(num_host_states, 1, device)
         for poisoned in (pool, states):
             poisoned.fill_(torch.nan)
 
@@ -99,20 +96,20 @@ class KVSanitizer:
         `adapters` has a number for the adapter in each slot, because with it the same tokens have other keys.
         """
         self.step = plan.step
-        self.shadow.move(plan.swap_out, self.host_shadow)
+        move(plan.swap_out, self.shadow, self.host_shadow)
         # A freed block may have been moved to the host just now, and another move may have filled it again already.
         if dropped := set(plan.freed):
-            self.shadow.hashes[list(dropped)] = POISON
+            self.shadow[list(dropped)] = POISON
             if empty := dropped.difference(block for _, block in (*plan.swap_in, *plan.copies)):
                 self.pool[list(empty)] = torch.nan
-        self.host_shadow.move(plan.swap_in, self.shadow)
-        self.shadow.move(plan.copies, self.shadow)
-        self.state_shadow.move(plan.state_out, self.host_state_shadow)
-        self.host_state_shadow.move(plan.state_in, self.state_shadow)
-        self.state_shadow.move(plan.state_copies, self.state_shadow)
+        move(plan.swap_in, self.host_shadow, self.shadow)
+        move(plan.copies, self.shadow, self.shadow)
+        move(plan.state_out, self.state_shadow, self.host_state_shadow)
+        move(plan.state_in, self.host_state_shadow, self.state_shadow)
+        move(plan.state_copies, self.state_shadow, self.state_shadow)
         if self.states.numel():  # but for slots that others come into at once
             left = [*set(plan.released).difference(row.slot for row in plan.new)]
-            self.states[left], self.state_shadow.hashes[left] = torch.nan, POISON
+            self.states[left], self.state_shadow[left] = torch.nan, POISON
         for row in plan.new:
             self.names[row.slot] = row.name
             token_ids = self.token_ids[row.slot, : len(row.token_ids)]
@@ -147,71 +144,45 @@ class KVSanitizer:
         if self.states.numel():
             self._check_states(slots, seq_lens.long(), counts)
         hashes = self.hashes[owners, places] + mix(input_ids, positions)
-        names = self.names[owners.cpu().numpy()]
         for kind, written in enumerate(slot_mapping):  # a slot of -1 stores nothing; here it is where nobody reads
-            self.shadow.hashes.view(-1)[written] = hashes + kind * FACTORS[2]
-            blocks = (written // self.block_size).cpu().numpy()
-            self.shadow.writers[blocks], self.shadow.steps[blocks] = names, self.step
+            self.shadow.view(-1)[written] = hashes + kind * FACTORS[2]
         for kind, window in enumerate(self.windows):
             first = seq_lens - counts - window + 1 if window else 0 * seq_lens  # that attention sees
             tables = self.block_tables[kind, slots, : -(-int(seq_lens.max()) // self.block_size)].long()
-            held = self.shadow.hashes[tables].flatten(1) - kind * FACTORS[2]  # [B, positions]
+            held = self.shadow[tables].flatten(1) - kind * FACTORS[2]  # [B, positions]
             position = torch.arange(held.shape[1], device=held.device)
             differs = held != self.hashes[slots, 1 : held.shape[1] + 1]
             differs &= (position < seq_lens[:, None]) & (position >= first[:, None])
             if differs.any():
                 row, place = differs.nonzero()[0].tolist()
-                slot, block = int(slots[row]), int(tables[row, place // self.block_size])
-                mapped = slot_mapping[kind][(owners == slot) & (positions == place)].tolist()
-                raise self._wrong_read(slot, block, place, int(held[row, place]), mapped)
+                block, offset = int(tables[row, place // self.block_size]), place % self.block_size
+                what = f"block {block}, offset {offset} does not hold this sequence's token of position {place}"
+                raise self._error(int(slots[row]), what)
 
     def _check_states(self, slots: torch.Tensor, seq_lens: torch.Tensor, counts: torch.Tensor) -> None:
         """Check that the state of each row [B] has seen the tokens before the step's, and note that it sees these."""
-        shadow, begins = self.state_shadow, seq_lens - counts
-        held = shadow.hashes[slots, 0]
-        differs = (begins > 0) & (held != self.hashes[slots, begins])
+        begins = seq_lens - counts
+        differs = (begins > 0) & (self.state_shadow[slots, 0] != self.hashes[slots, begins])
         if differs.any():
             row = int(differs.nonzero()[0])
-            slot, seen = int(slots[row]), "has seen the first {tokens} tokens of request {name!r}"
-            what = f"the recurrent state in row {slot} {self._content(shadow, slot, 0, int(held[row]), seen)}"
-            raise self._error(slot, f"{what}, not this sequence's first {int(begins[row])}")
-        shadow.hashes[slots, 0] = self.hashes[slots, seq_lens]
-        rows = slots.cpu().numpy()
-        shadow.writers[rows], shadow.steps[rows] = self.names[rows], self.step
+            what = f"the recurrent state in row {slots[row]} has not seen this sequence's first {begins[row]} tokens"
+            raise self._error(int(slots[row]), what)
+        self.state_shadow[slots, 0] = self.hashes[slots, seq_lens]
 
     def settle(self, slots: torch.Tensor, computed: torch.Tensor) -> None:
         """Note that the states of `slots` [B] have seen so many tokens [B]: of a row's drafts those that were taken."""
-        self.state_shadow.hashes[slots, 0] = self.hashes[slots, computed.long()]
+        self.state_shadow[slots, 0] = self.hashes[slots, computed.long()]
 
     def check_hidden(self, plan: StepPlan, hidden: torch.Tensor) -> None:
         """Check that the hidden states [T, hidden] of a step have no NaN, as poison makes; raises what `check` does."""
         has_nan = hidden.isnan().any(-1)
         if has_nan.any():
-            slots, counts = np.array(plan.rows).T
+            slots = [slot for slot, count in plan.rows for _ in range(count)]  # of each token
             raise self._error(
-                np.repeat(slots, counts)[int(has_nan.nonzero()[0])],
+                slots[int(has_nan.nonzero()[0])],
                 "its hidden state is NaN, though its block table is right: attention has read a freed block or an "
                 "unwritten slot, or the model itself makes NaN",
             )
-
-    def _wrong_read(self, slot: int, block: int, place: int, held: int, mapped: list[int]) -> SanitizerError:
-        """The error of a sequence that would read something else as its token at position `place`."""
-        offset, seen = place % self.block_size, "holds position {position} of request {name!r}, written in step {step}"
-        what, where = self._content(self.shadow, block, offset, held, seen), ""
-        if mapped and mapped != [block * self.block_size + offset]:
-            where = "; slot_mapping has the token at block {}, offset {}".format(*divmod(mapped[0], self.block_size))
-        at = f"block {block}, offset {offset} (position {place})"
-        return self._error(slot, f"{at} {what}, not this sequence's token{where}")
-
-    def _content(self, shadow: Shadow, block: int, offset: int, held: int, of_request: str) -> str:
-        """Says what a place of a shadow holds. `of_request` is the text if `held` is the hash of a request's tokens."""
-        step = shadow.steps[block]
-        if shadow.hashes[block, offset] == POISON:
-            return "holds nothing that was written since it was freed"
-        if owners := (self.hashes == held).nonzero().tolist():
-            slot, tokens = owners[0]
-            return of_request.format(name=self.names[slot], tokens=tokens, position=tokens - 1, step=step)
-        return f"holds what request {shadow.writers[block]!r} wrote in step {step}"
 
     def _error(self, slot: int, what: str) -> SanitizerError:
         return SanitizerError(f"KV sanitizer: step {self.step}, request {self.names[slot]!r}: {what}")

@@ -26,7 +26,6 @@ from ops.attention import (
     _tile_rows,
 )
 from ops.matmul import LOG2E, MOST_REGISTERS, NO_ID, _cast, _chip, _dot
-from reference import PrefillRows
 
 WIDE_ROWS = 64  # queries of a tile, at most: wgmma takes no fewer, and 64 x 512 sums fill half of all registers
 PRODUCT_ROWS = 64  # rows of a tile of head_linear
@@ -187,7 +186,7 @@ def head_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def _attend(
     b_q, b_q_rope, b_acc, b_max, b_sum, kv, p_table, i_n, i_end, o_pos, scale, kv_stride,
     R: tl.constexpr, P: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     """acc <- acc 2^(max - max') + p C, sum <- sum 2^(max - max') + sum(p), p = 2^(scale (q C^T + q' K'^T) - max').
 
@@ -197,19 +196,16 @@ def _attend(
     """
     o_n = i_n + tl.arange(0, BLOCK_N)
     o_p = tl.arange(0, BLOCK_P)
-    m_n = o_n < i_end if MASKED else o_n == o_n
+    m_n = o_n < i_end
     p_c = _tile_rows(kv, p_table, i_n, i_end, kv_stride, R + P, BLOCK_SIZE, BLOCK_N)
     b_c = _load_values(p_c, m_n, b_q, R, BLOCK_R)
     b_k = tl.load(p_c[:, None] + R + o_p[None, :], mask=m_n[:, None] & (o_p < P)[None, :], other=0.0)
     b_k = _read(b_k, b_q.dtype)
     b_s = _dot(b_q_rope, tl.trans(b_k), tl.zeros([b_q.shape[0], BLOCK_N], tl.float32))
     b_s = _dot(b_q, tl.trans(b_c), b_s)
-    if MASKED:
-        b_s = tl.where((o_n < i_end)[None, :] & (o_n[None, :] <= o_pos[:, None]), b_s, float("-inf"))
+    b_s = tl.where(m_n[None, :] & (o_n[None, :] <= o_pos[:, None]), b_s, float("-inf"))
     b_new = tl.maximum(b_max, tl.max(b_s, 1) * scale)
-    b_base = b_new
-    if MASKED:
-        b_base = tl.where(b_new == float("-inf"), 0.0, b_new)  # where a row has seen no key yet, -inf - -inf is NaN
+    b_base = tl.where(b_new == float("-inf"), 0.0, b_new)  # where a row has seen no key yet, -inf - -inf is NaN
     b_p = tl.exp2(b_s * scale - b_base[:, None])
     b_scale = tl.exp2(b_max - b_base)
     b_acc = _dot(_cast(b_p, b_c.dtype), b_c, b_acc * b_scale[:, None])
@@ -264,7 +260,7 @@ def latent_decode_kernel(
         for i_n in tl.range(i_begin, i_end, BLOCK_N, disable_licm=True):
             b_acc, b_max, b_sum = _attend(
                 b_q, b_q_rope, b_acc, b_max, b_sum, kv, block_tables + i_slot * table_stride, i_n, i_end, o_pos,
-                scale, kv_stride, R, P, BLOCK_SIZE, BLOCK_N, BLOCK_R, BLOCK_P, True,
+                scale, kv_stride, R, P, BLOCK_SIZE, BLOCK_N, BLOCK_R, BLOCK_P,
             )  # fmt: skip
         b_acc = b_acc / tl.where(b_sum > 0, b_sum, 1.0)[:, None]  # a padding row has no keys and gets zeros
         m_out = m_q[:, None] & m_r[None, :]
@@ -330,76 +326,5 @@ def latent_decode(q: torch.Tensor, kv: torch.Tensor, plan: DecodePlan, scale: fl
         plan.tokens, tiles, least, block_q, block_n, block_r, block_p, DECODE_ROWS,
         max(1, DECODE_PARTIALS // (at_once * block_r)), at_once, num_warps=warps,
         num_stages=5 if _chip(q.device).roomy else 3, maxnreg=MOST_REGISTERS,
-    )  # fmt: skip
-    return out
-
-
-@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["slots", "seq_lens", "query_starts"])
-def latent_prefill_kernel(
-    q, kv, block_tables, slots, seq_lens, query_starts, out, table_stride, kv_stride, scale,
-    H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
-):  # fmt: skip
-    """out[t, h] = softmax(scale q[t, h] C^T) C[:, :R] over the latents of t's sequence at most at t's position.
-
-    q [T, H, R + P], out [T, H, R]. One program per sequence and tile of BLOCK_M of its queries, which lie in the order
-    of tokens and then heads. As in attention_prefill_kernel, only the tiles of keys that the causal diagonal crosses
-    are masked, and no bit of a token depends on how its sequence was cut, or on the batch.
-    """
-    i_b = tl.program_id(1)
-    i_start = tl.load(query_starts + i_b)
-    i_count = tl.load(query_starts + i_b + 1) - i_start
-    i_tile = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
-    if i_tile >= i_count * H:
-        return
-    i_slot = tl.load(slots + i_b).to(tl.int64)
-    i_len = tl.where(i_slot >= 0, tl.load(seq_lens + i_b), 0)
-    o_m, o_r, o_p = i_tile + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_P)
-    m_m, m_r = o_m < i_count * H, o_r < R
-    o_pos = i_len - i_count + o_m // H
-    o_row = (i_start.to(tl.int64) * H + o_m)[:, None]
-    b_q = tl.load(q + o_row * (R + P) + o_r[None, :], mask=m_m[:, None] & m_r[None, :], other=0.0)
-    b_q_rope = tl.load(q + o_row * (R + P) + R + o_p[None, :], mask=m_m[:, None] & (o_p < P)[None, :], other=0.0)
-    b_acc = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
-    b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    b_sum = tl.zeros([BLOCK_M], tl.float32)
-    i_low = i_len - i_count + i_tile // H  # the position of the tile's first token
-    i_end = tl.maximum(tl.minimum(i_len - i_count + (i_tile + BLOCK_M - 1) // H + 1, i_len), 0)
-    i_full = tl.maximum(i_low + 1, 0) // BLOCK_N * BLOCK_N
-    p_table = block_tables + i_slot * table_stride
-    for i_n in tl.range(0, i_full, BLOCK_N, disable_licm=True):
-        b_acc, b_max, b_sum = _attend(
-            b_q, b_q_rope, b_acc, b_max, b_sum, kv, p_table, i_n, i_end, o_pos, scale, kv_stride,
-            R, P, BLOCK_SIZE, BLOCK_N, BLOCK_R, BLOCK_P, False,
-        )  # fmt: skip
-    for i_n in tl.range(i_full, i_end, BLOCK_N, disable_licm=True):
-        b_acc, b_max, b_sum = _attend(
-            b_q, b_q_rope, b_acc, b_max, b_sum, kv, p_table, i_n, i_end, o_pos, scale, kv_stride,
-            R, P, BLOCK_SIZE, BLOCK_N, BLOCK_R, BLOCK_P, True,
-        )  # fmt: skip
-    b_acc = b_acc / tl.where(b_sum > 0, b_sum, 1.0)[:, None]
-    tl.store(out + o_row * R + o_r[None, :], _cast(b_acc, out.dtype.element_ty), mask=m_m[:, None] & m_r[None, :])
-
-
-def latent_prefill(q: torch.Tensor, kv: torch.Tensor, rows: PrefillRows, scale: float, rank: int) -> torch.Tensor:
-    """Attend to latents from many tokens of each sequence (`reference.latent_prefill`)."""
-    block_tables, slots, seq_lens, query_starts, max_query_len = rows
-    (tokens, heads, width), block_size = q.shape, kv.shape[3]
-    assert q.is_contiguous() and kv[0].is_contiguous() and _holds(kv, q) and block_tables.stride(1) == 1
-    assert kv.shape[1:3] == (1, 1) and kv.shape[4] == width > rank and scale > 0
-
-    out = torch.empty(tokens, heads, rank, dtype=q.dtype, device=q.device)
-
-    chip = _chip(q.device)
-    block_m, block_n, warps = (
-        (16, 16, 4) if q.dtype == torch.float32 else (WIDE_ROWS if chip.wgmma else WIDE_ROWS // 2, 32, 8)
-    )
-    if kv.dtype != q.dtype and not chip.wgmma:
-        block_n = 16  # registers that convert FP8 would spill
-    block_r, block_p = max(16, triton.next_power_of_2(rank)), max(16, triton.next_power_of_2(width - rank))
-    latent_prefill_kernel[(triton.cdiv(max_query_len * heads, block_m), len(slots))](
-        q, kv, block_tables, slots, seq_lens, query_starts, out, block_tables.stride(0), kv.stride(0),
-        scale * LOG2E.value, heads, rank, width - rank, block_size, block_m, block_n, block_r, block_p,
-        num_warps=warps, num_stages=5 if chip.roomy and not chip.wgmma else 3,
     )  # fmt: skip
     return out

@@ -1,8 +1,9 @@
 """KV blocks on disk, the prefix cache's third tier, which outlives a restart. Of the files see `device/kv_disk.py`.
 
-A cached block that was copied to the host is written to disk behind the steps (`disk_out`). When a sequence comes to
-wait, blocks of its prefix that only the disk has are read into host blocks (`disk_in`), and it is held until they are
-there. Then they are found as others in host memory are.
+A cached block that was copied to the host is written to disk behind the steps (`disk_out`). When a sequence is the next
+to come in, blocks of its prefix that only the disk has are read into host blocks (`disk_in`), and it is held until they
+are there, while others come in. Then they are found as others in host memory are. At a time so many sequences read as
+fit on the device, because a long queue would drive out what its first ones have read.
 
 Each move has a ticket, which every rank reports once it has made the move (`StepResult.disk`). Until then the host
 block is pinned. When moves are given up, the next plan says so (`disk_first`), and the workers end them before that
@@ -23,7 +24,7 @@ from config import TENSORS, EngineConfig
 from kv_cache import BlockSpaceManager
 from plan import StepPlan, StepResult
 from scheduling.host_memory import TieredSpaceManager
-from sequence import Sequence
+from sequence import Sequence, Status
 
 ON_DISK = -3  # stands in a table for a block to read
 WRITES = 32  # blocks that are on their way to the disk at once
@@ -85,6 +86,7 @@ class DiskSpaceManager(TieredSpaceManager):
         # Sequences that wait: for which tickets, host blocks in order of their tokens, and until when at most.
         self.held: dict[Sequence, tuple[set[int], list[int], float]] = {}
         self.ready: list[Sequence] = []  # held ones that need not wait any longer
+        self.tried: dict[Sequence, float] = {}  # until when each that waits or reads may begin to read; 0: it has
         self.arrived: dict[int, bytes] = {}  # host blocks that were read and not used yet
         self.fresh: dict[int, int] = {}  # host blocks that a step in flight fills, and which one
         self.last_rows = -self.stages  # the latest step with rows
@@ -114,6 +116,8 @@ class DiskSpaceManager(TieredSpaceManager):
         """
         if not self.disk or seq.group.beam or seq.group.score:  # prompts to be scored are computed
             return False
+        if (now := time.monotonic()) > (until := self.tried.setdefault(seq, now + PATIENCE)):
+            return False
         self.looking = {}
         _, tables = BlockSpaceManager.find_prefix(self, seq, len(seq.tokens) - 1)
         self.looking = None
@@ -122,6 +126,11 @@ class DiskSpaceManager(TieredSpaceManager):
         keys = [seq.hashes[i] + self.marks[kind] for i, kind in lower]
         if (len(self.reading) + len(keys)) * self.disk["read"] > len(keys) * self.disk["compute"]:
             return False  # others have too many blocks on their way
+        others = self.held.values()
+        if others and sum(len(blocks) for _, blocks, _ in others) + len(keys) > self.device.num_free:
+            self.held[seq] = set[int]().union(*(tickets for tickets, *_ in others)), [], until  # those are first
+            return True
+        self.tried[seq] = 0.0
         present = {key: self.host.block_of[key] for key in keys if key in self.host.block_of}
         self.host.share(present.values())  # first, so that no read takes their place
         tickets, blocks = set[int](), list[int]()
@@ -136,13 +145,15 @@ class DiskSpaceManager(TieredSpaceManager):
                 self.host.share([block])
                 tickets.add(ticket)
             blocks.append(block)
-        self.held[seq] = tickets, [*blocks, *present.values()], time.monotonic() + PATIENCE
+        self.held[seq] = tickets, [*blocks, *present.values()], until
         if not tickets:
             self.host.free(self.held.pop(seq)[1])
         return bool(tickets)
 
     def take_ready(self) -> list[Sequence]:
         """The sequences that were held, are not aborted, and need not wait any longer."""
+        waiting = Status.READING, Status.WAITING
+        self.tried = {seq: until for seq, until in self.tried.items() if seq.status in waiting}
         for tickets, _, until in self.held.values():
             if time.monotonic() > until:  # the disk does not answer
                 tickets.clear()

@@ -327,7 +327,7 @@ class Engine:
     def step(self) -> StepPlan:
         waits = self.flying or self.scheduler.awaiting_masks or self.scheduler.space.has_moves()
         plan = self.scheduler.schedule()
-        assert plan.rows or plan.new or waits, "a step with work to do runs something"
+        assert plan.rows or plan.new or waits or plan.disk_in, "a step with work to do runs something"
         assert sum(count for _, count in plan.rows) <= self.config.max_num_batched_tokens
         assert len(plan.rows) <= self.config.max_num_seqs
         check_integrity(self.scheduler)

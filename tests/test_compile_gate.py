@@ -185,7 +185,6 @@ def latents(s: Shape, tables: torch.Tensor, ints: torch.Tensor) -> Iterator[Call
     yield decode
     if s.tokens > 1:
         return
-    yield lambda ops: ops.latent_prefill(q, kv, (tables, ints[:1], ints[:1], ints[:2], 2), scale, s.rank)
     rotation, weight = torch.zeros(2, 2, rope), torch.zeros(s.rank, dtype=dtype)
     latent, plain = torch.zeros(2, s.rank + rope, dtype=dtype), torch.zeros(2, s.heads, 128 + rope, dtype=dtype)
     for interleaved in (False, True):

@@ -113,7 +113,6 @@ MUTATIONS: dict[str, tuple[Any, ...]] = {
     "latent_decode": ("* BLOCK_N, i_len)", "* BLOCK_N, i_len - 1)", test_latent.test_latent_decode),
     "latent_decode, of tiles": (
         "i_len - TOKENS + (i_tile * G + o_q) // H", "i_len - TOKENS + o_q // H", test_latent.test_latent_decode),
-    "latent_prefill": ("i_len - i_count + o_m // H", "i_len - i_count + o_m // H - 1", test_latent.test_latent_prefill),
     "conv_silu": ("o_t - K + 1 + i_j", "o_t - K + 2 + i_j", test_delta.test_conv_silu),
     "conv_silu, of drafts": ("tl.load(taken + i_b)", "i_count", test_delta.test_conv_silu_after_drafts),
     "conv_state": ("> i_count, 1 - K", ">= i_count, 1 - K", test_delta.test_conv_silu),

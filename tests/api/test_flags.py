@@ -14,7 +14,7 @@ import pytest
 from api.options import ServerConfig
 from commands.flags import OptionParser, flag_fields, from_flags, option_groups, refuse_given, split_command
 from commands.plan import COMMANDS, PACKAGES, size_or_model
-from commands.terminal import ChatOptions, CompleteOptions
+from commands.terminal import ChatOptions
 from config import EngineConfig
 from server import RUNS, main
 
@@ -47,11 +47,6 @@ def test_flags_may_be_spelled_with_underscores():
 def test_a_flag_of_several_values_takes_one_or_several_each_time(name, line):
     flags = OptionParser(EngineConfig, ServerConfig).read(["demo", *line.replace("F", f"--{name}").split()])
     assert flags.model == "demo" and getattr(flags, name) == ["a=x", "b=y"]
-
-
-def test_chat_takes_several_adapters_too():
-    flags = OptionParser(ChatOptions, EngineConfig).read(["demo", "--lora-modules", "a=x", "b=y"])
-    assert from_flags(ChatOptions, flags).lora_modules == ("a=x", "b=y")
 
 
 def test_a_flag_of_several_values_may_stand_before_the_model_if_it_is_told_apart():
@@ -142,7 +137,7 @@ def test_help_has_groups_and_tells_each_default_once(capsys):
 
 
 def test_every_option_is_in_one_group():
-    for cls in (EngineConfig, ServerConfig, ChatOptions, CompleteOptions):
+    for cls in (EngineConfig, ServerConfig, ChatOptions):
         assert all(option_groups(cls).values()), cls  # so the first option of each title is there
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import queue
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import gevent
@@ -468,8 +467,8 @@ def test_a_client_that_leaves_is_aborted(
     ours, theirs = gevent.socket.socketpair()
     with ours:
         body = BODIES[COMPLETIONS] | fields
-        waiting = gevent.spawn(http_client.post, COMPLETIONS, json=body)
-        waiting.response = SimpleNamespace(sock=ours, probe=lambda: ours.send(b"H"))
+        connection = {"gunicorn.socket": ours}
+        waiting = gevent.spawn(http_client.post, COMPLETIONS, json=body, environ_overrides=connection)
         while not engine.added:
             gevent.sleep(0.01)
         gevent.sleep(0.01)

@@ -33,7 +33,7 @@ CASES = [
     *bench_kernels.expert_cases(bench_kernels.Experts("tiny", 3, 2, 32, 24, "silu", "int8", 1 << 20, "int8"), (3,)),
     *bench_kernels.expert_cases(bench_kernels.Experts("tiny", 6, 2, 32, 24, "silu"), (3,)),
     *bench_kernels.lora_cases(bench_kernels.Lora("tiny", (("qkv", 32, (0, 16, 24)),), 4, 3), (6,)),
-    *bench_kernels.latent_cases(bench_kernels.Latent("tiny", 2, 32, 16, 24), (("two", [70, 5]),), (3,), 3, 66),
+    *bench_kernels.latent_cases(bench_kernels.Latent("tiny", 2, 32, 16, 24), (("two", [70, 5]),), (3,)),
     *bench_kernels.decode_cases(TINY8, (("e4m3", [70, 5]),), (3,)),
     *bench_kernels.prefill_cases(TINY8, (("e4m3", [(3, 66), (5, 0)]),)),
     *bench_kernels.decode_cases(TINY, (("drafts", [70, 5]),), (3,), 4),
@@ -105,7 +105,6 @@ def test_bytes_and_operations_are_counted():
     cached = next(case for case in CASES if case.size.startswith("e4m3"))
     assert (cached.bytes, cached.flops) == (75 * 2 * 2 * 16 + 2 * 2 * 2 * 4 * 16, counted["attention_decode"][1])
     assert counted["latent_decode"] == (2 * (75 * 48 + 2 * 2 * (48 + 32)), 2 * 75 * 2 * (48 + 32))
-    assert counted["latent_prefill"] == (2 * (69 * 48 + 3 * 2 * (48 + 32)), 2 * (67 + 68 + 69) * 2 * (48 + 32))
     assert counted["logprobs"] == (3 * 100 * 2, 0)
     assert counted["put_drafts"] == (3 * 4 * (1 + 1 + 4 + 4 + 1), 0)  # slot, length, drafts; these again, their number
     assert counted["look_up"] == (counted["put_drafts"][0] + 3 * 3 * 600 * 4, 0)  # of all rows

@@ -18,12 +18,13 @@ import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
 
 from commands import terminal as ours
-from commands.terminal import Chat, ShownAnswer, TooLongError, printable
+from commands.terminal import Chat, printable, show
 from config import DEMO
 from served import alive
 from server import main
@@ -36,32 +37,33 @@ SUM = "What is 23 + 58?"
 class Script:
     """A model that says what stands for it here, or raises it."""
 
+    is_cut = False
+
     def __init__(self, *says: str | BaseException | tuple[str, BaseException]):
         self.says, self.asked = list(says), []
 
-    def answer(self, prompt: Any, answer: ShownAnswer) -> None:
+    def answer(self, prompt: Any) -> Iterator[str]:
         self.asked.append([(message["role"], message["content"]) for message in prompt])
         text, ending = says if isinstance(says := self.says.pop(0), tuple) else (says, says)
         if isinstance(text, str):
-            answer.show(text)
+            yield from text
         if isinstance(ending, BaseException):
             raise ending
-        answer.finish_reason = "stop"
 
 
-def talk(monkeypatch: pytest.MonkeyPatch, model: Script, text: str, tty: bool = False, system: str = "") -> int:
-    """The exit code of a conversation in which these lines are typed."""
+def talk(monkeypatch: pytest.MonkeyPatch, model: Script, text: str, tty: bool = False, system: str = "") -> None:
+    """A conversation in which these lines are typed."""
     monkeypatch.setattr(sys, "stdin", io.StringIO(text))
     monkeypatch.setattr(sys.stdin, "isatty", lambda: tty)
-    return Chat(model, system).run()
+    Chat(model, system).run()
 
 
 def test_a_conversation_remembers(monkeypatch, capsys):
     model = Script("one", "two\n", "three")
-    assert talk(monkeypatch, model, "a\n\n  \nb\n/reset\nc", system="s") == 0
+    talk(monkeypatch, model, "a\n\n  \n /b\n/reset\nc", system="s")
     assert model.asked == [
         [("system", "s"), ("user", "a")],
-        [("system", "s"), ("user", "a"), ("assistant", "one"), ("user", "b")],
+        [("system", "s"), ("user", "a"), ("assistant", "one"), ("user", " /b")],
         [("system", "s"), ("user", "c")],
     ]
     assert capsys.readouterr() == ("one\ntwo\nthree\n", "")
@@ -69,53 +71,48 @@ def test_a_conversation_remembers(monkeypatch, capsys):
 
 def test_the_system_message_can_change(monkeypatch):
     model = Script("1", "2")
-    assert talk(monkeypatch, model, "/system  be kind \na\n/system\nb\n/exit\nnever") == 0
+    talk(monkeypatch, model, "/system  be kind \na\n/system\nb\n")
     assert model.asked[0] == [("system", "be kind"), ("user", "a")]
     assert model.asked[1] == [("user", "a"), ("assistant", "1"), ("user", "b")]
 
 
-def test_another_model_may_answer(monkeypatch, capsys):
-    model = Script("1", "2")
-    model.names, model.model = ["demo", "loud"], "demo"
-    assert talk(monkeypatch, model, "a\n/model loud\nb\n/model\n/model soft\n", tty=True) == 0
-    assert model.model == "loud" and len(model.asked[1]) == 3
-    assert capsys.readouterr().err.count("the models here are demo, loud") == 2
-
-
-def test_a_message_may_have_several_lines(monkeypatch):
-    model = Script(*"12345")
-    talk(monkeypatch, model, 'a\\\n b\n"""c\n\n/d"""\n"""e"""\n /f\n"""g\nh')
-    said = [conversation[-1][1] for conversation in model.asked]
-    assert said == ["a\n b", "c\n\n/d", "e", " /f", "g\nh"]
-
-
 def test_what_is_refused_is_told_and_forgotten(monkeypatch, capsys):
-    model = Script(TooLongError("9 tokens"), ValueError("bad"), ("half", RuntimeError("gone")), "yes")
-    assert talk(monkeypatch, model, "a\nb\nc\nd\n/resett\n") == 1
-    assert model.asked[1] == [("user", "b")] and model.asked[3][:-1] == [("user", "c"), ("assistant", "half")]
+    model = Script(ValueError("bad"), ("half", ValueError("gone")), "yes")
+    talk(monkeypatch, model, "b\nc\nd\n/resett\n", tty=True)
+    assert model.asked[1] == [("user", "c")] and model.asked[2][:-1] == [("user", "c"), ("assistant", "half")]
     shown = capsys.readouterr()
     assert shown.out == "half\nyes\n"
     lines = shown.err.splitlines()
-    assert "too long: 9 tokens; /reset" in lines[0] and lines[1:3] == ["error: bad", "error: gone"]
-    assert "no command /resett; /help lists them" in lines[3] and len(lines) == 4
+    assert lines[2:4] == ["error: bad", "error: gone"] and "/reset and /system, not '/resett'" in lines[4]
+    for text in ("a\nb\n", "/resett\nb\n"):
+        model = Script(ValueError("bad"))
+        with pytest.raises(ValueError, match="bad" if text[0] == "a" else "resett"):
+            talk(monkeypatch, model, text)
+
+
+def test_a_cut_answer_is_told(monkeypatch, capsys):
+    model = Script("half")
+    model.is_cut = True
+    talk(monkeypatch, model, "a\n")
+    assert capsys.readouterr().err.startswith("The answer is cut")
 
 
 def test_ctrl_c_keeps_what_was_said(monkeypatch, capsys):
     model = Script(("half", KeyboardInterrupt()), KeyboardInterrupt(), "yes")
-    assert talk(monkeypatch, model, "a\nb\nc\n/help\n", tty=True) == 0
+    talk(monkeypatch, model, "a\nb\nc\n", tty=True)
     assert model.asked[2] == [("user", "a"), ("assistant", "half"), ("user", "c")]
     shown = capsys.readouterr()
-    assert shown.out == "half\nyes\n" and "the question is forgotten" in shown.err and "/system TEXT" in shown.err
+    assert shown.out == "half\nyes\n" and "/system TEXT" in shown.err and shown.err.count("Ctrl-D ends") == 3
     with pytest.raises(KeyboardInterrupt):
         talk(monkeypatch, Script(("half", KeyboardInterrupt())), "a\n")
 
 
 def test_a_model_cannot_command_the_terminal(capsys):
     every = "".join(map(chr, range(256)))
-    answer = ShownAnswer()
-    answer.show(f"{every}\x1b]0;title\x07ö\u2028")
+    shown: list[str] = []
+    show([every, "\x1b]0;title\x07\xf6\u2028"], shown)
     kept = [chr(i) for i in range(256) if not (i < 32 or 127 <= i < 160) or chr(i) in "\n\t"]
-    assert capsys.readouterr().out == printable(answer.text) == "".join(kept) + "]0;titleö\u2028"
+    assert capsys.readouterr().out == printable("".join(shown)) + "\n" == "".join(kept) + "]0;title\xf6\u2028\n"
 
 
 # --- an engine --------------------------------------------------------------------------------------------------------
@@ -168,20 +165,18 @@ def terminal(*argv: str) -> Iterator[Terminal]:
 
 def check_talk(it: Terminal, questions: list[tuple[str, str]]) -> None:
     """Ask each question, whose answer begins like this and does not end by itself, stop it, and end with Ctrl-D."""
-    it.until(r"/help lists the commands.*\s+> ")
+    it.until(r"Ctrl-D ends.*\s+> ")
     for question, beginning in questions:
         it.type(f"{question}\n")
         it.until(rf"\n{beginning}\w+")
         it.type("\x03")
-        speed = it.until(r"(\d+) tokens, the first after [\d.]+ s, then [\d.]+ tok/s")
-        assert int(re.search(r"(\d+) tokens", speed)[1]) < 60000  # of about 65,000
-        it.until("> ")
+        it.until(r"Ctrl-D ends.*\s+> ")
         it.type("/system You add.\n")
         it.until("> ")
         it.type("/reset\n")
         it.until("> ")
     it.type("/foo\n")
-    it.until(r"no command /foo.*\s+> ")
+    it.until(r"not '/foo'.*\s+> ")
     it.interrupt_prompt()
     it.until(r"Ctrl-D ends.*\s+> ")
     it.type("\x04")
@@ -204,11 +199,12 @@ def run(*argv: str, text: str = "", code: int = 0, **more: Any) -> subprocess.Co
 def test_a_conversation_by_a_pipe(tmp_path):
     (tmp_path / "options.toml").write_text('device = "cpu"\ndtype = "float"\ntemperature = 0\nmax-model-len = 64\n')
     long = "Repeat: " + "so " * 80
-    done = run("chat", "demo", "--config", str(tmp_path / "options.toml"), text=f"{SUM}\n{long}\n", code=1)
-    assert done.stdout == "81\n" and "tok/s" not in done.stderr
+    done = run("chat", "demo", "--config", str(tmp_path / "options.toml"), text=f"{SUM}\n{long}\n", code=2)
+    assert done.stdout == "81\n"
     last = done.stderr.splitlines()[-1]
-    beginning = r"the conversation has become too long: this model's maximum context length is 64 tokens; "
-    assert re.fullmatch(beginning + r".* it has \d+, .*; /reset forgets it", last)
+    assert re.fullmatch(
+        r"server.py chat: error: this model's maximum context length is 64 tokens; .* it has \d+, .*", last
+    )
 
 
 @pytest.mark.full
@@ -232,9 +228,8 @@ def test_an_engine_that_cannot_start_has_said_why():
         (["chat", "--url", "file:///etc/passwd"], "it must be like http://"),
         (["chat", "--url", "http://127.0.0.1:1"], "http://127.0.0.1:1 does not answer: "),
         (["chat", "--url", "http://127.0.0.1:1", "--max-num-seqs", "3"], "--max-num-seqs is given; with --url"),
-        (["chat", "--url", "http://127.0.0.1:1", "--lora-modules", "a=b"], "--lora-modules is given; with --url"),
+        (["chat", "--lora-modules", "a=b"], "there is no option --lora-modules"),
         (["complete"], "complete: error: the prompt is empty; give -p TEXT, or a text on stdin"),
-        (["complete", "-p", "x", "--enable-lora", "--lora-modules", "a"], "lora_modules has 'a'; it must be NAME=PATH"),
     ],
 )
 def test_what_cannot_begin_is_one_line(tmp_path, monkeypatch, capsys, argv, words):
@@ -254,19 +249,21 @@ def test_what_cannot_begin_is_one_line(tmp_path, monkeypatch, capsys, argv, word
 def ask(monkeypatch: pytest.MonkeyPatch, *argv: str, text: str = "") -> int:
     """The exit code of `server.py` with this text on stdin."""
     monkeypatch.setattr(sys, "stdin", io.StringIO(text))
-    with pytest.raises(SystemExit) as ended:
+    try:
         main([*argv])
-    return ended.value.code
+    except SystemExit as ended:
+        return ended.code
+    return 0
 
 
 def test_a_server_answers(server, monkeypatch, capsys):
     url, greedy = f"http://127.0.0.1:{server.port}", ("--temperature", "0")
     long = "Repeat: " + "so " * 1100
-    text = f"{SUM}\n{long}\nWhat is 2 + 3?\n"
-    assert ask(monkeypatch, "chat", "--url", url, *greedy, text=text) == 1
+    text = f"{SUM}\n/reset\nWhat is 2 + 3?\n{long}\n"
+    assert ask(monkeypatch, "chat", "--url", url, *greedy, text=text) == 2
     shown = capsys.readouterr()
     assert shown.out == "81\n5\n" and shown.err.count("\n") == 1
-    assert re.match(r"the conversation has become too long: .*maximum context length is 1024 .*; /reset", shown.err)
+    assert re.match(r"server.py chat: error: .*maximum context length is 1024 ", shown.err)
     begun = ("complete", "demo", "--url", f"{url}/v1/", "--max-tokens", "20", *greedy)
     assert ask(monkeypatch, *begun, "-p", "To be, or") == 0
     answer = server.post("/v1/completions", {"prompt": "To be, or", "max_tokens": 20, "temperature": 0})[1]
@@ -345,16 +342,16 @@ def strange() -> Iterator[Any]:
         ('data: {"choices": [{"delta": {"content": "a\\\\u001b[2Jb"}}]}|data: [DONE]', "a[2Jb\n", ""),
         ('data: {"choices": [{"delta": {"content": "a"}}]}|', "a\n", "breaks off"),
         ('data: {"choices": [{"text": "a"}]}|data: {"error": {"message": "no\\\\u001b[2J"}}', "a\n", "no[2J"),
-        ("data: {|", "", "breaks off: JSONDecodeError"),
-        ('data: {"choices": 3}|', "", "breaks off: TypeError"),
+        ("data: {|", "", "breaks off: Expecting property name"),
+        ('data: {"choices": 3}|', "", "breaks off: 'int' object is not subscriptable"),
         ("refused", "", "answers with 500 Internal Server Error"),
-        ('{"error": {"message": "refused: maximum context length"}}', "", "too long: refused: maximum context length"),
+        ('{"error": {"message": "refused: maximum context length"}}', "", "error: refused: maximum context length"),
     ],
 )
 def test_a_strange_server_ends_nothing(strange, monkeypatch, capsys, events, out, err):
     code = ask(monkeypatch, "chat", "--url", strange.url, text=f"{events}\n")
     said = capsys.readouterr()
-    assert code == bool(err) and said.out == out and err in said.err and said.err.count("\n") == bool(err)
+    assert code == 2 * bool(err) and said.out == out and err in said.err and said.err.count("\n") == bool(err)
 
 
 def test_ctrl_c_stops_an_answer_but_not_the_conversation(strange):
@@ -427,7 +424,6 @@ def test_a_server_of_ones_own_gets_the_engines_options(own, strange, monkeypatch
     }  # fmt: skip
     assert not alive(pid) and len(key) == 32 and strange.keys == [f"Bearer {key}"] * 2
     fields = {"temperature": 0.5, "stream": True} | ({"max_tokens": -1} if command == "complete" else {})
-    fields["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
     (body,) = strange.asked
     assert {name: body[name] for name in body if name not in ("model", "prompt", "messages")} == fields
 
@@ -440,5 +436,7 @@ def test_a_server_of_ones_own_that_cannot_start_has_said_why(own, monkeypatch, c
 
 
 def test_of_what_a_server_of_ones_own_says_requests_are_left_out(capsys):
-    ours.show_trouble(["2026-01-01 00:00:00.000 INFO a request\n", '{"level": "info"}\n', "a worker has died \n"])
+    news = ["2026-01-01 00:00:00.000 INFO a request\n", '{"level": "info"}\n', "  goodbye\n"]
+    ours.follow(["  server    http://127.0.0.1:9\n", *news, "a worker has died \n"], addresses := SimpleQueue())
     assert capsys.readouterr() == ("", "a worker has died\n")
+    assert [addresses.get(), addresses.get()] == ["http://127.0.0.1:9", ""]

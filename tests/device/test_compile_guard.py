@@ -83,7 +83,6 @@ TRAFFIC: dict[str, tuple[dict, dict]] = {
     "windows": (WINDOWS, {"enforce_eager": True, "num_gpu_blocks_override": 20}),
     "batch invariant": ({}, {"batch_invariant": True, "max_model_len": 48, "max_num_seqs": 8}),
     "latents": (LATENT, {"max_model_len": 48}),
-    "latents, batch invariant": (LATENT, {"batch_invariant": True, "max_model_len": 48}),
     "states": (HYBRID, SWAP | {"num_gpu_blocks_override": 8}),
     "states, batch invariant": (HYBRID, {"batch_invariant": True, "max_model_len": 48}),
     "streams": (STREAMS, {"max_model_len": 48}),

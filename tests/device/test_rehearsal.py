@@ -118,7 +118,7 @@ def test_every_family_is_rehearsed() -> None:
 )
 def test_a_family_is_rehearsed_without_a_look_at_the_host(tmp_path: Path, steps: list[int], name: str) -> None:
     made = start(tmp_path, name)
-    for invariant in (False, True):
+    for invariant in (False, True)[: 1 if made.model.config.latent else 2]:
         made.config = replace(made.config, batch_invariant=invariant)
         steps.clear()
         warmup.rehearse(made)

@@ -288,7 +288,7 @@ def test_the_sanitizer_knows_kinds(make_core):
     state, sanitizer = core.executor.worker.state, core.executor.worker.sanitizer
     state.block_tables[1, 0] = state.block_tables[0, 0]
     assert sanitizer is not None
-    with pytest.raises(SanitizerError, match=r"request 'a': block \d+, offset \d \(position \d+\) holds what request"):
+    with pytest.raises(SanitizerError, match=r"request 'a': block \d+, offset \d does not hold"):
         while core.has_work():
             core.step()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from pathlib import Path
 from types import ModuleType
 
@@ -13,13 +13,14 @@ import torch
 from safetensors.torch import load_file
 
 import reference
+from config import EngineConfig
 from cpu import ops as cpu_ops
 from device.loader import load_weights
+from device.startup import check_sizes
 from layers import Batch, DraftRows
 from model import Transformer
 from model_config import ModelConfig
 from models import latent_attention
-from models.packing import be_batch_invariant
 from oracle_checks import make_worker
 from parallel import Group
 from plan import NewRow, StepPlan
@@ -84,7 +85,7 @@ def forward(
 ) -> torch.Tensor:
     """Hidden states of a step. Row i has the blocks from 8 i on, and (context, new tokens, how many blocks)."""
     ints, tables = {"dtype": torch.int32}, torch.arange(8 * len(rows), dtype=torch.int32).view(-1, 8)
-    decodes = sum(len(tokens) == queries and not model.layers[0].attention.batch_invariant for _, tokens, _ in rows)
+    decodes = sum(len(tokens) == queries for _, tokens, _ in rows)
     counts = [len(tokens) for _, tokens, _ in rows]
     positions = torch.cat([torch.arange(before, before + len(tokens)) for before, tokens, _ in rows])
     owners = torch.arange(len(rows)).repeat_interleave(torch.tensor(counts))
@@ -128,34 +129,29 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return kernels
 
 
-def build(folder: Path, ops: ModuleType, invariant: bool = False) -> tuple[Transformer, torch.Tensor]:
+def build(folder: Path, ops: ModuleType) -> tuple[Transformer, torch.Tensor]:
     """The model with its weights, and an empty pool."""
     model = Transformer(ModelConfig.from_folder(str(folder)), ops, "cpu", torch.float32, 128, Group())
     load_weights(model, str(folder))
-    if invariant:
-        be_batch_invariant(model)
     return model, torch.full((24, 2 * 16 * 40), torch.nan)
 
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize(
-    ("name", "invariant", "layers"),
+    ("name", "layers"),
     [
-        pytest.param("deepseek-v3", False, 1, id="one layer"),
-        pytest.param("deepseek-v3", False, 2, marks=pytest.mark.full, id="deepseek-v3-False"),
-        pytest.param("deepseek-v3", True, 2, marks=pytest.mark.long, id="deepseek-v3-True"),
-        pytest.param("deepseek-v2-lite", False, 2, marks=pytest.mark.long, id="deepseek-v2-lite-False"),
+        pytest.param("deepseek-v3", 1, id="one layer"),
+        pytest.param("deepseek-v3", 2, marks=pytest.mark.full, id="deepseek-v3"),
+        pytest.param("deepseek-v2-lite", 2, marks=pytest.mark.long, id="deepseek-v2-lite"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:invalid value")  # what lies beside a value in a page is undefined, and not used
-def test_kernels_equal_the_specification(
-    checkpoints: Checkpoints, kernels: ModuleType, name: str, invariant: bool, layers: int
-) -> None:
+def test_kernels_equal_the_specification(checkpoints: Checkpoints, kernels: ModuleType, name: str, layers: int) -> None:
     """Prompts, then a decode beside a chunk and another prompt. Blocks that a row holds ahead change nothing."""
     tokens, states = prompt(name), []
     for ops in (reference, kernels):
         with torch.no_grad():
-            model, pool = build(checkpoints / name, ops, invariant and ops is kernels)
+            model, pool = build(checkpoints / name, ops)
             del model.layers[layers:]
             model.span = range(layers)
             steps = [
@@ -166,20 +162,10 @@ def test_kernels_equal_the_specification(
     assert (states[0] - states[1]).abs().max() <= 1e-4
 
 
-@pytest.mark.full
-@pytest.mark.interpreted
-@pytest.mark.usefixtures("products_by_rows")
-def test_a_batch_changes_no_bit_where_it_must_not(checkpoints: Checkpoints, kernels: ModuleType) -> None:
-    """A prompt at once, and in chunks and token by token beside another one."""
-    tokens = prompt()[:21]
-    with torch.no_grad():
-        model, pool = build(checkpoints / "deepseek-v3", kernels, invariant=True)
-        whole, parts = forward(model, pool, [(0, tokens, 2)]), []
-        pool[:] = torch.nan
-        for begin, end in pairwise([0, 1, 16, 20, 21]):
-            rows = [(begin, tokens[begin:end], 2), (0, tokens[3:9], 1)]
-            parts.append(forward(model, pool, rows)[: end - begin])
-    assert torch.equal(torch.cat(parts), whole)
+def test_batch_invariant_is_refused(checkpoints: Checkpoints) -> None:
+    config = EngineConfig(str(checkpoints / "deepseek-v3"), batch_invariant=True)
+    with pytest.raises(ValueError, match="^batch_invariant is True; DeepseekV3ForCausalLM has latent attention"):
+        check_sizes(config, ModelConfig.from_folder(config.model), "cpu")
 
 
 def test_rows_and_heads_have_their_keys_made_some_at_a_time(

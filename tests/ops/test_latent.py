@@ -5,7 +5,6 @@ from __future__ import annotations
 from types import ModuleType
 from typing import NamedTuple
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -171,44 +170,4 @@ test_latent_decode = tried(
 )(check_latent_decode)
 test_latent_decode_in_more_cases = pytest.mark.long(
     settings(DRAWN, max_examples=24)(given(*LATENT_DECODE_CASES)(check_latent_decode))
-)
-
-
-LATENT_PREFILL_CASES = (
-    st.lists(st.tuples(st.integers(0, 70), st.sampled_from([0, 1, 2, 17, 40])), min_size=1, max_size=3),
-    st.sampled_from([1, 3, 16, 20]),
-    SIZES,
-    dtypes,
-    st.sampled_from([16, 64]),
-    st.booleans(),
-)
-
-
-def check_latent_prefill(
-    ops: ModuleType, place: str, rows: list[tuple[int, int]], heads: int, sizes: tuple[int, int], dtype: torch.dtype,
-    block_size: int, fp8: bool,
-) -> None:  # fmt: skip
-    (rank, rope), scale, rows = sizes, 0.2, [*rows, (30, 5)]
-    lengths, counts = [before + n for before, n in rows], [n for _, n in rows]
-    pages = paged(lengths, rank + rope, block_size, oracles.FP8 if fp8 else dtype)
-    starts = ints(0, *np.cumsum([*counts, 2]).tolist())
-    slots, lens = ints(*range(len(rows)), -1), ints(*lengths, 0)
-    q = torch.randn(int(starts[-1]), heads, rank + rope).to(dtype)
-    queries, kv, *where = (x.to(place) for x in (q, pages.kv, pages.tables, slots, lens, starts))
-    got = ops.latent_prefill(queries, kv, (*where, max(*counts, 2)), scale, rank).cpu()
-    assert torch.equal(got[-2:], torch.zeros(2, heads, rank, dtype=dtype))
-    for b, n in enumerate(counts):
-        if n:
-            tokens = slice(int(starts[b]), int(starts[b + 1]))
-            one = q[tokens], pages.context[b], scale, rank
-            oracles.check_error(got[tokens], attention(*one), attention(*one, naive=True))
-
-
-test_latent_prefill = tried(
-    *LATENT_PREFILL_CASES,
-    on=[([(20, 17)], 3, (24, 6), F32, 16, True), ([(70, 2), (1, 0)], 20, (32, 16), BF16, 64, False)],
-    drawn=5,
-)(check_latent_prefill)
-test_latent_prefill_in_more_cases = pytest.mark.long(
-    settings(DRAWN, max_examples=24)(given(*LATENT_PREFILL_CASES)(check_latent_prefill))
 )

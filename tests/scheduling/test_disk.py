@@ -39,10 +39,10 @@ def filled() -> dict[bytes, list]:
 def test_another_engine_finds_what_was_written():
     engine = engine_on(filled(), longest=3)
     again = engine.add("again", prompt(28), **ONE)
-    assert again.status is Status.READING and engine.scheduler.admission.reading
-    assert engine.scheduler.reports.explain("again")["answers"][0]["state"] == "reading"
     plan = engine.step()
     assert len(plan.disk_in) == 7 and not plan.rows
+    assert again.status is Status.READING and engine.scheduler.admission.reading
+    assert engine.scheduler.reports.explain("again")["answers"][0]["state"] == "reading"
     engine.run()
     assert again.group.num_cached == 27 and again.group.cached_by_tier == {"device": 0, "host": 0, "disk": 27}
     counters = engine.scheduler.counters
@@ -50,7 +50,7 @@ def test_another_engine_finds_what_was_written():
     assert counters["kv_disk_read_blocks_total"] == 7 and counters["kv_disk_read_bytes_total"] == 700
     report = engine.scheduler.reports.explain("again")
     assert report["cached_tokens_by_tier"]["disk"] == 27
-    assert [stay["state"] for stay in report["answers"][0]["stays"]] == ["reading", "waiting", "running"]
+    assert [stay["state"] for stay in report["answers"][0]["stays"]] == ["waiting", "reading", "waiting", "running"]
     twin = engine.add("twin", prompt(28), **ONE)  # what was read counts as the device's now
     engine.run()
     assert twin.group.cached_by_tier == {"device": 27, "host": 0, "disk": 0}
@@ -79,9 +79,9 @@ def test_two_of_one_prefix_read_it_once():
 def test_what_cannot_be_read_is_computed(status):
     """The third block is not there, or bad: two are hits."""
     files = filled()
-    engine = engine_on(files)
+    engine = engine_on(files, longest=2)
     engine.add("first", prompt(28), **ONE)
-    names = [name for _, name, _ in engine.scheduler.space.to_read]
+    names = [name for _, name, _ in engine.step().disk_in]
     make = engine.worker.disk.make
     engine.worker.disk.make = lambda move, host: status if move.name == names[2] else make(move, host)
     engine.run()
@@ -89,7 +89,20 @@ def test_what_cannot_be_read_is_computed(status):
     assert engine.scheduler.counters["kv_disk_bad_blocks_total"] == -status
 
 
-@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_each_of_a_long_queue_reads_when_it_is_next():
+    """The host has room for two prefixes; if all six read at once, the last ones would drive out the first ones'."""
+    files: dict[bytes, list] = {}
+    engine = engine_on(files)
+    for i in range(8):
+        engine.add(f"writes {i}", prompt(28, 40 * i + 1), retention=300, **ONE)
+        engine.run()
+    engine = engine_on(files)
+    seqs = [engine.add(f"reads {i}", prompt(28, 40 * i + 1), **ONE) for i in range(6)]
+    engine.run()
+    assert [seq.group.num_cached for seq in seqs] == [27] * 6
+
+
+@pytest.mark.parametrize("steps", [1, 2])
 def test_one_that_reads_can_be_aborted(steps):
     engine = engine_on(filled(), longest=3)
     engine.add("reader", prompt(28), **ONE)
