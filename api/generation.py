@@ -69,6 +69,7 @@ class Caller:
     lora: LoRARequest | None = None  # the adapter that it has named as its model
     virtual: int = 0  # tokens that this puts before each prompt
     retention: int = 0  # see `EngineCoreRequest`
+    patient: bool = False  # waits on where a model could not be loaded, as a batch does
 
 
 class ClientGone(Exception):

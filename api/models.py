@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import math
 import os
 import queue
 import signal
@@ -56,7 +57,7 @@ class ServedModel:
         self, entry: ModelEntry, row: ModelRow, address: socket.socket, config: ServerConfig, board: ModelBoard,
         adapters: AdapterNames,
     ):  # fmt: skip
-        self.entry, self.row, self.address = entry, row, address
+        self.entry, self.name, self.row, self.address = entry, entry.name, row, address
         self.config, self.board, self.adapters = dataclasses.replace(config, **entry.served), board, adapters
         self.api: Api | None = None
         self.client: MPClient | None = None
@@ -67,11 +68,6 @@ class ServedModel:
         self.running = 0
         self.max_model_len = entry.config.max_model_len
         self.viewers = Viewers(cast(EngineClient, self), config, board, lambda: {"model": self.card()})
-
-    @property
-    def name(self) -> str:
-        """The name that requests give as their model."""
-        return self.entry.name
 
     def card(self) -> dict[str, Any]:
         """The model's name and state, as `/v1/models` and `/live` show them."""
@@ -157,33 +153,35 @@ class ServedModel:
     def enter(self) -> bool:
         """Count a request that is about to run; False, and no count, if the model is not there for new ones."""
         self.count(1)  # first, so that the engine does not end between the look and the request
-        if self.api and self.row.state == READY and self.loads == self.row.loads:
+        if self.api and self.row.state == READY and self.loads == self.row.loads and not self.api.client.trouble:
             return True
         self.count(-1)
         return False
 
     def arrive(self, caller: Caller, timeout: float) -> Iterator[str]:
-        """Wait until `enter` lets a request in, and yield what it waits for meanwhile. Errors are those of `looks` and
-        `current`, and an ApiError where the model cannot be loaded."""
-        self._check_refusal()  # first, so that nothing makes room for what is refused
+        """Wait until `enter` lets a request in, and yield what it waits for meanwhile. Errors are those of `looks`, and
+        an ApiError where the model cannot be loaded; a patient caller gets that after `timeout` alone."""
+        limit, patient_until = (math.inf, time.monotonic() + timeout) if caller.patient else (timeout, 0.0)
+        self._check_refusal(patient_until)  # first, so that nothing makes room for what is refused
         me = object()
         self.waiting[me] = time.monotonic()
         self._tell()
         try:
-            with contextlib.closing(looks(self.board, caller, timeout, f"{self.name} was not loaded")) as waits:
+            with contextlib.closing(looks(self.board, caller, limit, f"{self.name} was not loaded")) as waits:
                 for _ in waits:
-                    self.current()
+                    with contextlib.suppress(EngineDeadError, TimeoutError):  # it has a successor soon
+                        self.current()
                     if self.enter():
                         return
-                    self._check_refusal()
+                    self._check_refusal(patient_until)
                     doing = "loading" if self.row.state == STARTING else "waiting for"
                     yield f"{doing} {self.name}" + f", place {self.row.place}" * bool(self.row.place)
         finally:
             del self.waiting[me]
             self._tell()
 
-    def _check_refusal(self) -> None:
-        if why := self.card()["error"]:
+    def _check_refusal(self, patient_until: float) -> None:
+        if (why := self.card()["error"]) and (self.row.status != 503 or time.monotonic() > patient_until):
             raise ApiError(self.row.status, f"{self.name} cannot be loaded: {why}", "model")
 
     def _tell(self) -> None:
