@@ -19,8 +19,9 @@ import queue
 import signal
 import socket
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from functools import partial
+from itertools import chain
 from typing import Any, cast
 
 import gevent
@@ -36,11 +37,12 @@ from api.viewers import Viewers
 from observe.prometheus import exposition
 from processes.child import ABSENT, ASLEEP, DRAINING, READY, STARTING, Board, ClientShares
 from processes.client import EngineDeadError, MPClient, Stream
-from processes.models import ModelBoard, ModelEntry, ModelRow, ModelSet
+from processes.models import ModelEntry, ModelRow, ModelSet
 from processes.suspects import Suspects
 from tokenizer import Tokenizer
 
 LOOK = 0.05  # seconds between two looks at a model that is waited for
+PATIENCE = 2.0  # seconds within which engines answer what is asked of all of them
 COMMENTS = 5.0  # seconds until a stream that waits begins, and between two of its comments
 STATES = {ABSENT: "unloaded", STARTING: "loading", READY: "loaded", DRAINING: "unloading", ASLEEP: "asleep"}
 
@@ -54,11 +56,11 @@ class ServedModel:
     """
 
     def __init__(
-        self, entry: ModelEntry, row: ModelRow, address: socket.socket, config: ServerConfig, board: ModelBoard,
-        adapters: AdapterNames,
-    ):  # fmt: skip
+        self, entry: ModelEntry, row: ModelRow, address: socket.socket, several: ModelsApi, adapters: AdapterNames
+    ):
         self.entry, self.name, self.row, self.address = entry, entry.name, row, address
-        self.config, self.board, self.adapters = dataclasses.replace(config, **entry.served), board, adapters
+        self.several, self.board, self.adapters = several, several.board, adapters
+        self.config = dataclasses.replace(several.config, **entry.served)
         self.api: Api | None = None
         self.client: MPClient | None = None
         self.tokenizer: Tokenizer | None = None  # as long as the engine is the same, be it asleep or not
@@ -67,7 +69,7 @@ class ServedModel:
         self.waiting: dict[object, float] = {}  # since when each request waits
         self.running = 0
         self.max_model_len = entry.config.max_model_len
-        self.viewers = Viewers(cast(EngineClient, self), config, board, lambda: {"model": self.card()})
+        self.viewers = Viewers(cast(EngineClient, self), several.watching, self.board, lambda: {"model": self.card()})
 
     def card(self) -> dict[str, Any]:
         """The model's name and state, as `/v1/models` and `/live` show them."""
@@ -79,6 +81,21 @@ class ServedModel:
 
     # --- the connection to its engine -----------------------------------------------------------------------------
 
+    def connect(self) -> MPClient | None:
+        """The connection to its engine; None if it is not loaded."""
+        with self.lock:
+            if self.row.state == READY and not (self.client and self.loads == self.row.loads):
+                self.hang_up()
+                self.row.connected[self.board.mine] = True  # first, so that the parent sees it if it ends the model now
+                self.loads = self.row.loads
+                try:
+                    if self.row.state == READY:
+                        self.client = MPClient(self.address, 0, self.suspects)
+                finally:
+                    if not self.client:
+                        self.hang_up()
+            return self.client
+
     def current(self) -> Api | None:
         """What answers for the model, connected to its engine; None if it is not loaded.
 
@@ -87,29 +104,18 @@ class ServedModel:
             EngineDeadError, TimeoutError: the engine does not answer.
         """
         with self.lock:
-            if self.row.state == READY and not (self.api and self.loads == self.row.loads):
-                self.hang_up()
-                self.row.connected[self.board.mine] = True  # first, so that the parent sees it if it ends the model now
-                try:
-                    if self.row.state == READY:
-                        self._connect()
-                finally:
-                    if not self.api:
-                        self.hang_up()
+            if (client := self.connect()) and not self.api:
+                (facts,) = client.utility("facts").values()
+                facts |= {"options": dataclasses.asdict(self.entry.config)}
+                if not self.tokenizer or self.ends != self.row.ends:
+                    self.ends = self.row.ends
+                    self.tokenizer, trouble = gevent.get_hub().threadpool.apply(self._read_tokenizer)
+                    if not self.tokenizer:
+                        raise ApiError(503, f"{self.name}: {without_folders(trouble)}")
+                shared = self.board, self.adapters, self.several
+                self.api = Api(client, self.tokenizer, facts, self.config, (self.name,), *shared)
+                self.max_model_len = facts["max_model_len"]
             return self.api
-
-    def _connect(self) -> None:
-        loads = self.row.loads
-        self.client = MPClient(self.address, 0, self.suspects)
-        (facts,) = self.client.utility("facts").values()
-        if not self.tokenizer or self.ends != self.row.ends:
-            self.ends = self.row.ends
-            self.tokenizer, trouble = gevent.get_hub().threadpool.apply(self._read_tokenizer)
-            if not self.tokenizer:
-                raise ApiError(503, f"{self.name}: {without_folders(trouble)}")
-        facts |= {"options": dataclasses.asdict(self.entry.config)}
-        self.api = Api(self.client, self.tokenizer, facts, self.config, (self.name,), self.board, self.adapters)
-        self.loads, self.max_model_len = loads, facts["max_model_len"]
 
     def _read_tokenizer(self) -> tuple[Tokenizer | None, str]:
         """The tokenizer, or why there is none: gevent would write the traceback of what a thread raises to stderr."""
@@ -137,9 +143,9 @@ class ServedModel:
 
     def utility(self, method: str, *args: Any) -> dict[int, Any]:
         """Call one of the engine's utilities; an EngineDeadError if the model is not loaded."""
-        if not (api := self.current()):
+        if not (client := self.connect()):
             raise EngineDeadError(f"{self.name} is {STATES[self.row.state]}")
-        return api.client.utility(method, *args)
+        return client.utility(method, *args)
 
     # --- requests -------------------------------------------------------------------------------------------------
 
@@ -212,16 +218,27 @@ def looks(board: Board, caller: Caller, timeout: float, late: str) -> Generator[
 
 
 class ModelAnswers(ClientShares):
-    """The answers in flight of all models, each of which also holds its own model's engine."""
+    """The answers in flight of all models, for one request, whose answers hold its model's engine.
+
+    A client has a share of its own for each model, so that those who wait for one are not in the way of others. What is
+    kept for a request while it waits is there for its answers.
+    """
 
     def __init__(self, shared: ClientShares, served: ServedModel):
-        self.shared, self.served, self.limit = shared, served, shared.limit
+        self.shared, self.served, self.kept = shared, served, 0
+        self.limit, self.counts = shared.limit, shared.counts
 
     def has_room(self, client: str, more: int = 0) -> bool:
-        return self.shared.has_room(client, more)
+        return more <= self.kept or self.shared.has_room(f"{client} {self.served.name}", more - self.kept)
+
+    def keep(self, client: str, count: int) -> None:
+        """Keep room for so many answers, instead of what was kept before."""
+        self.shared.take(f"{client} {self.served.name}", count - self.kept)
+        self.kept = count
 
     def take(self, client: str, amount: int) -> None:
-        self.shared.take(client, amount)
+        self.keep(client, 0)
+        self.shared.take(f"{client} {self.served.name}", amount)
         self.served.count(amount)
 
 
@@ -238,7 +255,7 @@ class ModelsApi(Api):
         self.names = [*models.entries]
         self.facts = {"max_model_len": 2**31, "scheduling_policy": policies.pop() if len(policies) == 1 else "several"}
         self.served = {
-            name: ServedModel(entry, models.rows[name], models.ends[name][0], config, models.board, adapters[name])
+            name: ServedModel(entry, models.rows[name], models.ends[name][0], self, adapters[name])
             for name, entry in models.entries.items()
         }
         self.client = cast(EngineClient, self)  # as far as the server asks for all of them
@@ -271,7 +288,7 @@ class ModelsApi(Api):
             if not loaded:
                 there = ", ".join(model.name for model in models)
                 raise ApiError(400, f"model is missing; there is {there}", "model", "missing_required_parameter")
-            return max(loaded, key=lambda model: model.row.begun)
+            return latest(loaded)
         for model in models:
             if name == model.name:
                 return model
@@ -285,36 +302,44 @@ class ModelsApi(Api):
     def answer(self, face: Face, body: dict[str, Any], caller: Caller) -> dict[str, Any] | Events:
         fields = self.read(face, body, caller)
         del body  # it may be large
+        caller.release()
         model, begun = self._model_of(fields["model"], caller.client), time.monotonic()
-        arrival = self._arrive(model, caller)
+        answers = ModelAnswers(self.answers, model)
+        arrival = self._arrive(model, caller, answers, number_of_answers(fields))
+        run = partial(self._run, model, face, fields, caller, answers)
         for words in arrival:
             if fields.get("stream") and time.monotonic() > begun + COMMENTS:
-                events = late_events(arrival, words, partial(self._run, model, face, fields, caller), face)
+                events = late_events(arrival, words, run, face)
                 stack = contextlib.ExitStack()
                 stack.callback(arrival.close)
                 stack.callback(events.close)
                 return Events(events, stack.close)
-        return self._run(model, face, fields, caller)
+        return run()
 
-    def _arrive(self, model: ServedModel, caller: Caller) -> Generator[str, None, None]:
-        """See `ServedModel.arrive`; who waits counts as an answer in flight."""
+    def _arrive(
+        self, model: ServedModel, caller: Caller, answers: ModelAnswers, count: int
+    ) -> Generator[str, None, None]:
+        """See `ServedModel.arrive`; who waits has so many answers in flight, and keeps their room."""
         if model.enter():
             return
-        check_room(self, 1, caller)
-        self.answers.take(caller.client, 1)
+        check_room(answers, count, caller)
+        answers.keep(caller.client, count)
         try:
             yield from model.arrive(caller, self.config.request_timeout)
-        finally:
-            self.answers.take(caller.client, -1)
+        except BaseException:
+            answers.keep(caller.client, 0)
+            raise
 
-    def _run(self, model: ServedModel, face: Face, fields: dict[str, Any], caller: Caller) -> dict[str, Any] | Events:
+    def _run(
+        self, model: ServedModel, face: Face, fields: dict[str, Any], caller: Caller, answers: ModelAnswers
+    ) -> dict[str, Any] | Events:
         """Answer a request that the model has let in."""
         with contextlib.ExitStack() as stack:
             stack.callback(model.count, -1)
+            stack.callback(answers.keep, caller.client, 0)
             assert model.api
             api = copy.copy(model.api)
-            api.store, api.files, api.bodies = self.store, self.files, self.bodies
-            api.answers = ModelAnswers(self.answers, model)
+            api.answers = answers
             answer = api.answer_fields(face, fields, caller)
             if isinstance(answer, Events):
                 stack.callback(answer.close)
@@ -333,7 +358,7 @@ class ModelsApi(Api):
     def load(self, name: str, caller: Caller) -> dict[str, Any]:
         """Wait until a model is loaded, and return its card."""
         model = self._model_of(name, caller.client)
-        for _ in self._arrive(model, caller):
+        for _ in model.arrive(caller, self.config.request_timeout):
             pass
         model.count(-1)
         return model.card()
@@ -373,25 +398,42 @@ class ModelsApi(Api):
         """Whether requests are taken; what a model lacks is told to those who ask for it."""
         return {"status": "ok"}
 
-    def metrics(self) -> bytes:
-        engines = {}
-        for name, model in self.served.items():
-            with contextlib.suppress(EngineDeadError, TimeoutError, ApiError):  # it is not loaded, or ends just now
-                engines[name] = model.utility("metrics")
+    def _ask_all(self, client: str, *call: Any) -> dict[str, dict[int, Any]]:
+        """What a utility returns, by name, for those of a client's models that are loaded and soon answer."""
+
+        def ask(model: ServedModel) -> dict[int, Any] | None:
+            with contextlib.suppress(EngineDeadError, TimeoutError):  # it is not loaded, or ends just now
+                return model.utility(*call)
+            return None
+
+        jobs = {model.name: gevent.spawn(ask, model) for model in self._models_of(client)}
+        gevent.joinall([*jobs.values()], PATIENCE)
+        return {name: job.value for name, job in jobs.items() if job.value}
+
+    def metrics(self, client: str) -> bytes:
+        engines = self._ask_all(client, "metrics")
         return exposition(engines, self.board.counted(), self.config.metrics_prefix, several=True)
 
     def live(self, client: str, name: str | None = None) -> Events:
-        latest = max(self._models_of(client), key=lambda model: model.row.begun * (model.row.state == READY))
-        viewers = self._model_of(name or latest.name, client).viewers
+        viewers = (self._model_of(name, client) if name else latest(self._models_of(client))).viewers
         viewer = viewers.enter(client)
         return Events(viewers.events(viewer), partial(viewers.leave, viewer))
 
-    def explain(self, id: str, client: str) -> dict[str, Any]:
-        for model in self._models_of(client):
-            with contextlib.suppress(ApiError, EngineDeadError, TimeoutError):  # it is not this model's
-                if api := model.current():
-                    return api.explain(id, client)
-        raise ApiError(404, f"there is no request {repr(id)[:100]} of a model that is loaded", "id")
+    def stories(self, id: str, client: str) -> Iterable[list[dict[str, Any]]]:
+        stories = self._ask_all(client, "explain_prompts", id, self.config.max_prompts, client)
+        return chain.from_iterable(by_rank.values() for by_rank in stories.values())
+
+
+def latest(models: Iterable[ServedModel]) -> ServedModel:
+    """The model that was loaded last."""
+    return max(models, key=lambda model: model.row.begun * (model.row.state == READY))
+
+
+def number_of_answers(fields: dict[str, Any]) -> int:
+    """How many answers a request seems to ask for, before its prompts are read."""
+    prompts = fields.get("prompt") or fields.get("input")
+    several = isinstance(prompts, list) and not isinstance(prompts[0], dict)  # as items of a conversation are
+    return (len(prompts) if several else 1) * max(fields.get(name) or 1 for name in ("n", "best_of", "beam_width"))
 
 
 def late_events(

@@ -39,7 +39,7 @@ PATHS = (
             query={"config_format": {"enum": ["text", "json"]}}),
     Path("GET", "/version", "version", "Of Manta.", lambda api: reply({"version": VERSION})),
     Path("GET", "/metrics", "metrics", "Gauges and counters, as Prometheus reads them.",
-         lambda api: Response(api.metrics(), content_type=PROMETHEUS), "text/plain"),
+         lambda api: Response(api.metrics(g.client), content_type=PROMETHEUS), "text/plain"),
     Path("GET", "/explain/<path:id>", "explain", "Where the time of a request went.",
          lambda api, id: reply(api.explain(id.rstrip("/"), g.client))),
     Path("GET", "/live", "live", "What the engines do, as it happens.",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import reprlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from processes.child import Board, ClientShares
 from tokenizer import Tokenizer
 
 MOST_LISTED = 16  # names of models in an error
+SHARED = ("store", "files", "answers", "bodies", "watching")  # by several models
 
 
 class Api:
@@ -39,24 +40,28 @@ class Api:
 
     def __init__(
         self, client: EngineClient, tokenizer: Tokenizer, facts: dict[str, Any], config: ServerConfig,
-        names: Sequence[str], board: Board, adapters: AdapterNames | None = None,
+        names: Sequence[str], board: Board, adapters: AdapterNames | None = None, several: Api | None = None,
     ):  # fmt: skip
         self.client, self.tokenizer = client, tokenizer
         self.facts, self.names = facts, names
         self.adapters = adapters or AdapterNames(config, names)
         self.prompts = Prompts(tokenizer, facts)
         self.parsers = Parsers(config, tokenizer)
-        self.viewers = Viewers(client, config, board)
-        self.share(config, board, facts["max_num_seqs"] * facts["data_parallel_size"])
+        self.share(config, board, facts["max_num_seqs"] * facts["data_parallel_size"], several)
+        self.viewers = Viewers(client, self.watching, board)
 
-    def share(self, config: ServerConfig, board: Board, num_seqs: int) -> None:
-        """Make what several models share; the engines run `num_seqs` sequences at a time."""
+    def share(self, config: ServerConfig, board: Board, num_seqs: int, several: Api | None = None) -> None:
+        """Take what `several` models share, or make it for engines that run `num_seqs` sequences at a time."""
         self.config, self.board = config, board
         self.started = int(time.time())
+        if several:
+            vars(self).update({name: vars(several)[name] for name in SHARED})
+            return
         self.store = Store(config)
         self.files = Files(config, board, num_seqs)
         self.answers = ClientShares(config.max_queue, board, board.answers, config.api_server_count)
         self.bodies = ClientShares(config.max_body_bytes_in_flight, board, board.bytes, config.api_server_count)
+        self.watching = ClientShares(config.max_live_viewers, board, [0] * board.PLACES)  # of this process alone
 
     def answer(self, face: Face, body: dict[str, Any], caller: Caller) -> dict[str, Any] | Events:
         """The reply to a request; an `ApiError` if it is refused. What else may end it is in `EngineCall.run`."""
@@ -114,7 +119,7 @@ class Api:
             raise ApiError(503, without_folders(self.client.trouble))
         return {"status": "ok"}
 
-    def metrics(self) -> bytes:
+    def metrics(self, client: str) -> bytes:
         engines, replies = self.client.utility("metrics"), self.board.counted()
         return exposition({self.names[0]: engines}, replies, self.config.metrics_prefix)
 
@@ -125,12 +130,17 @@ class Api:
 
     def explain(self, id: str, client: str) -> dict[str, Any]:
         """Tell where the time of a request went, prompt by prompt."""
-        stories = self.client.utility("explain_prompts", id, self.config.max_prompts, client).values()
-        prompts = sorted(itertools.chain(*stories), key=lambda story: int(story["request_id"].rpartition("-")[2]))
+        prompts = sorted(
+            itertools.chain(*self.stories(id, client)), key=lambda story: int(story["request_id"].rpartition("-")[2])
+        )
         if not prompts:
             words = "the engine knows those that run and the latest that have finished"
             raise ApiError(404, f"there is no request {repr(id)[:100]}; {words}", "id")
         return {"id": id, "prompts": prompts}
+
+    def stories(self, id: str, client: str) -> Iterable[list[dict[str, Any]]]:
+        """What each engine tells of the prompts of a request."""
+        return self.client.utility("explain_prompts", id, self.config.max_prompts, client).values()
 
     def _adapter(self, name: str) -> Module | None:
         """The adapter of this name; None: it is a name of the model. An `ApiError`, if it is neither."""

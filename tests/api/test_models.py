@@ -254,8 +254,10 @@ def test_the_list_has_states_and_a_limited_key_sees_its_models(models: Callable[
         world.http.get("/live?model=one", headers=key),
     ):
         assert "there is two" in refusal(response, 404)["message"]
+    world.enter("one", READY)
     world.enter("two", READY)
     assert world.http.post(COMPLETIONS, json={"model": "two", "prompt": "a"}, headers=key).status_code == 200
+    assert {*re.findall(r'model_name="(\w+)"', world.http.get("/metrics", headers=key).text)} == {"two"}
     assert world.http.get("/v1/models/two", headers=key).json["max_model_len"] == FACTS["max_model_len"]
 
 
@@ -285,6 +287,31 @@ def test_metrics_say_whose_they_are(models: Callable[..., Models]) -> None:
         r'^manta_num_requests_running{engine="0",model_name="(\w+)"} 3.0$', world.http.get("/metrics").text, re.M
     )
     assert found == [*NAMES]
+    assert not any(model.tokenizer for model in world.api.served.values())
+
+
+def test_an_engine_that_does_not_answer_does_not_hold_up_metrics(
+    models: Callable[..., Models], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("api.models.PATIENCE", 0.2)
+    world = models()
+    for name in NAMES:
+        world.enter(name, READY)
+    world.engines["one"], answered = LoadedEngine(), threading.Event()
+    world.engines["one"].utility = lambda *_: gevent.sleep(0.5) or answered.set() or {}  # type: ignore
+    text = world.http.get("/metrics").text
+    assert 'model_name="two"' in text and 'model_name="one"' not in text and not answered.is_set()
+
+
+def test_viewers_of_all_models_have_one_limit(models: Callable[..., Models]) -> None:
+    world = models(max_live_viewers=1)
+    for name in NAMES:
+        world.enter(name, READY)
+    watching = world.api.live("client", "one")
+    with pytest.raises(ApiError, match="1 viewers watch /live; at most 1"):
+        world.api.live("client", "two")
+    watching.close()
+    world.api.live("client", "two").close()
 
 
 def test_a_client_that_hangs_up_waits_no_more(models: Callable[..., Models]) -> None:
@@ -355,10 +382,40 @@ def test_a_line_of_a_batch_waits_where_a_load_has_failed(models: Callable[..., M
 
 
 def test_what_waits_counts_as_an_answer_in_flight(models: Callable[..., Models]) -> None:
-    world = models(max_queue=1)
+    """It counts with all its answers, and has room for them when its model is there."""
+    world = models(max_queue=4, request_timeout=3)
     world.api.answers.take("other", 1)
-    assert "at most 1 (max_queue)" in refusal(world.ask("one"), 429)["message"]
+    assert "6 would come; at most 4 (max_queue)" in refusal(world.ask("one", prompt=["a", "b"], n=3), 429)["message"]
     assert not world.asked("one")
+    seen: list[int] = []
+
+    def enter() -> None:
+        seen.append(world.api.board.in_flight)
+        world.api.answers.take("other", 1)  # as another process may
+        world.enter("one", READY)
+
+    world.later(enter)
+    assert len(world.ask("one", prompt=["a", "b", "c"]).json["choices"]) == 3
+    assert seen == [4] and world.api.board.in_flight == 2
+    world.enter("one", ABSENT)
+    world.later(world.enter, "one", READY)
+    assert world.http.post("/tokenize", json={"prompt": "To be", "model": "one"}).status_code == 200
+    assert world.api.board.in_flight == 2  # it had no answer
+
+
+def test_those_who_wait_for_a_model_leave_room_for_others(models: Callable[..., Models]) -> None:
+    world, client = models(max_queue=4), "client"
+    one, two = (ModelAnswers(world.api.answers, world.api.served[name]) for name in NAMES)
+    one.keep(client, 4)
+    assert not ModelAnswers(world.api.answers, world.api.served["one"]).has_room(client, 1)
+    assert two.has_room(client, 2) and not two.has_room(client, 3)
+
+
+def test_a_body_is_released_before_its_request_waits(models: Callable[..., Models]) -> None:
+    world, seen = models(), []
+    world.later(lambda: seen.append((world.asked("one"), sum(world.api.board.bytes))), seconds=0.1)
+    world.later(world.enter, "one", READY)
+    assert world.ask("one").status_code == 200 and seen == [(True, 0)]
 
 
 # --- a server with processes ------------------------------------------------------------------------------------------
