@@ -19,9 +19,8 @@ import queue
 import signal
 import socket
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from functools import partial
-from itertools import chain
 from typing import Any, cast
 
 import gevent
@@ -88,12 +87,7 @@ class ServedModel:
                 self.hang_up()
                 self.row.connected[self.board.mine] = True  # first, so that the parent sees it if it ends the model now
                 self.loads = self.row.loads
-                try:
-                    if self.row.state == READY:
-                        self.client = MPClient(self.address, 0, self.suspects)
-                finally:
-                    if not self.client:
-                        self.hang_up()
+                self.client = MPClient(self.address, 0, self.suspects)
             return self.client
 
     def current(self) -> Api | None:
@@ -288,7 +282,7 @@ class ModelsApi(Api):
             if not loaded:
                 there = ", ".join(model.name for model in models)
                 raise ApiError(400, f"model is missing; there is {there}", "model", "missing_required_parameter")
-            return latest(loaded)
+            return max(loaded, key=lambda model: model.row.begun)
         for model in models:
             if name == model.name:
                 return model
@@ -303,10 +297,10 @@ class ModelsApi(Api):
         fields = self.read(face, body, caller)
         del body  # it may be large
         caller.release()
-        model, begun = self._model_of(fields["model"], caller.client), time.monotonic()
-        answers = ModelAnswers(self.answers, model)
-        arrival = self._arrive(model, caller, answers, number_of_answers(fields))
-        run = partial(self._run, model, face, fields, caller, answers)
+        answers = ModelAnswers(self.answers, self._model_of(fields["model"], caller.client))
+        begun = time.monotonic()
+        arrival = self._arrive(answers, caller, number_of_answers(fields))
+        run = partial(self._run, answers, face, fields, caller)
         for words in arrival:
             if fields.get("stream") and time.monotonic() > begun + COMMENTS:
                 events = late_events(arrival, words, run, face)
@@ -316,29 +310,27 @@ class ModelsApi(Api):
                 return Events(events, stack.close)
         return run()
 
-    def _arrive(
-        self, model: ServedModel, caller: Caller, answers: ModelAnswers, count: int
-    ) -> Generator[str, None, None]:
+    def _arrive(self, answers: ModelAnswers, caller: Caller, count: int) -> Generator[str, None, None]:
         """See `ServedModel.arrive`; who waits has so many answers in flight, and keeps their room."""
-        if model.enter():
+        if answers.served.enter():
             return
         check_room(answers, count, caller)
         answers.keep(caller.client, count)
         try:
-            yield from model.arrive(caller, self.config.request_timeout)
+            yield from answers.served.arrive(caller, self.config.request_timeout)
         except BaseException:
             answers.keep(caller.client, 0)
             raise
 
     def _run(
-        self, model: ServedModel, face: Face, fields: dict[str, Any], caller: Caller, answers: ModelAnswers
+        self, answers: ModelAnswers, face: Face, fields: dict[str, Any], caller: Caller
     ) -> dict[str, Any] | Events:
         """Answer a request that the model has let in."""
         with contextlib.ExitStack() as stack:
-            stack.callback(model.count, -1)
+            stack.callback(answers.served.count, -1)
             stack.callback(answers.keep, caller.client, 0)
-            assert model.api
-            api = copy.copy(model.api)
+            assert answers.served.api
+            api = copy.copy(answers.served.api)
             api.answers = answers
             answer = api.answer_fields(face, fields, caller)
             if isinstance(answer, Events):
@@ -398,40 +390,32 @@ class ModelsApi(Api):
         """Whether requests are taken; what a model lacks is told to those who ask for it."""
         return {"status": "ok"}
 
-    def _ask_all(self, client: str, *call: Any) -> dict[str, dict[int, Any]]:
-        """What a utility returns, by name, for those of a client's models that are loaded and soon answer."""
+    def utility(self, method: str, *args: Any) -> dict[str, Any]:
+        """What a utility returns, by model, for those that are loaded and soon answer."""
+        results: dict[str, Any] = {}
 
-        def ask(model: ServedModel) -> dict[int, Any] | None:
+        def ask(model: ServedModel) -> None:
             with contextlib.suppress(EngineDeadError, TimeoutError):  # it is not loaded, or ends just now
-                return model.utility(*call)
-            return None
+                results[model.name] = model.utility(method, *args)[0]
 
-        jobs = {model.name: gevent.spawn(ask, model) for model in self._models_of(client)}
-        gevent.joinall([*jobs.values()], PATIENCE)
-        return {name: job.value for name, job in jobs.items() if job.value}
+        gevent.joinall([gevent.spawn(ask, model) for model in self.served.values()], PATIENCE)
+        return dict(results)
 
     def metrics(self, client: str) -> bytes:
-        engines = self._ask_all(client, "metrics")
+        results, names = self.utility("metrics"), [model.name for model in self._models_of(client)]
+        engines = {name: {0: results[name]} for name in names if name in results}
         return exposition(engines, self.board.counted(), self.config.metrics_prefix, several=True)
 
     def live(self, client: str, name: str | None = None) -> Events:
-        viewers = (self._model_of(name, client) if name else latest(self._models_of(client))).viewers
+        latest = max(self._models_of(client), key=lambda model: model.row.begun * (model.row.state == READY))
+        viewers = self._model_of(name or latest.name, client).viewers
         viewer = viewers.enter(client)
         return Events(viewers.events(viewer), partial(viewers.leave, viewer))
-
-    def stories(self, id: str, client: str) -> Iterable[list[dict[str, Any]]]:
-        stories = self._ask_all(client, "explain_prompts", id, self.config.max_prompts, client)
-        return chain.from_iterable(by_rank.values() for by_rank in stories.values())
-
-
-def latest(models: Iterable[ServedModel]) -> ServedModel:
-    """The model that was loaded last."""
-    return max(models, key=lambda model: model.row.begun * (model.row.state == READY))
 
 
 def number_of_answers(fields: dict[str, Any]) -> int:
     """How many answers a request seems to ask for, before its prompts are read."""
-    prompts = fields.get("prompt") or fields.get("input")
+    prompts: Any = fields.get("prompt") or fields.get("input")
     several = isinstance(prompts, list) and not isinstance(prompts[0], dict)  # as items of a conversation are
     return (len(prompts) if several else 1) * max(fields.get(name) or 1 for name in ("n", "best_of", "beam_width"))
 

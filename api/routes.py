@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import reprlib
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -130,17 +130,12 @@ class Api:
 
     def explain(self, id: str, client: str) -> dict[str, Any]:
         """Tell where the time of a request went, prompt by prompt."""
-        prompts = sorted(
-            itertools.chain(*self.stories(id, client)), key=lambda story: int(story["request_id"].rpartition("-")[2])
-        )
+        stories = self.client.utility("explain_prompts", id, self.config.max_prompts, client).values()
+        prompts = sorted(itertools.chain(*stories), key=lambda story: int(story["request_id"].rpartition("-")[2]))
         if not prompts:
             words = "the engine knows those that run and the latest that have finished"
             raise ApiError(404, f"there is no request {repr(id)[:100]}; {words}", "id")
         return {"id": id, "prompts": prompts}
-
-    def stories(self, id: str, client: str) -> Iterable[list[dict[str, Any]]]:
-        """What each engine tells of the prompts of a request."""
-        return self.client.utility("explain_prompts", id, self.config.max_prompts, client).values()
 
     def _adapter(self, name: str) -> Module | None:
         """The adapter of this name; None: it is a name of the model. An `ApiError`, if it is neither."""
