@@ -225,7 +225,7 @@ def engine_main() -> None:
     """Run the engine process."""
     parent = ParentPipe()
     config = EngineConfig(**parent.options)
-    name_process(f"engine {config.data_parallel_rank}")
+    name_process(config.engine_name)
     set_up(config.log_level, config.log_format)
     if config.distributed_executor_backend != "external_launcher":  # there it tells the other ranks, and then ends
         end_with_parent(signal.SIGKILL)
