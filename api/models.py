@@ -31,7 +31,7 @@ from api.checks import ApiError, Face, without_folders
 from api.generation import Caller, ClientGone, EngineClient, Events, as_api_error, check_room, watch
 from api.options import ServerConfig
 from api.replies import sse, typed_event
-from api.routes import Api, no_model
+from api.routes import Api, check_task, no_model
 from api.viewers import Viewers
 from observe.prometheus import exposition
 from processes.child import ABSENT, ASLEEP, DRAINING, READY, STARTING, Board, ClientShares
@@ -41,6 +41,7 @@ from processes.suspects import Suspects
 from tokenizer import Tokenizer
 
 LOOK = 0.05  # seconds between two looks at a model that is waited for
+LONGEST = 2**20  # tokens of a prompt, as long as some model's limit is not known
 PATIENCE = 2.0  # seconds within which engines answer what is asked of all of them
 COMMENTS = 5.0  # seconds until a stream that waits begins, and between two of its comments
 STATES = {ABSENT: "unloaded", STARTING: "loading", READY: "loaded", DRAINING: "unloading", ASLEEP: "asleep"}
@@ -67,7 +68,6 @@ class ServedModel:
         self.suspects, self.lock = Suspects(), RLock()
         self.waiting: dict[object, float] = {}  # since when each request waits
         self.running = 0
-        self.max_model_len = entry.config.max_model_len
         self.viewers = Viewers(cast(EngineClient, self), several.watching, self.board, lambda: {"model": self.card()})
 
     def card(self) -> dict[str, Any]:
@@ -107,8 +107,8 @@ class ServedModel:
                     if not self.tokenizer:
                         raise ApiError(503, f"{self.name}: {without_folders(trouble)}")
                 shared = self.board, self.adapters, self.several
+                self.row.max_model_len = facts["max_model_len"]
                 self.api = Api(client, self.tokenizer, facts, self.config, (self.name,), *shared)
-                self.max_model_len = facts["max_model_len"]
             return self.api
 
     def _read_tokenizer(self) -> tuple[Tokenizer | None, str]:
@@ -247,7 +247,10 @@ class ModelsApi(Api):
         policies = {engine.scheduling_policy for engine in configs}
         self.share(config, models.board, max(engine.max_num_seqs for engine in configs))
         self.names = [*models.entries]
-        self.facts = {"max_model_len": 2**31, "scheduling_policy": policies.pop() if len(policies) == 1 else "several"}
+        self.facts = {
+            "max_model_len": LONGEST,
+            "scheduling_policy": policies.pop() if len(policies) == 1 else "several",
+        }
         self.served = {
             name: ServedModel(entry, models.rows[name], models.ends[name][0], self, adapters[name])
             for name, entry in models.entries.items()
@@ -261,6 +264,7 @@ class ModelsApi(Api):
         """Hang up where an engine is to end, and wake the parent while somebody waits."""
         while True:
             gevent.sleep(2 * LOOK)
+            self.facts["max_model_len"] = max(model.row.max_model_len or LONGEST for model in self.served.values())
             if any([model.look() or model.waiting or model.row.unload for model in self.served.values()]):
                 os.kill(os.getppid(), signal.SIGCHLD)
 
@@ -297,7 +301,13 @@ class ModelsApi(Api):
         fields = self.read(face, body, caller)
         del body  # it may be large
         caller.release()
-        answers = ModelAnswers(self.answers, self._model_of(fields["model"], caller.client))
+        if (previous := fields.get("previous_response_id")) and not fields["model"]:
+            with contextlib.suppress(ApiError):  # `respond` refuses it
+                fields["model"] = self.store.response(caller.client, previous, {})["model"]  # type: ignore[index]
+        model = self._model_of(fields["model"], caller.client)
+        if (task := model.row.task.decode()) not in ("", "auto"):
+            check_task(face, task)
+        answers = ModelAnswers(self.answers, model)
         begun = time.monotonic()
         arrival = self._arrive(answers, caller, number_of_answers(fields))
         run = partial(self._run, answers, face, fields, caller)
@@ -379,7 +389,7 @@ class ModelsApi(Api):
         """The cards of a model and of its adapters, also of one of this `name` that is not listed."""
         card = model.card() | {
             "object": "model", "created": self.started, "owned_by": "manta", "root": model.name, "parent": None,
-            "max_model_len": model.max_model_len,
+            "max_model_len": model.row.max_model_len or None,
         }  # fmt: skip
         yield card
         named = model.adapters.find(name) if name else None

@@ -46,19 +46,20 @@ PATHS = (
          lambda api: stream(api.live(g.client, request.args.get("model")), api.config), "text/event-stream"),
     Path("GET", "/openapi.json", "openapi", "This document.",
          lambda api: reply(openapi(api.config.root_path, paths_of(api)))),
-    Path("GET", "/scale", "scaling", "How many engines there are, come and go.", lambda api: reply(scaling(api))),
     Path("GET", "/v1/responses/<id>", "response", "A stored response, or the events of one made in the background.",
          stored, query=READ_AGAIN),
     Path("GET", "/v1/responses/<id>/input_items", "input_items", "What it was made from, by pages.",
          lambda api, id: reply(api.store.page(g.client, id, request.args)), query=PAGE_OF_ITEMS),
-    Path("POST", "/scale", "scale", "Have so many engines.", lambda api: reply(scale(one_of(api))), body=ENGINES,
-         control=True),
     Path("DELETE", "/v1/responses/<id>", "delete_response", "Forget a stored response.",
          lambda api, id: reply(api.store.delete(g.client, id))),
     Path("POST", "/v1/responses/<id>/cancel", "cancel_response", "End a response that runs in the background.",
          lambda api, id: reply(api.store.cancel(g.client, id))),
     *BATCH_PATHS,
 )  # fmt: skip
+SCALE_PATHS = (  # of a server with one model
+    Path("GET", "/scale", "scaling", "How many engines there are, come and go.", lambda api: reply(scaling(api))),
+    Path("POST", "/scale", "scale", "Have so many engines.", lambda api: reply(scale(api)), body=ENGINES, control=True),
+)
 
 
 INFO_PATHS = (
@@ -71,4 +72,4 @@ def paths_of(api: Api) -> tuple[Path, ...]:
     """The paths that this server has."""
     info = INFO_PATHS if api.config.enable_tokenizer_info_endpoint else ()
     control = CONTROL_PATHS + (MODEL_PATHS if api.several else ()) if api.config.enable_control_routes else ()
-    return PATHS + info + control
+    return PATHS + (() if api.several else SCALE_PATHS) + info + control

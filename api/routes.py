@@ -83,10 +83,8 @@ class Api:
             caller.lora = request_of(module)
             caller.virtual = virtual_tokens(module) if self.facts["max_prompt_adapter_token"] else 0
         fields["model"] = module.name if module else fields["model"] or self.names[0]
-        task, policy = self.facts["task"], self.facts["scheduling_policy"]
-        if face.tasks and task not in face.tasks:
-            needed = " or ".join(face.tasks)
-            raise ApiError(400, f"this server's task is {task}; this route needs {needed} (--task)", "model")
+        policy = self.facts["scheduling_policy"]
+        check_task(face, self.facts["task"])
         if face.tasks and fields["priority"] and policy != "priority":
             words = f"priority is {fields['priority']}; under the policy {policy} it must be 0"
             raise ApiError(400, words, "priority")
@@ -144,6 +142,13 @@ class Api:
         if module := self.adapters.find(name):
             return module
         raise no_model(name, [*self.names, *self.adapters.given()])  # those in `lora_dir` would have to be looked for
+
+
+def check_task(face: Face, task: str) -> None:
+    """Refuse a request of a face that a model of this task does not have."""
+    if face.tasks and task not in face.tasks:
+        needed = " or ".join(face.tasks)
+        raise ApiError(400, f"this server's task is {task}; this route needs {needed} (--task)", "model")
 
 
 def no_model(name: str, names: Sequence[str]) -> ApiError:

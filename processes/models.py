@@ -59,7 +59,7 @@ class ModelRow(ctypes.Structure):
         loads, ends: how often it became READY, and how often its engine has ended.
         place: in the queue of models that wait for memory, from 1 on.
         begun: when it came into its state.
-        need: the bytes that it takes, once they are known.
+        need, max_model_len, task: the bytes that it takes, and these options of its, once they are known.
         refused_until, status, why: until when requests for it are refused, and how.
         folder: where its files are, once it was found.
         unload: whether it is to end.
@@ -74,6 +74,8 @@ class ModelRow(ctypes.Structure):
     place: int
     begun: float
     need: int
+    max_model_len: int
+    task: bytes
     refused_until: float
     status: int
     why: bytes
@@ -85,7 +87,8 @@ class ModelRow(ctypes.Structure):
     used: MutableSequence[float]
     _fields_ = (
         ("state", ctypes.c_int64), ("loads", ctypes.c_int64), ("ends", ctypes.c_int64), ("place", ctypes.c_int64),
-        ("begun", ctypes.c_double), ("need", ctypes.c_int64), ("refused_until", ctypes.c_double),
+        ("begun", ctypes.c_double), ("need", ctypes.c_int64), ("max_model_len", ctypes.c_int64),
+        ("task", ctypes.c_char * 16), ("refused_until", ctypes.c_double),
         ("status", ctypes.c_int64), ("why", ctypes.c_char * 1024), ("folder", ctypes.c_char * 4096),
         ("unload", ctypes.c_bool), ("asked", ctypes.c_double * Board.PLACES),
         ("connected", ctypes.c_bool * Board.PLACES), ("running", ctypes.c_int64 * Board.PLACES),

@@ -30,11 +30,13 @@ from engine import LLM
 from processes.child import ABSENT, ASLEEP, DRAINING, READY, STARTING
 from processes.models import ModelBoard, ModelEntry
 from sampling_params import SamplingParams
-from scripted import BODIES, CHAT, COMPLETIONS, FACTS, ScriptedClient, events, refusal
+from scripted import BODIES, CHAT, COMPLETIONS, FACTS, MISSING, ScriptedClient, events, refusal
 from served import Reader, Server, api_of, eventually, serving
 from server import create_app
 
 NAMES = ("one", "two")
+RESPONSES = "/v1/responses"
+SHORT = {"max_tokens": MISSING, "max_output_tokens": 4}
 CONTROL = {"enable_control_routes": True}
 
 
@@ -90,9 +92,8 @@ class Models:
         self.timers[-1].start()
 
     def ask(self, name: str | None, path: str = COMPLETIONS, **fields: Any) -> Any:
-        return self.http.post(
-            path, json=BODIES.get(path, {}) | {"max_tokens": 4} | fields | ({"model": name} if name else {})
-        )
+        body = BODIES.get(path, {}) | {"max_tokens": 4} | fields | ({"model": name} if name else {})
+        return self.http.post(path, json={key: value for key, value in body.items() if value is not MISSING})
 
     def asked(self, name: str) -> bool:
         return any(self.rows[name].asked)
@@ -303,6 +304,33 @@ def test_an_engine_that_does_not_answer_does_not_hold_up_metrics(
     assert 'model_name="two"' in text and 'model_name="one"' not in text and not answered.is_set()
 
 
+def test_what_is_known_of_a_model_refuses_before_it_is_loaded(models: Callable[..., Models]) -> None:
+    world, longest = models(request_timeout=3), 200_000
+    world.rows["one"].task = b"embed"
+    assert "task is embed; this route needs generate" in refusal(world.ask("one"))["message"]
+    assert not world.asked("one")
+    for name in NAMES:
+        world.rows[name].max_model_len = longest
+    gevent.sleep(0.15)  # the look at the rows
+    mistake = refusal(world.ask("two", prompt=[1] * 2**18 + [1, 2]))
+    assert f"maximum context length is {longest}" in mistake["message"]
+
+
+def test_a_response_goes_to_the_model_of_the_one_before(models: Callable[..., Models]) -> None:
+    world = models()
+    for name in NAMES:
+        world.enter(name, READY)
+    first = world.ask("one", RESPONSES, input="Hi", **SHORT).json
+    later = world.ask(None, RESPONSES, input="And?", previous_response_id=first["id"], **SHORT)
+    assert later.json["model"] == "one" and world.ask(None).json["model"] == "two"
+    unknown = world.ask(None, RESPONSES, input="And?", previous_response_id="resp_x", **SHORT)
+    assert refusal(unknown)["code"] == "previous_response_not_found"
+
+
+def test_engines_do_not_scale_where_there_are_several_models(models: Callable[..., Models]) -> None:
+    assert models(**CONTROL).http.get("/scale").status_code == 404
+
+
 def test_viewers_of_all_models_have_one_limit(models: Callable[..., Models]) -> None:
     world = models(max_live_viewers=1)
     for name in NAMES:
@@ -502,6 +530,8 @@ def test_three_models_in_memory_for_two(tmp_path: Path, alone: dict[str, list[st
             large = clients.submit(server.post, COMPLETIONS, QUESTION | {"model": "large"})
             texts = [*clients.map(lambda name: answer_of(server, name), order)]
         assert texts == [alone[name][0] for name in order]
+        titles = {Path(f"/proc/{pid}/cmdline").read_text() for pid in server.family()}
+        assert any(title.startswith("manta: worker 0 of engine t") for title in titles)  # two or three
         assert broken.result()[0] == 503 and "missing" in broken.result()[1]
         assert large.result()[0] == 400 and re.search(
             r"needs [\d.]+ GiB of memory, and the models may take 1.70", large.result()[1]
