@@ -260,7 +260,7 @@ class EngineConfig:
     expert_rendezvous: str = option("", "")  # a file by which the ranks of engines that share experts meet
     lockstep: bool = option(False, "")  # these engines step together in waves, as a model with experts needs it
     beside_server: bool = option(False, "")  # whether a server's processes share the cores; set where they start
-    served_as: str = option("", "")  # the model's name, where a server has several
+    served_as: str = option("", "")  # the name of this engine, where there are several, in the log and in `ps`
     num_host_blocks: int | None = option(None, "")  # instead of what fits; set where workers are started anew,
     num_host_states: int | None = option(None, "")  # as is this
     weights: str = option("", "")  # folder or file that `update_weights` has put in the place of the model's own,
@@ -284,11 +284,6 @@ class EngineConfig:
         if self.snapshot and not os.path.isabs(self.model):
             return self.model.removeprefix("ollama:")
         return os.path.basename(os.path.abspath(self.model)).removesuffix(".gguf")
-
-    @property
-    def engine_name(self) -> str:
-        """The engine's name in the log and in `ps`."""
-        return f"engine {self.served_as or self.data_parallel_rank}"
 
     @property
     def token_budget(self) -> int:

@@ -19,6 +19,7 @@ import queue
 import signal
 import socket
 import time
+from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from typing import Any, cast
@@ -41,7 +42,7 @@ from processes.suspects import Suspects
 from tokenizer import Tokenizer
 
 LOOK = 0.05  # seconds between two looks at a model that is waited for
-LONGEST = 2**20  # tokens of a prompt, as long as some model's limit is not known
+LIMIT = 2**20  # tokens of a prompt, as long as some model's limit is not known
 PATIENCE = 2.0  # seconds within which engines answer what is asked of all of them
 COMMENTS = 5.0  # seconds until a stream that waits begins, and between two of its comments
 STATES = {ABSENT: "unloaded", STARTING: "loading", READY: "loaded", DRAINING: "unloading", ASLEEP: "asleep"}
@@ -212,27 +213,27 @@ def looks(board: Board, caller: Caller, timeout: float, late: str) -> Generator[
 
 
 class ModelAnswers(ClientShares):
-    """The answers in flight of all models, for one request, whose answers hold its model's engine.
+    """The answers in flight of all models, as one request sees them: its answers hold its model's engine.
 
-    A client has a share of its own for each model, so that those who wait for one are not in the way of others. What is
-    kept for a request while it waits is there for its answers.
+    A client has a share for each model, so that who waits for one is not in the way of others. A request that waits
+    keeps room for its answers.
     """
 
-    def __init__(self, shared: ClientShares, served: ServedModel):
+    def __init__(self, shared: ClientShares, served: ServedModel, client: str):
         self.shared, self.served, self.kept = shared, served, 0
-        self.limit, self.counts = shared.limit, shared.counts
+        self.limit, self.counts, self.whose = shared.limit, shared.counts, f"{client} {served.name}"
 
     def has_room(self, client: str, more: int = 0) -> bool:
-        return more <= self.kept or self.shared.has_room(f"{client} {self.served.name}", more - self.kept)
+        return more <= self.kept or self.shared.has_room(self.whose, more - self.kept)
 
-    def keep(self, client: str, count: int) -> None:
+    def keep(self, count: int) -> None:
         """Keep room for so many answers, instead of what was kept before."""
-        self.shared.take(f"{client} {self.served.name}", count - self.kept)
+        self.shared.take(self.whose, count - self.kept)
         self.kept = count
 
     def take(self, client: str, amount: int) -> None:
-        self.keep(client, 0)
-        self.shared.take(f"{client} {self.served.name}", amount)
+        self.shared.take(self.whose, amount - self.kept)
+        self.kept = 0
         self.served.count(amount)
 
 
@@ -247,24 +248,22 @@ class ModelsApi(Api):
         policies = {engine.scheduling_policy for engine in configs}
         self.share(config, models.board, max(engine.max_num_seqs for engine in configs))
         self.names = [*models.entries]
-        self.facts = {
-            "max_model_len": LONGEST,
-            "scheduling_policy": policies.pop() if len(policies) == 1 else "several",
-        }
+        self.facts = {"max_model_len": LIMIT, "scheduling_policy": policies.pop() if len(policies) == 1 else "several"}
         self.served = {
             name: ServedModel(entry, models.rows[name], models.ends[name][0], self, adapters[name])
             for name, entry in models.entries.items()
         }
         self.client = cast(EngineClient, self)  # as far as the server asks for all of them
-        keys = [line.split() for line in config.models_of_key]
-        self.allowed = {self.board.tag("key", key): {*names} for key, *names in keys}  # names of models, by client
+        self.allowed: defaultdict[str, set[str]] = defaultdict(set)  # names of models, by client
+        for key, *names in map(str.split, config.models_of_key):
+            self.allowed[self.board.tag("key", key)].update(names)
         gevent.spawn(self._look)
 
     def _look(self) -> None:
         """Hang up where an engine is to end, and wake the parent while somebody waits."""
         while True:
             gevent.sleep(2 * LOOK)
-            self.facts["max_model_len"] = max(model.row.max_model_len or LONGEST for model in self.served.values())
+            self.facts["max_model_len"] = max(model.row.max_model_len or LIMIT for model in self.served.values())
             if any([model.look() or model.waiting or model.row.unload for model in self.served.values()]):
                 os.kill(os.getppid(), signal.SIGCHLD)
 
@@ -304,11 +303,9 @@ class ModelsApi(Api):
         if (previous := fields.get("previous_response_id")) and not fields["model"]:
             with contextlib.suppress(ApiError):  # `respond` refuses it
                 fields["model"] = self.store.response(caller.client, previous, {})["model"]  # type: ignore[index]
-        model = self._model_of(fields["model"], caller.client)
-        if (task := model.row.task.decode()) not in ("", "auto"):
-            check_task(face, task)
-        answers = ModelAnswers(self.answers, model)
-        begun = time.monotonic()
+        model, begun = self._model_of(fields["model"], caller.client), time.monotonic()
+        check_task(face, model.row.task.decode())
+        answers = ModelAnswers(self.answers, model, caller.client)
         arrival = self._arrive(answers, caller, number_of_answers(fields))
         run = partial(self._run, answers, face, fields, caller)
         for words in arrival:
@@ -325,24 +322,22 @@ class ModelsApi(Api):
         if answers.served.enter():
             return
         check_room(answers, count, caller)
-        answers.keep(caller.client, count)
+        answers.keep(count)
         try:
             yield from answers.served.arrive(caller, self.config.request_timeout)
         except BaseException:
-            answers.keep(caller.client, 0)
+            answers.keep(0)
             raise
 
-    def _run(
-        self, answers: ModelAnswers, face: Face, fields: dict[str, Any], caller: Caller
-    ) -> dict[str, Any] | Events:
+    def _run(self, answers: ModelAnswers, face: Face, fields: dict[str, Any], by: Caller) -> dict[str, Any] | Events:
         """Answer a request that the model has let in."""
         with contextlib.ExitStack() as stack:
             stack.callback(answers.served.count, -1)
-            stack.callback(answers.keep, caller.client, 0)
+            stack.callback(answers.keep, 0)
             assert answers.served.api
             api = copy.copy(answers.served.api)
             api.answers = answers
-            answer = api.answer_fields(face, fields, caller)
+            answer = api.answer_fields(face, fields, by)
             if isinstance(answer, Events):
                 stack.callback(answer.close)
                 return Events(answer.events, stack.pop_all().close)

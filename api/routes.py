@@ -145,8 +145,8 @@ class Api:
 
 
 def check_task(face: Face, task: str) -> None:
-    """Refuse a request of a face that a model of this task does not have."""
-    if face.tasks and task not in face.tasks:
+    """Refuse a request of a face that a model of this task, if it is known, does not have."""
+    if face.tasks and task not in (*face.tasks, "", "auto"):
         needed = " or ".join(face.tasks)
         raise ApiError(400, f"this server's task is {task}; this route needs {needed} (--task)", "model")
 

@@ -231,7 +231,7 @@ def test_answers_hold_the_engine_as_long_as_they_are_in_flight(models: Callable[
     world = models()
     world.enter("one", READY)
     world.ask("one")
-    answers = ModelAnswers(world.api.answers, world.api.served["one"])
+    answers = ModelAnswers(world.api.answers, world.api.served["one"], "client")
     answers.take("client", 2)
     assert sum(world.rows["one"].running) == world.api.board.in_flight == 2
     answers.take("client", -2)
@@ -239,9 +239,11 @@ def test_answers_hold_the_engine_as_long_as_they_are_in_flight(models: Callable[
 
 
 def test_the_list_has_states_and_a_limited_key_sees_its_models(models: Callable[..., Models]) -> None:
-    world = models(api_key=("all", "little"), models_of_key=("little two",))
+    world = models(api_key=("all", "little", "both"), models_of_key=("little two", "both one", "both two"))
     world.enter("one", STARTING)
     world.rows["two"].place, world.rows["two"].need = 1, 2**30
+    both = world.http.get("/v1/models", headers={"Authorization": "Bearer both"}).json["data"]
+    assert [card["id"] for card in both] == [*NAMES]  # it has two lines
     key = {"Authorization": "Bearer all"}
     cards = world.http.get("/v1/models", headers=key).json["data"]
     assert [(card["id"], card["state"], card["place"], card["memory_bytes"]) for card in cards] == [
@@ -433,9 +435,9 @@ def test_what_waits_counts_as_an_answer_in_flight(models: Callable[..., Models])
 
 def test_those_who_wait_for_a_model_leave_room_for_others(models: Callable[..., Models]) -> None:
     world, client = models(max_queue=4), "client"
-    one, two = (ModelAnswers(world.api.answers, world.api.served[name]) for name in NAMES)
-    one.keep(client, 4)
-    assert not ModelAnswers(world.api.answers, world.api.served["one"]).has_room(client, 1)
+    one, two = (ModelAnswers(world.api.answers, world.api.served[name], client) for name in NAMES)
+    one.keep(4)
+    assert not ModelAnswers(world.api.answers, world.api.served["one"], client).has_room(client, 1)
     assert two.has_room(client, 2) and not two.has_room(client, 3)
 
 
