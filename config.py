@@ -258,6 +258,7 @@ class EngineConfig:
     expert_rendezvous: str = option("", "")  # a file by which the ranks of engines that share experts meet
     lockstep: bool = option(False, "")  # these engines step together in waves, as a model with experts needs it
     beside_server: bool = option(False, "")  # whether a server's processes share the cores; set where they start
+    served_as: str = option("", "")  # the name of this engine, where there are several, in the log and in `ps`
     num_host_blocks: int | None = option(None, "")  # instead of what fits; set where workers are started anew,
     num_host_states: int | None = option(None, "")  # as is this
     weights: str = option("", "")  # folder or file that `update_weights` has put in the place of the model's own,

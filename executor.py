@@ -466,7 +466,7 @@ def worker_main(
 ) -> None:
     """Run a worker's process, until it is killed or its parent ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the parent to act on
-    name_process(f"worker {rank}" + (f" of engine {config.data_parallel_rank}" if config.max_engines > 1 else ""))
+    name_process(f"worker {rank}" + (f" of engine {config.served_as}" if config.served_as else ""))
     set_up(config.log_level, config.log_format)
     threading.Thread(target=leave_with_parent, daemon=True).start()
     if config.beside_server:  # whose main thread starts workers; a script's thread may end before the script

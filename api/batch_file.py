@@ -307,7 +307,7 @@ class BatchRun:
                 while self.api.client.trouble:
                     gevent.sleep(LOOK / 10)
                 try:
-                    answer = self.api.answer(line.face, fields, caller := Caller(name, self.client))
+                    answer = self.api.answer(line.face, fields, caller := Caller(name, self.client, patient=True))
                 except EngineDeadError as error:
                     if attempt == ATTEMPTS:
                         raise ApiError(503, f"{error}; it was so {ATTEMPTS} times when this line was run") from None

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Annotated, Any
 
-import gevent
 from flask import Response, g, request
 from msgspec import Meta
 
@@ -172,7 +171,7 @@ def unload(api: ModelsApi, model: str) -> dict[str, Any]:
 
 
 def this_caller() -> Caller:
-    return Caller(g.name, g.client, getattr(gevent.getcurrent(), "response", None))
+    return Caller(g.name, g.client, request.environ.get("gunicorn.socket"))
 
 
 def guarded(

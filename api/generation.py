@@ -23,6 +23,7 @@ from api.prompts import Prompt, Reading, structure_of
 from observe.logs import logger
 from outputs import Abort, Choices, Vector
 from plan import EngineCoreRequest, EngineOutput
+from processes.child import ClientShares
 from processes.client import EngineDeadError, MPClient, Stream
 from processes.routing import DPClient
 from sampling_params import LoRARequest, SamplingParams
@@ -59,6 +60,7 @@ class Caller:
     lora: LoRARequest | None = None  # the adapter that it has named as its model
     virtual: int = 0  # tokens that this puts before each prompt
     retention: int = 0  # see `EngineCoreRequest`
+    patient: bool = False  # waits on where a model could not be loaded, as a batch does
 
 
 class ClientGone(Exception):
@@ -229,17 +231,17 @@ def log_request(
 # --- making texts -----------------------------------------------------------------------------------------------------
 
 
-def check_room(api: Api, answers: int, caller: Caller) -> None:
+def check_room(in_flight: ClientShares, answers: int, caller: Caller) -> None:
     """Refuse a request if the server has no room for so many answers more."""
-    if not api.answers.has_room(caller.client, answers):
-        message = f"{api.board.in_flight} answers are in flight and {answers} would come"
-        raise ApiError(429, f"{message}; at most {api.answers.limit} (max_queue)")
+    if not in_flight.has_room(caller.client, answers):
+        message = f"{sum(in_flight.counts)} answers are in flight and {answers} would come"
+        raise ApiError(429, f"{message}; at most {in_flight.limit} (max_queue)")
 
 
 @contextlib.contextmanager
 def admitted(api: Api, answers: int, caller: Caller) -> Iterator[None]:
     """A context in which so many answers are in flight, if there may be as many; the body is no longer needed."""
-    check_room(api, answers, caller)
+    check_room(api.answers, answers, caller)
     caller.release()
     api.answers.take(caller.client, answers)
     try:

@@ -13,11 +13,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import math
 import os
 import queue
 import signal
 import socket
 import time
+from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from typing import Any, cast
@@ -30,16 +32,18 @@ from api.checks import ApiError, Face, without_folders
 from api.generation import Caller, ClientGone, EngineClient, Events, as_api_error, check_room, watch
 from api.options import ServerConfig
 from api.replies import sse, typed_event
-from api.routes import Api, no_model
+from api.routes import Api, check_task, no_model
 from api.viewers import Viewers
 from observe.prometheus import exposition
 from processes.child import ABSENT, ASLEEP, DRAINING, READY, STARTING, Board, ClientShares
 from processes.client import EngineDeadError, MPClient, Stream
-from processes.models import ModelBoard, ModelEntry, ModelRow, ModelSet
+from processes.models import ModelEntry, ModelRow, ModelSet
 from processes.suspects import Suspects
 from tokenizer import Tokenizer
 
 LOOK = 0.05  # seconds between two looks at a model that is waited for
+LIMIT = 2**20  # tokens of a prompt, as long as some model's limit is not known
+PATIENCE = 2.0  # seconds within which engines answer what is asked of all of them
 COMMENTS = 5.0  # seconds until a stream that waits begins, and between two of its comments
 STATES = {ABSENT: "unloaded", STARTING: "loading", READY: "loaded", DRAINING: "unloading", ASLEEP: "asleep"}
 
@@ -53,11 +57,11 @@ class ServedModel:
     """
 
     def __init__(
-        self, entry: ModelEntry, row: ModelRow, address: socket.socket, config: ServerConfig, board: ModelBoard,
-        adapters: AdapterNames,
-    ):  # fmt: skip
-        self.entry, self.row, self.address = entry, row, address
-        self.config, self.board, self.adapters = dataclasses.replace(config, **entry.served), board, adapters
+        self, entry: ModelEntry, row: ModelRow, address: socket.socket, several: ModelsApi, adapters: AdapterNames
+    ):
+        self.entry, self.name, self.row, self.address = entry, entry.name, row, address
+        self.several, self.board, self.adapters = several, several.board, adapters
+        self.config = dataclasses.replace(several.config, **entry.served)
         self.api: Api | None = None
         self.client: MPClient | None = None
         self.tokenizer: Tokenizer | None = None  # as long as the engine is the same, be it asleep or not
@@ -65,13 +69,7 @@ class ServedModel:
         self.suspects, self.lock = Suspects(), RLock()
         self.waiting: dict[object, float] = {}  # since when each request waits
         self.running = 0
-        self.max_model_len = entry.config.max_model_len
-        self.viewers = Viewers(cast(EngineClient, self), config, board, lambda: {"model": self.card()})
-
-    @property
-    def name(self) -> str:
-        """The name that requests give as their model."""
-        return self.entry.name
+        self.viewers = Viewers(cast(EngineClient, self), several.watching, self.board, lambda: {"model": self.card()})
 
     def card(self) -> dict[str, Any]:
         """The model's name and state, as `/v1/models` and `/live` show them."""
@@ -83,6 +81,16 @@ class ServedModel:
 
     # --- the connection to its engine -----------------------------------------------------------------------------
 
+    def connect(self) -> MPClient | None:
+        """The connection to its engine; None if it is not loaded."""
+        with self.lock:
+            if self.row.state == READY and not (self.client and self.loads == self.row.loads):
+                self.hang_up()
+                self.row.connected[self.board.mine] = True  # first, so that the parent sees it if it ends the model now
+                self.loads = self.row.loads
+                self.client = MPClient(self.address, 0, self.suspects)
+            return self.client
+
     def current(self) -> Api | None:
         """What answers for the model, connected to its engine; None if it is not loaded.
 
@@ -91,29 +99,18 @@ class ServedModel:
             EngineDeadError, TimeoutError: the engine does not answer.
         """
         with self.lock:
-            if self.row.state == READY and not (self.api and self.loads == self.row.loads):
-                self.hang_up()
-                self.row.connected[self.board.mine] = True  # first, so that the parent sees it if it ends the model now
-                try:
-                    if self.row.state == READY:
-                        self._connect()
-                finally:
-                    if not self.api:
-                        self.hang_up()
+            if (client := self.connect()) and not self.api:
+                (facts,) = client.utility("facts").values()
+                facts |= {"options": dataclasses.asdict(self.entry.config)}
+                if not self.tokenizer or self.ends != self.row.ends:
+                    self.ends = self.row.ends
+                    self.tokenizer, trouble = gevent.get_hub().threadpool.apply(self._read_tokenizer)
+                    if not self.tokenizer:
+                        raise ApiError(503, f"{self.name}: {without_folders(trouble)}")
+                shared = self.board, self.adapters, self.several
+                self.row.max_model_len = facts["max_model_len"]
+                self.api = Api(client, self.tokenizer, facts, self.config, (self.name,), *shared)
             return self.api
-
-    def _connect(self) -> None:
-        loads = self.row.loads
-        self.client = MPClient(self.address, 0, self.suspects)
-        (facts,) = self.client.utility("facts").values()
-        if not self.tokenizer or self.ends != self.row.ends:
-            self.ends = self.row.ends
-            self.tokenizer, trouble = gevent.get_hub().threadpool.apply(self._read_tokenizer)
-            if not self.tokenizer:
-                raise ApiError(503, f"{self.name}: {without_folders(trouble)}")
-        facts |= {"options": dataclasses.asdict(self.entry.config)}
-        self.api = Api(self.client, self.tokenizer, facts, self.config, (self.name,), self.board, self.adapters)
-        self.loads, self.max_model_len = loads, facts["max_model_len"]
 
     def _read_tokenizer(self) -> tuple[Tokenizer | None, str]:
         """The tokenizer, or why there is none: gevent would write the traceback of what a thread raises to stderr."""
@@ -141,9 +138,9 @@ class ServedModel:
 
     def utility(self, method: str, *args: Any) -> dict[int, Any]:
         """Call one of the engine's utilities; an EngineDeadError if the model is not loaded."""
-        if not (api := self.current()):
+        if not (client := self.connect()):
             raise EngineDeadError(f"{self.name} is {STATES[self.row.state]}")
-        return api.client.utility(method, *args)
+        return client.utility(method, *args)
 
     # --- requests -------------------------------------------------------------------------------------------------
 
@@ -157,33 +154,35 @@ class ServedModel:
     def enter(self) -> bool:
         """Count a request that is about to run; False, and no count, if the model is not there for new ones."""
         self.count(1)  # first, so that the engine does not end between the look and the request
-        if self.api and self.row.state == READY and self.loads == self.row.loads:
+        if self.api and self.row.state == READY and self.loads == self.row.loads and not self.api.client.trouble:
             return True
         self.count(-1)
         return False
 
     def arrive(self, caller: Caller, timeout: float) -> Iterator[str]:
-        """Wait until `enter` lets a request in, and yield what it waits for meanwhile. Errors are those of `looks` and
-        `current`, and an ApiError where the model cannot be loaded."""
-        self._check_refusal()  # first, so that nothing makes room for what is refused
+        """Wait until `enter` lets a request in, and yield what it waits for meanwhile. Errors are those of `looks`, and
+        an ApiError where the model cannot be loaded; a patient caller gets that after `timeout` alone."""
+        limit, patient_until = (math.inf, time.monotonic() + timeout) if caller.patient else (timeout, 0.0)
+        self._check_refusal(patient_until)  # first, so that nothing makes room for what is refused
         me = object()
         self.waiting[me] = time.monotonic()
         self._tell()
         try:
-            with contextlib.closing(looks(self.board, caller, timeout, f"{self.name} was not loaded")) as waits:
+            with contextlib.closing(looks(self.board, caller, limit, f"{self.name} was not loaded")) as waits:
                 for _ in waits:
-                    self.current()
+                    with contextlib.suppress(EngineDeadError, TimeoutError):  # it has a successor soon
+                        self.current()
                     if self.enter():
                         return
-                    self._check_refusal()
+                    self._check_refusal(patient_until)
                     doing = "loading" if self.row.state == STARTING else "waiting for"
                     yield f"{doing} {self.name}" + f", place {self.row.place}" * bool(self.row.place)
         finally:
             del self.waiting[me]
             self._tell()
 
-    def _check_refusal(self) -> None:
-        if why := self.card()["error"]:
+    def _check_refusal(self, patient_until: float) -> None:
+        if (why := self.card()["error"]) and (self.row.status != 503 or time.monotonic() > patient_until):
             raise ApiError(self.row.status, f"{self.name} cannot be loaded: {why}", "model")
 
     def _tell(self) -> None:
@@ -198,7 +197,7 @@ def looks(board: Board, caller: Caller, timeout: float, late: str) -> Generator[
         ClientGone: the caller has hung up.
     """
     end, news = time.monotonic() + timeout, Stream()
-    watcher = gevent.spawn(watch, caller.remote, news) if caller.remote else None
+    watcher = gevent.spawn(watch, caller.sock, news) if caller.sock else None
     try:
         while True:
             yield
@@ -214,16 +213,27 @@ def looks(board: Board, caller: Caller, timeout: float, late: str) -> Generator[
 
 
 class ModelAnswers(ClientShares):
-    """The answers in flight of all models, each of which also holds its own model's engine."""
+    """The answers in flight of all models, as one request sees them: its answers hold its model's engine.
 
-    def __init__(self, shared: ClientShares, served: ServedModel):
-        self.shared, self.served, self.limit = shared, served, shared.limit
+    A client has a share for each model, so that who waits for one is not in the way of others. A request that waits
+    keeps room for its answers.
+    """
+
+    def __init__(self, shared: ClientShares, served: ServedModel, client: str):
+        self.shared, self.served, self.kept = shared, served, 0
+        self.limit, self.counts, self.whose = shared.limit, shared.counts, f"{client} {served.name}"
 
     def has_room(self, client: str, more: int = 0) -> bool:
-        return self.shared.has_room(client, more)
+        return more <= self.kept or self.shared.has_room(self.whose, more - self.kept)
+
+    def keep(self, count: int) -> None:
+        """Keep room for so many answers, instead of what was kept before."""
+        self.shared.take(self.whose, count - self.kept)
+        self.kept = count
 
     def take(self, client: str, amount: int) -> None:
-        self.shared.take(client, amount)
+        self.shared.take(self.whose, amount - self.kept)
+        self.kept = 0
         self.served.count(amount)
 
 
@@ -238,20 +248,22 @@ class ModelsApi(Api):
         policies = {engine.scheduling_policy for engine in configs}
         self.share(config, models.board, max(engine.max_num_seqs for engine in configs))
         self.names = [*models.entries]
-        self.facts = {"max_model_len": 2**31, "scheduling_policy": policies.pop() if len(policies) == 1 else "several"}
+        self.facts = {"max_model_len": LIMIT, "scheduling_policy": policies.pop() if len(policies) == 1 else "several"}
         self.served = {
-            name: ServedModel(entry, models.rows[name], models.ends[name][0], config, models.board, adapters[name])
+            name: ServedModel(entry, models.rows[name], models.ends[name][0], self, adapters[name])
             for name, entry in models.entries.items()
         }
         self.client = cast(EngineClient, self)  # as far as the server asks for all of them
-        keys = [line.split() for line in config.models_of_key]
-        self.allowed = {self.board.tag("key", key): {*names} for key, *names in keys}  # names of models, by client
+        self.allowed: defaultdict[str, set[str]] = defaultdict(set)  # names of models, by client
+        for key, *names in map(str.split, config.models_of_key):
+            self.allowed[self.board.tag("key", key)].update(names)
         gevent.spawn(self._look)
 
     def _look(self) -> None:
         """Hang up where an engine is to end, and wake the parent while somebody waits."""
         while True:
             gevent.sleep(2 * LOOK)
+            self.facts["max_model_len"] = max(model.row.max_model_len or LIMIT for model in self.served.values())
             if any([model.look() or model.waiting or model.row.unload for model in self.served.values()]):
                 os.kill(os.getppid(), signal.SIGCHLD)
 
@@ -287,37 +299,45 @@ class ModelsApi(Api):
     def answer(self, face: Face, body: dict[str, Any], caller: Caller) -> dict[str, Any] | Events:
         fields = self.read(face, body, caller)
         del body  # it may be large
+        caller.release()
+        if (previous := fields.get("previous_response_id")) and not fields["model"]:
+            with contextlib.suppress(ApiError):  # `respond` refuses it
+                fields["model"] = self.store.response(caller.client, previous, {})["model"]
         model, begun = self._model_of(fields["model"], caller.client), time.monotonic()
-        arrival = self._arrive(model, caller)
+        check_task(face, model.row.task.decode())
+        answers = ModelAnswers(self.answers, model, caller.client)
+        arrival = self._arrive(answers, caller, number_of_answers(fields))
+        run = partial(self._run, answers, face, fields, caller)
         for words in arrival:
             if fields.get("stream") and time.monotonic() > begun + COMMENTS:
-                events = late_events(arrival, words, partial(self._run, model, face, fields, caller), face)
+                events = late_events(arrival, words, run, face)
                 stack = contextlib.ExitStack()
                 stack.callback(arrival.close)
                 stack.callback(events.close)
                 return Events(events, stack.close)
-        return self._run(model, face, fields, caller)
+        return run()
 
-    def _arrive(self, model: ServedModel, caller: Caller) -> Generator[str, None, None]:
-        """See `ServedModel.arrive`; who waits counts as an answer in flight."""
-        if model.enter():
+    def _arrive(self, answers: ModelAnswers, caller: Caller, count: int) -> Generator[str, None, None]:
+        """See `ServedModel.arrive`; who waits has so many answers in flight, and keeps their room."""
+        if answers.served.enter():
             return
-        check_room(self, 1, caller)
-        self.answers.take(caller.client, 1)
+        check_room(answers, count, caller)
+        answers.keep(count)
         try:
-            yield from model.arrive(caller, self.config.request_timeout)
-        finally:
-            self.answers.take(caller.client, -1)
+            yield from answers.served.arrive(caller, self.config.request_timeout)
+        except BaseException:
+            answers.keep(0)
+            raise
 
-    def _run(self, model: ServedModel, face: Face, fields: dict[str, Any], caller: Caller) -> dict[str, Any] | Events:
+    def _run(self, answers: ModelAnswers, face: Face, fields: dict[str, Any], by: Caller) -> dict[str, Any] | Events:
         """Answer a request that the model has let in."""
         with contextlib.ExitStack() as stack:
-            stack.callback(model.count, -1)
-            assert model.api
-            api = copy.copy(model.api)
-            api.store, api.files, api.bodies = self.store, self.files, self.bodies
-            api.answers = ModelAnswers(self.answers, model)
-            answer = api.answer_fields(face, fields, caller)
+            stack.callback(answers.served.count, -1)
+            stack.callback(answers.keep, 0)
+            assert answers.served.api
+            api = copy.copy(answers.served.api)
+            api.answers = answers
+            answer = api.answer_fields(face, fields, by)
             if isinstance(answer, Events):
                 stack.callback(answer.close)
                 return Events(answer.events, stack.pop_all().close)
@@ -335,7 +355,7 @@ class ModelsApi(Api):
     def load(self, name: str, caller: Caller) -> dict[str, Any]:
         """Wait until a model is loaded, and return its card."""
         model = self._model_of(name, caller.client)
-        for _ in self._arrive(model, caller):
+        for _ in model.arrive(caller, self.config.request_timeout):
             pass
         model.count(-1)
         return model.card()
@@ -364,7 +384,7 @@ class ModelsApi(Api):
         """The cards of a model and of its adapters, also of one of this `name` that is not listed."""
         card = model.card() | {
             "object": "model", "created": self.started, "owned_by": "manta", "root": model.name, "parent": None,
-            "max_model_len": model.max_model_len,
+            "max_model_len": model.row.max_model_len or None,
         }  # fmt: skip
         yield card
         named = model.adapters.find(name) if name else None
@@ -375,11 +395,20 @@ class ModelsApi(Api):
         """Whether requests are taken; what a model lacks is told to those who ask for it."""
         return {"status": "ok"}
 
-    def metrics(self) -> bytes:
-        engines = {}
-        for name, model in self.served.items():
-            with contextlib.suppress(EngineDeadError, TimeoutError, ApiError):  # it is not loaded, or ends just now
-                engines[name] = model.utility("metrics")
+    def utility(self, method: str, *args: Any) -> dict[str, Any]:
+        """What a utility returns, by model, for those that are loaded and soon answer."""
+        results: dict[str, Any] = {}
+
+        def ask(model: ServedModel) -> None:
+            with contextlib.suppress(EngineDeadError, TimeoutError):  # it is not loaded, or ends just now
+                results[model.name] = model.utility(method, *args)[0]
+
+        gevent.joinall([gevent.spawn(ask, model) for model in self.served.values()], PATIENCE)
+        return dict(results)
+
+    def metrics(self, client: str) -> bytes:
+        results, names = self.utility("metrics"), [model.name for model in self._models_of(client)]
+        engines = {name: {0: results[name]} for name in names if name in results}
         return exposition(engines, self.board.counted(), self.config.metrics_prefix, several=True)
 
     def live(self, client: str, name: str | None = None) -> Events:
@@ -388,12 +417,12 @@ class ModelsApi(Api):
         viewer = viewers.enter(client)
         return Events(viewers.events(viewer), partial(viewers.leave, viewer))
 
-    def explain(self, id: str, client: str) -> dict[str, Any]:
-        for model in self._models_of(client):
-            with contextlib.suppress(ApiError, EngineDeadError, TimeoutError):  # it is not this model's
-                if api := model.current():
-                    return api.explain(id, client)
-        raise ApiError(404, f"there is no request {repr(id)[:100]} of a model that is loaded", "id")
+
+def number_of_answers(fields: dict[str, Any]) -> int:
+    """How many answers a request seems to ask for, before its prompts are read."""
+    prompts: Any = fields.get("prompt") or fields.get("input")
+    several = isinstance(prompts, list) and not isinstance(prompts[0], dict)  # as items of a conversation are
+    return (len(prompts) if several else 1) * max(fields.get(name) or 1 for name in ("n", "best_of", "beam_width"))
 
 
 def late_events(

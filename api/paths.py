@@ -31,25 +31,27 @@ PATHS = (
             query={"config_format": {"enum": ["text", "json"]}}),
     Path("GET", "/version", "version", "Of Manta.", lambda api: reply({"version": VERSION})),
     Path("GET", "/metrics", "metrics", "Gauges and counters, as Prometheus reads them.",
-         lambda api: Response(api.metrics(), content_type=PROMETHEUS), "text/plain"),
+         lambda api: Response(api.metrics(g.client), content_type=PROMETHEUS), "text/plain"),
     Path("GET", "/explain/<path:id>", "explain", "Where the time of a request went.",
          lambda api, id: reply(api.explain(id.rstrip("/"), g.client))),
     Path("GET", "/live", "live", "What the engines do, as it happens.",
          lambda api: stream(api.live(g.client, request.args.get("model")), api.config), "text/event-stream"),
     Path("GET", "/openapi.json", "openapi", "This document.",
          lambda api: reply(openapi(api.config.root_path, paths_of(api)))),
-    Path("GET", "/scale", "scaling", "How many engines there are, come and go.", lambda api: reply(scaling(api))),
     Path("GET", "/v1/responses/<id>", "response", "A stored response.",
          lambda api, id: reply(api.store.response(g.client, id, request.args))),
     Path("GET", "/v1/responses/<id>/input_items", "input_items", "What it was made from, by pages.",
          lambda api, id: reply(api.store.page(g.client, id, request.args)), query=PAGE_OF_ITEMS),
-    guarded("POST", scale, "Have so many engines.", "", (Field("data_parallel_size", int),), ("data_parallel_size",)),
     Path("DELETE", "/v1/responses/<id>", "delete_response", "Forget a stored response.",
          lambda api, id: reply(api.store.delete(g.client, id))),
     Path("POST", "/v1/responses/<id>/cancel", "cancel_response", "End a response that runs in the background.",
          lambda api, id: reply(api.store.cancel(g.client, id))),
     *BATCH_PATHS,
 )  # fmt: skip
+SCALE_PATHS = (  # of a server with one model
+    Path("GET", "/scale", "scaling", "How many engines there are, come and go.", lambda api: reply(scaling(api))),
+    guarded("POST", scale, "Have so many engines.", "", (Field("data_parallel_size", int),), ("data_parallel_size",)),
+)
 
 
 INFO_PATHS = (
@@ -62,4 +64,4 @@ def paths_of(api: Api) -> tuple[Path, ...]:
     """The paths that this server has."""
     info = INFO_PATHS if api.config.enable_tokenizer_info_endpoint else ()
     control = CONTROL_PATHS + (MODEL_PATHS if api.several else ()) if api.config.enable_control_routes else ()
-    return PATHS + info + control
+    return PATHS + (() if api.several else SCALE_PATHS) + info + control

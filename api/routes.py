@@ -25,6 +25,7 @@ from processes.child import Board, ClientShares
 from tokenizer import Tokenizer
 
 MOST_LISTED = 16  # names of models in an error
+SHARED = ("store", "files", "answers", "bodies", "watching")  # by several models
 
 
 class Api:
@@ -39,24 +40,28 @@ class Api:
 
     def __init__(
         self, client: EngineClient, tokenizer: Tokenizer, facts: dict[str, Any], config: ServerConfig,
-        names: Sequence[str], board: Board, adapters: AdapterNames | None = None,
+        names: Sequence[str], board: Board, adapters: AdapterNames | None = None, several: Api | None = None,
     ):  # fmt: skip
         self.client, self.tokenizer = client, tokenizer
         self.facts, self.names = facts, names
         self.adapters = adapters or AdapterNames(config, names)
         self.prompts = Prompts(tokenizer, facts)
         self.parsers = Parsers(config, tokenizer)
-        self.viewers = Viewers(client, config, board)
-        self.share(config, board, facts["max_num_seqs"] * facts["data_parallel_size"])
+        self.share(config, board, facts["max_num_seqs"] * facts["data_parallel_size"], several)
+        self.viewers = Viewers(client, self.watching, board)
 
-    def share(self, config: ServerConfig, board: Board, num_seqs: int) -> None:
-        """Make what several models share; the engines run `num_seqs` sequences at a time."""
+    def share(self, config: ServerConfig, board: Board, num_seqs: int, several: Api | None = None) -> None:
+        """Take what `several` models share, or make it for engines that run `num_seqs` sequences at a time."""
         self.config, self.board = config, board
         self.started = int(time.time())
+        if several:
+            vars(self).update({name: vars(several)[name] for name in SHARED})
+            return
         self.store = Store(config)
         self.files = Files(config, board, num_seqs)
         self.answers = ClientShares(config.max_queue, board, board.answers, config.api_server_count)
         self.bodies = ClientShares(config.max_body_bytes_in_flight, board, board.bytes, config.api_server_count)
+        self.watching = ClientShares(config.max_live_viewers, board, [0] * board.PLACES)  # of this process alone
 
     def answer(self, face: Face, body: dict[str, Any], caller: Caller) -> dict[str, Any] | Events:
         """The reply to a request; an `ApiError` if it is refused. What else may end it is in `EngineCall.run`."""
@@ -78,10 +83,8 @@ class Api:
             caller.lora = request_of(module)
             caller.virtual = virtual_tokens(module) if self.facts["max_prompt_adapter_token"] else 0
         fields["model"] = module.name if module else fields["model"] or self.names[0]
-        task, policy = self.facts["task"], self.facts["scheduling_policy"]
-        if face.tasks and task not in face.tasks:
-            needed = " or ".join(face.tasks)
-            raise ApiError(400, f"this server's task is {task}; this route needs {needed} (--task)", "model")
+        policy = self.facts["scheduling_policy"]
+        check_task(face, self.facts["task"])
         if face.tasks and fields["priority"] and policy != "priority":
             words = f"priority is {fields['priority']}; under the policy {policy} it must be 0"
             raise ApiError(400, words, "priority")
@@ -114,7 +117,7 @@ class Api:
             raise ApiError(503, without_folders(self.client.trouble))
         return {"status": "ok"}
 
-    def metrics(self) -> bytes:
+    def metrics(self, client: str) -> bytes:
         engines, replies = self.client.utility("metrics"), self.board.counted()
         return exposition({self.names[0]: engines}, replies, self.config.metrics_prefix)
 
@@ -139,6 +142,13 @@ class Api:
         if module := self.adapters.find(name):
             return module
         raise no_model(name, [*self.names, *self.adapters.given()])  # those in `lora_dir` would have to be looked for
+
+
+def check_task(face: Face, task: str) -> None:
+    """Refuse a request of a face that a model of this task, if it is known, does not have."""
+    if face.tasks and task not in (*face.tasks, "", "auto"):
+        needed = " or ".join(face.tasks)
+        raise ApiError(400, f"this server's task is {task}; this route needs {needed} (--task)", "model")
 
 
 def no_model(name: str, names: Sequence[str]) -> ApiError:

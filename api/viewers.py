@@ -19,7 +19,6 @@ import msgspec
 
 from api.checks import ApiError, in_parts, without_folders
 from api.generation import EngineClient
-from api.options import ServerConfig
 from api.replies import sse
 from processes.child import Board, ClientShares
 from processes.client import EngineDeadError
@@ -46,16 +45,15 @@ class Viewer:
 class Viewers:
     """The viewers of this process, and the thread that asks for them; gevent makes it a greenlet.
 
-    What `beside` says is a part of each event.
+    They hold `shares`. What `beside` says is a part of each event.
     """
 
     def __init__(
-        self, client: EngineClient, config: ServerConfig, board: Board, beside: Callable[[], dict[str, Any]] = dict
+        self, client: EngineClient, shares: ClientShares, board: Board, beside: Callable[[], dict[str, Any]] = dict
     ):
-        self.client, self.board, self.beside = client, board, beside
+        self.client, self.shares, self.board, self.beside = client, shares, board, beside
         self.lock = threading.Lock()
         self.viewers: set[Viewer] = set()
-        self.shares = ClientShares(config.max_live_viewers, board, [0] * Board.PLACES)  # of this process alone
         self.asking = False  # whether the thread runs
         self.totals: dict[int, dict[str, int]] = {}  # of each engine's latest answer; see `Recorder.live`
 
@@ -64,7 +62,9 @@ class Viewers:
         viewer = Viewer(client)
         with self.lock:
             if not self.shares.has_room(client, 1):
-                message = f"{len(self.viewers)} viewers watch /live; at most {self.shares.limit} may (max_live_viewers)"
+                message = (
+                    f"{sum(self.shares.counts)} viewers watch /live; at most {self.shares.limit} may (max_live_viewers)"
+                )
                 raise ApiError(429, message)
             self.viewers.add(viewer)
             self.shares.take(client, 1)

@@ -225,7 +225,7 @@ def engine_main() -> None:
     """Run the engine process."""
     parent = ParentPipe()
     config = EngineConfig(**parent.options)
-    name_process(f"engine {config.data_parallel_rank}")
+    name_process(f"engine {config.served_as or config.data_parallel_rank}")
     set_up(config.log_level, config.log_format)
     if config.distributed_executor_backend != "external_launcher":  # there it tells the other ranks, and then ends
         end_with_parent(signal.SIGKILL)
@@ -277,7 +277,8 @@ class EngineProcess(Child):
         self.launched = "all ranks" if config.distributed_executor_backend == "external_launcher" else ""
         self.irreplaceable = self.launched  # what goes with it
         name = f"engine process {rank}" if config.max_engines > 1 else "the engine process"
-        options = dataclasses.asdict(config) | {"beside_server": True}
+        served_as = config.served_as or (str(rank) if config.max_engines > 1 else "")
+        options = dataclasses.asdict(config) | {"beside_server": True, "served_as": served_as}
         beside = [coordinator] if coordinator else []
         super().__init__(name, __file__, options, config.startup_timeout, beside, environment, ends)
 

@@ -16,7 +16,7 @@ from flask.testing import FlaskClient
 from api.control import CONTROL_PATHS
 from api.http import check_address
 from api.options import ServerConfig
-from api.paths import PATHS
+from api.paths import PATHS, SCALE_PATHS
 from config import DEMO
 from processes.client import EngineDeadError
 from scripted import BODIES, CHAT, COMPLETIONS, FACTS, TOKENIZER, ScriptedClient, client_of, post, refusal, told
@@ -120,7 +120,7 @@ def test_who_may_call_them(engines: Engines, host: str, keys: dict[str, tuple[st
 
 def test_which_routes_change_the_server() -> None:
     wanted = {*POSTS, "/scale", "/server_info", "/is_sleeping"}
-    assert {row.rule for row in (*PATHS, *CONTROL_PATHS) if row.control} == wanted
+    assert {row.rule for row in (*PATHS, *SCALE_PATHS, *CONTROL_PATHS) if row.control} == wanted
 
 
 def test_all_options_can_be_asked_but_no_keys() -> None:

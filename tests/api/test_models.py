@@ -20,6 +20,7 @@ import gevent
 import pytest
 
 from api.adapters import AdapterNames
+from api.batch_file import FACE_OF, BatchRun, Line
 from api.checks import ApiError
 from api.generation import Caller, ClientGone
 from api.models import STATES, ModelAnswers, ModelsApi, looks
@@ -29,11 +30,13 @@ from engine import LLM
 from processes.child import ABSENT, ASLEEP, DRAINING, READY, STARTING
 from processes.models import ModelBoard, ModelEntry
 from sampling_params import SamplingParams
-from scripted import BODIES, CHAT, COMPLETIONS, FACTS, ScriptedClient, events, refusal
+from scripted import BODIES, CHAT, COMPLETIONS, FACTS, MISSING, ScriptedClient, events, refusal
 from served import Reader, Server, api_of, eventually, serving
 from server import create_app
 
 NAMES = ("one", "two")
+RESPONSES = "/v1/responses"
+SHORT = {"max_tokens": MISSING, "max_output_tokens": 4}
 CONTROL = {"enable_control_routes": True}
 
 
@@ -89,9 +92,8 @@ class Models:
         self.timers[-1].start()
 
     def ask(self, name: str | None, path: str = COMPLETIONS, **fields: Any) -> Any:
-        return self.http.post(
-            path, json=BODIES.get(path, {}) | {"max_tokens": 4} | fields | ({"model": name} if name else {})
-        )
+        body = BODIES.get(path, {}) | {"max_tokens": 4} | fields | ({"model": name} if name else {})
+        return self.http.post(path, json={key: value for key, value in body.items() if value is not MISSING})
 
     def asked(self, name: str) -> bool:
         return any(self.rows[name].asked)
@@ -229,7 +231,7 @@ def test_answers_hold_the_engine_as_long_as_they_are_in_flight(models: Callable[
     world = models()
     world.enter("one", READY)
     world.ask("one")
-    answers = ModelAnswers(world.api.answers, world.api.served["one"])
+    answers = ModelAnswers(world.api.answers, world.api.served["one"], "client")
     answers.take("client", 2)
     assert sum(world.rows["one"].running) == world.api.board.in_flight == 2
     answers.take("client", -2)
@@ -237,9 +239,11 @@ def test_answers_hold_the_engine_as_long_as_they_are_in_flight(models: Callable[
 
 
 def test_the_list_has_states_and_a_limited_key_sees_its_models(models: Callable[..., Models]) -> None:
-    world = models(api_key=("all", "little"), models_of_key=("little two",))
+    world = models(api_key=("all", "little", "both"), models_of_key=("little two", "both one", "both two"))
     world.enter("one", STARTING)
     world.rows["two"].place, world.rows["two"].need = 1, 2**30
+    both = world.http.get("/v1/models", headers={"Authorization": "Bearer both"}).json["data"]
+    assert [card["id"] for card in both] == [*NAMES]  # it has two lines
     key = {"Authorization": "Bearer all"}
     cards = world.http.get("/v1/models", headers=key).json["data"]
     assert [(card["id"], card["state"], card["place"], card["memory_bytes"]) for card in cards] == [
@@ -253,8 +257,10 @@ def test_the_list_has_states_and_a_limited_key_sees_its_models(models: Callable[
         world.http.get("/live?model=one", headers=key),
     ):
         assert "there is two" in refusal(response, 404)["message"]
+    world.enter("one", READY)
     world.enter("two", READY)
     assert world.http.post(COMPLETIONS, json={"model": "two", "prompt": "a"}, headers=key).status_code == 200
+    assert {*re.findall(r'model_name="(\w+)"', world.http.get("/metrics", headers=key).text)} == {"two"}
     assert world.http.get("/v1/models/two", headers=key).json["max_model_len"] == FACTS["max_model_len"]
 
 
@@ -284,6 +290,58 @@ def test_metrics_say_whose_they_are(models: Callable[..., Models]) -> None:
         r'^manta_num_requests_running{engine="0",model_name="(\w+)"} 3.0$', world.http.get("/metrics").text, re.M
     )
     assert found == [*NAMES]
+    assert not any(model.tokenizer for model in world.api.served.values())
+
+
+def test_an_engine_that_does_not_answer_does_not_hold_up_metrics(
+    models: Callable[..., Models], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("api.models.PATIENCE", 0.2)
+    world = models()
+    for name in NAMES:
+        world.enter(name, READY)
+    world.engines["one"], answered = LoadedEngine(), threading.Event()
+    world.engines["one"].utility = lambda *_: gevent.sleep(0.5) or answered.set() or {}  # type: ignore
+    text = world.http.get("/metrics").text
+    assert 'model_name="two"' in text and 'model_name="one"' not in text and not answered.is_set()
+
+
+def test_what_is_known_of_a_model_refuses_before_it_is_loaded(models: Callable[..., Models]) -> None:
+    world, longest = models(request_timeout=3), 200_000
+    world.rows["one"].task = b"embed"
+    assert "task is embed; this route needs generate" in refusal(world.ask("one"))["message"]
+    assert not world.asked("one")
+    for name in NAMES:
+        world.rows[name].max_model_len = longest
+    gevent.sleep(0.15)  # the look at the rows
+    mistake = refusal(world.ask("two", prompt=[1] * 2**18 + [1, 2]))
+    assert f"maximum context length is {longest}" in mistake["message"]
+
+
+def test_a_response_goes_to_the_model_of_the_one_before(models: Callable[..., Models]) -> None:
+    world = models()
+    for name in NAMES:
+        world.enter(name, READY)
+    first = world.ask("one", RESPONSES, input="Hi", **SHORT).json
+    later = world.ask(None, RESPONSES, input="And?", previous_response_id=first["id"], **SHORT)
+    assert later.json["model"] == "one" and world.ask(None).json["model"] == "two"
+    unknown = world.ask(None, RESPONSES, input="And?", previous_response_id="resp_x", **SHORT)
+    assert refusal(unknown)["code"] == "previous_response_not_found"
+
+
+def test_engines_do_not_scale_where_there_are_several_models(models: Callable[..., Models]) -> None:
+    assert models(**CONTROL).http.get("/scale").status_code == 404
+
+
+def test_viewers_of_all_models_have_one_limit(models: Callable[..., Models]) -> None:
+    world = models(max_live_viewers=1)
+    for name in NAMES:
+        world.enter(name, READY)
+    watching = world.api.live("client", "one")
+    with pytest.raises(ApiError, match="1 viewers watch /live; at most 1"):
+        world.api.live("client", "two")
+    watching.close()
+    world.api.live("client", "two").close()
 
 
 def test_a_client_that_hangs_up_waits_no_more(models: Callable[..., Models]) -> None:
@@ -312,11 +370,82 @@ def test_a_wait_has_an_end(models: Callable[..., Models]) -> None:
         [*looks(board, Caller("name", "client"), 60, "late")]
 
 
+def test_requests_wait_where_an_engine_has_died_or_does_not_answer(models: Callable[..., Models]) -> None:
+    world = models()
+    world.enter("one", READY)
+    world.ask("one")
+    world.engines.pop("one").trouble = "the engine process is gone"  # and the parent has not noticed yet
+    world.later(world.enter, "one", READY)
+    assert world.ask("one").status_code == 200
+    late, calls = world.engines["one"], []
+    answer = late.utility
+    late.utility = lambda *args: calls.append(args) or (answer(*args) if len(calls) > 1 else fail())  # type: ignore
+
+    def fail() -> Any:
+        raise TimeoutError("the engine did not answer 'facts'")
+
+    world.enter("one", READY)  # loaded once more
+    assert world.ask("one").status_code == 200 and len(calls) == 2
+
+
+def test_a_line_of_a_batch_waits_where_a_load_has_failed(models: Callable[..., Models]) -> None:
+    world = models(request_timeout=1)
+    served, caller = world.api.served["one"], Caller("name", "client", patient=True)
+    world.rows["one"].refuse(time.monotonic() + 60, 503, "it was killed")
+    wait = served.arrive(caller, 60)
+    assert next(wait) == "waiting for one" and world.asked("one")
+    world.enter("one", READY)
+    assert [*wait] == [] and sum(world.rows["one"].running) == 1
+    served.count(-1)
+    world.enter("one", ABSENT)
+    with pytest.raises(ApiError, match="it was killed"):
+        [*served.arrive(caller, 0.2)]
+    world.rows["one"].refuse(time.monotonic() + 60, 400, "it is too large")
+    with pytest.raises(ApiError, match="too large"):
+        next(served.arrive(caller, 60))
+    world.enter("two", READY)
+    run = BatchRun(world.api, None, 1, None)  # type: ignore[arg-type]
+    waits: list[bool] = []
+    world.api.answer = lambda face, fields, caller: waits.append(caller.patient) or {}  # type: ignore
+    run._answer(Line(1, b"", face=FACE_OF[COMPLETIONS], body=b"{}"), "name")
+    assert waits == [True]
+
+
 def test_what_waits_counts_as_an_answer_in_flight(models: Callable[..., Models]) -> None:
-    world = models(max_queue=1)
+    """It counts with all its answers, and has room for them when its model is there."""
+    world = models(max_queue=4, request_timeout=3)
     world.api.answers.take("other", 1)
-    assert "at most 1 (max_queue)" in refusal(world.ask("one"), 429)["message"]
+    assert "6 would come; at most 4 (max_queue)" in refusal(world.ask("one", prompt=["a", "b"], n=3), 429)["message"]
     assert not world.asked("one")
+    seen: list[int] = []
+
+    def enter() -> None:
+        seen.append(world.api.board.in_flight)
+        world.api.answers.take("other", 1)  # as another process may
+        world.enter("one", READY)
+
+    world.later(enter)
+    assert len(world.ask("one", prompt=["a", "b", "c"]).json["choices"]) == 3
+    assert seen == [4] and world.api.board.in_flight == 2
+    world.enter("one", ABSENT)
+    world.later(world.enter, "one", READY)
+    assert world.http.post("/tokenize", json={"prompt": "To be", "model": "one"}).status_code == 200
+    assert world.api.board.in_flight == 2  # it had no answer
+
+
+def test_those_who_wait_for_a_model_leave_room_for_others(models: Callable[..., Models]) -> None:
+    world, client = models(max_queue=4), "client"
+    one, two = (ModelAnswers(world.api.answers, world.api.served[name], client) for name in NAMES)
+    one.keep(4)
+    assert not ModelAnswers(world.api.answers, world.api.served["one"], client).has_room(client, 1)
+    assert two.has_room(client, 2) and not two.has_room(client, 3)
+
+
+def test_a_body_is_released_before_its_request_waits(models: Callable[..., Models]) -> None:
+    world, seen = models(), []
+    world.later(lambda: seen.append((world.asked("one"), sum(world.api.board.bytes))), seconds=0.1)
+    world.later(world.enter, "one", READY)
+    assert world.ask("one").status_code == 200 and seen == [(True, 0)]
 
 
 # --- a server with processes ------------------------------------------------------------------------------------------
@@ -403,6 +532,8 @@ def test_three_models_in_memory_for_two(tmp_path: Path, alone: dict[str, list[st
             large = clients.submit(server.post, COMPLETIONS, QUESTION | {"model": "large"})
             texts = [*clients.map(lambda name: answer_of(server, name), order)]
         assert texts == [alone[name][0] for name in order]
+        titles = {Path(f"/proc/{pid}/cmdline").read_text() for pid in server.family()}
+        assert any(title.startswith("manta: worker 0 of engine t") for title in titles)  # two or three
         assert broken.result()[0] == 503 and "missing" in broken.result()[1]
         assert large.result()[0] == 400 and re.search(
             r"needs [\d.]+ GiB of memory, and the models may take 1.70", large.result()[1]
