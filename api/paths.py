@@ -25,7 +25,7 @@ PATHS = (
          lambda api, name: reply(api.model(name.rstrip("/"), g.client))),
     *(Path(method, path, "health", "Whether the engine runs.", lambda api: reply(api.health()))
       for method, path in (("GET", "/health"), ("GET", "/ping"), ("POST", "/ping"))),  # the latter are SageMaker's
-    Path("GET", "/load", "load", "How many answers are in flight.",
+    Path("GET", "/load", "server_load", "How many answers are in flight.",
          lambda api: reply({"server_load": api.board.in_flight})),
     guarded("GET", server_info, "The server's options, but no keys.",
             query={"config_format": {"enum": ["text", "json"]}}),
