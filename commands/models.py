@@ -177,7 +177,7 @@ def entry_of(name: str, table: dict[str, Any], engine_config: EngineConfig, conf
     served = {key: values[key] for key in SERVED if key in values}
     try:
         fields = {key: value for key, value in values.items() if key in options}
-        model_config = dataclasses.replace(engine_config, model=path, served_as=name, **fields)
+        model_config = dataclasses.replace(engine_config, model=path, **fields)
         check_one_host(model_config)
         check_parsers(dataclasses.replace(config, **served))
     except ValueError as error:

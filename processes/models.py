@@ -243,7 +243,7 @@ class ModelSet:
             logger.error(f"{name} can never be loaded: {why}")
             row.refuse(float("inf"), 400, why)
         else:
-            config = dataclasses.replace(entry.config, **answer["options"])
+            config = dataclasses.replace(entry.config, served_as=name, **answer["options"])
             self.entries[name] = dataclasses.replace(entry, config=config)
             row.need, row.folder = answer["need"], os.fsencode(config.folder)
             residency.add(name, Terms(row.need, entry.pin, entry.ttl, answer["asleep"]), now)
