@@ -362,7 +362,7 @@ class ModelsApi(Api):
 
     def unload(self, name: str, caller: Caller) -> dict[str, Any]:
         """Wait until a model that ends after its last request has ended, and return its card."""
-        model, row = self._model_of(name, caller.client), self.served[name].row
+        row = (model := self._model_of(name, caller.client)).row
         if model.entry.pin:
             raise ApiError(400, f"{name} is pinned, so it never ends", "model")
         ends, row.unload = row.ends, row.state != ABSENT

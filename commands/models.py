@@ -172,7 +172,7 @@ def entry_of(
     served = {key: values[key] for key in SERVED if key in values}
     try:
         fields = {key: values[key] for key in options & values.keys()}
-        model_config = dataclasses.replace(engine_config, model=path, served_as=name, **fields)
+        model_config = dataclasses.replace(engine_config, model=path, **fields)
         for option, allowed in ONE_HOST.items():
             model_config.allow("with several models, each of which has one engine on this host,", option, *allowed)
         check_parsers(model_server := dataclasses.replace(config, **served))

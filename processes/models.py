@@ -244,7 +244,7 @@ class ModelSet:
             logger.error(f"{name} can never be loaded: {why}")
             row.refuse(float("inf"), 400, why)
         else:
-            config = dataclasses.replace(entry.config, **answer["options"])
+            config = dataclasses.replace(entry.config, served_as=name, **answer["options"])
             self.entries[name] = dataclasses.replace(entry, config=config)
             row.need, row.folder = answer["need"], os.fsencode(config.folder)
             row.max_model_len, row.task = config.max_model_len or 0, config.task.encode()

@@ -63,11 +63,11 @@ EVERY_FILE = [
 ]
 # These may fall. They rise only when a capability with a name of its own comes.
 MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 24, 700, 80, 750
-MOST_STORY_LINES = 6557
+MOST_STORY_LINES = 6548
 MOST_LINES = {
-    ".": 10603, "api": 6302, "checkpoints": 3548, "commands": 937, "cpu": 2758, "device": 4478, "executors": 902,
-    "lora": 1260, "models": 3757, "observe": 1466, "ops": 3137, "processes": 3501,
-    "scheduling": 2173, "speculation": 820, "text": 4669,
+    ".": 10585, "api": 6666, "checkpoints": 3504, "commands": 995, "cpu": 2519, "device": 4445, "executors": 841,
+    "lora": 1256, "models": 3732, "observe": 1356, "ops": 3035, "processes": 4038,
+    "scheduling": 2184, "speculation": 816, "text": 4278,
 }  # fmt: skip
 STDLIB_ONLY = {
     "admission", "checkpoints.gguf_config", "checkpoints.gguf_file", "checkpoints.gguf_folder",

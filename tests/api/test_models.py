@@ -273,6 +273,8 @@ def test_models_are_loaded_and_unloaded_by_hand(models: Callable[..., Models]) -
     world.later(world.enter, "one", ABSENT)
     assert world.http.post("/models/unload", json={"model": "one"}).json["state"] == "unloaded"
     assert world.rows["one"].unload and world.http.post("/models/unload", json={"model": "two"}).status_code == 200
+    world.api.served["two"].adapters.find = lambda name: name == "sql"  # type: ignore
+    assert world.http.post("/models/unload", json={"model": "sql"}).json["id"] == "two"
     assert "model is 3" in refusal(world.http.post("/models/load", json={"model": 3}))["message"]
     assert refusal(world.http.post("/models/load", json={"model": "x"}), 404)
     assert "two is unloaded" in refusal(world.http.post("/reset_prefix_cache?model=two"), 503)["message"]
