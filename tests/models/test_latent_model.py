@@ -164,7 +164,7 @@ def test_kernels_equal_the_specification(checkpoints: Checkpoints, kernels: Modu
 
 def test_batch_invariant_is_refused(checkpoints: Checkpoints) -> None:
     config = EngineConfig(str(checkpoints / "deepseek-v3"), batch_invariant=True)
-    with pytest.raises(ValueError, match="^batch_invariant is True; DeepseekV3ForCausalLM has latent attention"):
+    with pytest.raises(ValueError, match=r"^batch_invariant is True; DeepseekV3ForCausalLM has latent attention"):
         check_sizes(config, ModelConfig.from_folder(config.model), "cpu")
 
 
