@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+from commands.flags import OptionParser, exit_on_mistake, from_flags
 from config import PROG
 from observe.logs import console
 
@@ -22,6 +24,12 @@ def bench(argv: list[str]) -> None:
 
 def quantize(argv: list[str]) -> None:
     """Write a model in few bits; this loads torch, which the server does without."""
-    from device.quantize import main
+    from device.quantize import ABOUT, QuantizeOptions
+    from device.quantize import quantize as run
 
-    main(argv)
+    usage = "MODEL OUT --scheme SCHEME [option ...]"
+    parser = OptionParser(QuantizeOptions, command="quantize", usage=usage, description=ABOUT, target=True)
+    with exit_on_mistake(parser):
+        flags = parser.read(argv)
+        for line in run(replace(from_flags(QuantizeOptions, flags), out=flags.out)):
+            print(line)

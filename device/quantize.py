@@ -9,16 +9,12 @@ of OUT.
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
-import signal
-import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NoReturn
+from typing import ClassVar, Literal
 
 import torch
 
@@ -28,7 +24,7 @@ from checkpoints.hub import checkpoint_files, find_model
 from checkpoints.rounding import codes_of, nearest_of
 from checkpoints.storage import tensors_in
 from checkpoints.tied_head import settle_head
-from config import DEMO, PROG, EngineConfig
+from config import DEMO, EngineConfig, check_fields, option
 from device.calibrate import calibrate, run_chunks
 from device.coded import kinds_to_round
 from device.dry_run import dry_model
@@ -43,7 +39,7 @@ from tokenizer import Tokenizer
 CHUNK = 512  # tokens of a text that the model sees together
 CALIBRATED, MEASURED = 64, 32  # chunks, at most
 HELD_OUT = 5  # one chunk in so many of a calibration text is for the perplexity, if no other text is given
-GROUPS = (-1, 32, 64, 128)  # those that vLLM's kernels have
+GROUP_SIZES = (-1, 32, 64, 128)  # those that vLLM's kernels have
 TEXT = os.path.join(DEMO, "exam.txt")
 ABOUT = """Write a checkpoint whose matrices have few bits, as compressed-tensors, which vLLM reads, too.
 
@@ -60,64 +56,26 @@ Chunks = list[list[int]]
 class QuantizeOptions:
     """The options of the command line; a ValueError if two do not go together, or one is out of range."""
 
-    model: str
-    out: str
-    scheme: str
-    group_size: int | None = None
-    method: str | None = None
-    calibration: str | None = None
-    text: str | None = None
-    overwrite: bool = False
+    GROUPS: ClassVar[dict[str, str]] = {"quantization": "model"}
+    model: str = option("", "a folder with safetensors, or a model's id on the hub")
+    out: str = option("", "")  # the folder to write, which must be new or empty
+    scheme: Literal["w4a16", "w8a16", "w8a8", "fp8"] = option(None, "how the matrices are stored")
+    group_size: int | None = option(
+        None, "of w4a16: inputs that share a scale, 32, 64 or 128, or -1 for all (default: 128)"
+    )
+    calibration: str | None = option(None, "file with a text like those that the model is for; rounds by GPTQ")
+    text: str | None = option(
+        None, "file whose perplexity is measured (default: a fifth of the calibration text, or demo/exam.txt)"
+    )
+    overwrite: bool = option(False, "take the place of a model that is in OUT")
 
     def __post_init__(self) -> None:
-        size, grouped = self.group_size, self.scheme == "w4a16"
-        if size is not None and not grouped:
+        check_fields(self)
+        size = self.group_size
+        if size is not None and self.scheme != "w4a16":
             raise ValueError(f"group_size is {size}; with the scheme {self.scheme} it must be left out")
-        if size is not None and size not in GROUPS:
-            raise ValueError(f"group_size is {size}; it must be one of {', '.join(map(str, GROUPS))}")
-        if self.method == "gptq" and not self.calibration:
-            raise ValueError("method is gptq; it needs a --calibration FILE")
-        if self.method == "rtn" and self.calibration:
-            raise ValueError("method is rtn; it has no use for --calibration, which must be left out")
-
-
-class OneLineParser(argparse.ArgumentParser):
-    """A command line whose mistakes are one line and exit code 2."""
-
-    def error(self, message: str) -> NoReturn:
-        """Say what is wrong, and exit."""
-        self.exit(2, f"{self.prog}: error: {message}\n")
-
-
-def main(argv: Sequence[str]) -> None:
-    """Run the command. If it cannot be done, one line says why, and the exit code is 2."""
-    parser = OneLineParser(
-        f"{PROG} quantize", description=ABOUT, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("model", metavar="MODEL", help="a folder with safetensors, or a model's id on the hub")
-    parser.add_argument("out", metavar="OUT", help="the folder to write, which must be new or empty")
-    parser.add_argument("--scheme", required=True, choices=[*compressed.RECIPES], help="how the matrices are stored")
-    parser.add_argument(
-        "--group-size", type=int, metavar="INT",
-        help="of w4a16: inputs that share a scale, 32, 64 or 128, or -1 for all (default: 128)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--method", choices=["rtn", "gptq"],
-        help="rtn rounds to the nearest; gptq keeps products as they are (default: gptq with --calibration, else rtn)",
-    )  # fmt: skip
-    parser.add_argument("--calibration", metavar="FILE", help="a text like those that the model is for; for gptq")
-    parser.add_argument(
-        "--text", metavar="FILE",
-        help="a text whose perplexity is measured (default: a fifth of the calibration text, or demo/exam.txt)",
-    )  # fmt: skip
-    parser.add_argument("--overwrite", action="store_true", help="take the place of a model that is in OUT")
-    try:
-        for line in quantize(QuantizeOptions(**vars(parser.parse_args(argv)))):
-            print(line)
-    except ValueError as error:
-        parser.error(str(error))
-    except KeyboardInterrupt:
-        sys.exit(128 + signal.SIGINT)
+        if size is not None and size not in GROUP_SIZES:
+            raise ValueError(f"group_size is {size}; it must be one of {', '.join(map(str, GROUP_SIZES))}")
 
 
 def quantize(options: QuantizeOptions) -> list[str]:

@@ -23,12 +23,13 @@ from checkpoints.hub import checkpoint_files, find_model
 from checkpoints.quantization import read_quantization
 from checkpoints.rounding import nearest, nearest_of, rounded, scales_of
 from checkpoints.storage import Storage, opened
+from commands.others import quantize as command
 from config import DEMO, EngineConfig
 from device import quantize
 from device.calibrate import calibrate
 from device.coded import stored
 from device.loader import load_weights
-from device.quantize import QuantizeJob, QuantizeOptions, main
+from device.quantize import QuantizeJob, QuantizeOptions
 from engine import LLM
 from model import Transformer
 from model_config import ModelConfig
@@ -316,7 +317,7 @@ def test_the_command_writes_a_model_that_answers(tmp_path: Path, capsys: pytest.
     text = tmp_path / "text.txt"
     text.write_text((Path(DEMO) / "exam.txt").read_text()[:600])
     target = tmp_path / "out"
-    main([DEMO, str(target), "--scheme", "w8a8", "--text", str(text)])
+    command([DEMO, str(target), "--scheme", "w8a8", "--text", str(text)])
     report = capsys.readouterr().out
     perplexity = re.search(r"perplexity  ([\d.]+) before, ([\d.]+) after, of (\d+) tokens\n", report)
     sizes = re.search(r"size        ([\d.]+) MB before, ([\d.]+) MB after\n", report)
@@ -345,7 +346,7 @@ def test_gptq_costs_less_than_the_nearest(tmp_path: Path, capsys: pytest.Capture
     chunks = [ids[begin : begin + 512] for begin in range(0, len(ids), 512)]
     plain_logprobs, divergences = logprobs_of(DEMO, chunks), []
     for options in ([], ["--calibration", str(text)]):
-        main([DEMO, str(tmp_path / "out"), "--scheme", "w4a16", "--group-size", "64", "--overwrite", *options])
+        command([DEMO, str(tmp_path / "out"), "--scheme", "w4a16", "--group-size", "64", "--overwrite", *options])
         logprobs = logprobs_of(tmp_path / "out", chunks)
         divergences.append(float(F.kl_div(logprobs, plain_logprobs, log_target=True, reduction="batchmean")))
     nearest, calibrated = divergences
@@ -355,16 +356,14 @@ def test_gptq_costs_less_than_the_nearest(tmp_path: Path, capsys: pytest.Capture
 
 REFUSED = {
     "unknown scheme": (["MODEL", "OUT", "--scheme", "w3a16"], "invalid choice: 'w3a16'"),
-    "no scheme": (["MODEL", "OUT"], "required: --scheme"),
+    "no scheme": (["MODEL", "OUT"], "scheme is None; allowed: w4a16, w8a16"),
     "group of another scheme": (["MODEL", "OUT", "--scheme", "fp8", "--group-size", "64"], "group_size is 64; with"),
     "odd group": (["MODEL", "OUT", "--scheme", "w4a16", "--group-size", "48"], "group_size is 48; it must be one of"),
     "no group": (["MODEL", "OUT", "--scheme", "w4a16", "--group-size", "0"], "group_size is 0; it must be one of"),
     "group that does not divide": (["MODEL", "OUT", "--scheme", "w4a16"], "group_size is 128; it must divide the"),
-    "gptq without a text": (["MODEL", "OUT", "--scheme", "fp8", "--method", "gptq"], "it needs a --calibration FILE"),
+    "no OUT": (["MODEL", "--scheme", "fp8"], "the following arguments are required: OUT"),
+    "a third folder": (["MODEL", "--scheme", "fp8", "OUT", "x"], "'x' is one argument too many"),
     "a text that is not there": (["MODEL", "OUT", "--scheme", "fp8", "--text", "none.txt"], "none.txt cannot be read"),
-    "a text for the nearest": (
-        ["MODEL", "OUT", "--scheme", "fp8", "--method", "rtn", "--calibration", "x"], "has no use for --calibration",
-    ),
     "a text of one token": (["MODEL", "OUT", "--scheme", "w8a8", "--text", "SHORT"], "and 0 to measure"),
     "OUT is there": (["MODEL", "FULL", "--scheme", "fp8"], "which is there already"),
     "OUT is no model": (["MODEL", "FULL", "--scheme", "fp8", "--overwrite"], "which holds no model"),
@@ -397,7 +396,7 @@ def test_a_mistake_is_one_line(case: str, tmp_path: Path, capsys: pytest.Capture
     places = [str(tmp_path / word) if word.split("/")[0] in PLACES else word for word in words]
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(SystemExit) as ended:
-        main(places)
+        command(places)
     errors = capsys.readouterr().err
     assert ended.value.code == 2 and message in errors and errors.count("\n") == 1
     assert sorted(tmp_path.rglob("*")) == before
