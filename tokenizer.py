@@ -49,7 +49,7 @@ class Tokenizer:
         """Read `tokenizer.json`, `tokenizer_config.json` and the chat template; only the first must be there.
 
         A file that `text/vocabularies.py` reads can stand in for the first. A chat template may write
-        `max_template_chars`.
+        `max_template_chars`, and run for `templates.MAX_SECONDS`.
 
         Raises:
             ValueError: a file is missing or broken.
@@ -205,7 +205,7 @@ class Tokenizer:
             chat_template_kwargs: further variables of the template (`enable_thinking=False`).
 
         Raises:
-            ValueError: there is no template, it failed or refused the conversation, or it wrote too much.
+            ValueError: there is no template, it failed or refused the conversation, or it wrote or took too much.
         """
         template = self.template(chat_template, "tool_use" if tools else "default")
         variables = {**self.special_tokens, **chat_template_kwargs, "documents": documents}

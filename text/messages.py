@@ -16,7 +16,6 @@ from text.tools import REASONING_PARSERS
 
 REASONING_STARTS = tuple(start for parser in REASONING_PARSERS.values() for start in parser.starts)
 CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # ends in a space, to see whether the template trims messages
-MAX_MESSAGES = 2**12  # through which a template goes, whose time nothing else bounds
 PART_TEXTS = dict.fromkeys(("text", "input_text", "output_text"), "text") | {"refusal": "refusal"}
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # that any template may get
 SYSTEM_ROLES = ("system", "developer")
@@ -150,8 +149,6 @@ def with_arguments(message: dict[str, Any], form: Callable[[Any], Any]) -> dict[
 
 def show_messages(template: ChatTemplate, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
     """The text that a template writes of messages, in the first form that it shows in full; a ValueError if in none."""
-    if len(messages) > MAX_MESSAGES:
-        raise ValueError(f"there are {len(messages)} messages; a chat template gets at most {MAX_MESSAGES}")
     roles = dict.fromkeys((*ROLES, *sorted(template.roles)))
     for i, message in enumerate(messages):
         if (role := message["role"]) not in roles:

@@ -1,22 +1,46 @@
-"""Chat templates: Jinja as transformers 5 sets it up, with a bound on what a template may write.
+"""Chat templates: Jinja as transformers 5 sets it up, with bounds on what a template may write and how long it may run.
 
-Jinja's sandbox keeps a template from Python's insides. What a template computes has no bound: templates are the
-operator's, of the model's folder or of clients that he trusts. A client's messages, through which they go, are bounded.
+Jinja's sandbox keeps a template from Python's insides. Every turn of a loop and every call looks at the clock, and now
+and then lets other requests of the process run, because a client's messages decide how many there are. What else a
+template computes has no bound: templates are the operator's, of the model's folder or of clients that he trusts.
 """
 
 from __future__ import annotations
 
 import datetime
 import json
+import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_SOURCE = 2**18  # characters of a template, which compile in some 3 s; real ones have some thousands
+MAX_SECONDS = 10.0  # that a template may run
+SLICE = 0.01  # seconds that a template runs before others may
+
+
+class TimedContext(Context):
+    """The variables of one run of a template, and the time that it has left."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.deadline = time.monotonic() + MAX_SECONDS
+        self.wake = min(self.deadline, time.monotonic() + SLICE)
+
+    def tick(self) -> None:
+        """Look at the clock, and let other greenlets run now and then; their time does not count."""
+        if (now := time.monotonic()) > self.wake:
+            if now > self.deadline:
+                raise TemplateError(f"it took more than {MAX_SECONDS} seconds")
+            time.sleep(0)
+            rested = time.monotonic()
+            self.deadline += rested - now
+            self.wake = min(self.deadline, rested + SLICE)
 
 
 class GenerationTag(Extension):
@@ -32,6 +56,7 @@ class GenerationTag(Extension):
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
     """Jinja as transformers 5 sets it up for chat templates; each may write `max_chars`."""
 
+    context_class = TimedContext
     intercepted_binops = frozenset({"*", "**"})  # not computed while a template is compiled
 
     def __init__(self, max_chars: int):
@@ -43,6 +68,23 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         now = datetime.datetime.now
         self.globals |= {"raise_exception": _raise_exception, "strftime_now": lambda format: now().strftime(format)}
         self.filters["tojson"] = _tojson
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        """A template's tree, in which each turn of a loop begins with a call, and so with a look at the clock."""
+        tree = super()._parse(source, name, filename)
+        for loop in tree.find_all(nodes.For):
+            turn = nodes.Call(nodes.EnvironmentAttribute("turn"), [], [], None, None)
+            loop.body.insert(0, nodes.ExprStmt(turn).set_lineno(loop.lineno))
+        return tree
+
+    def turn(self) -> None:
+        """A turn of a loop begins."""
+
+    def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Call a macro, a function or a method."""
+        assert isinstance(context, TimedContext)
+        context.tick()
+        return super().call(context, function, *args, **kwargs)
 
 
 def _raise_exception(message: str) -> None:
@@ -137,7 +179,10 @@ def run_template(template: Template, variables: dict[str, Any]) -> str:
     assert isinstance(template.environment, TemplateEnvironment)
     most, pieces, chars = template.environment.max_chars, [], 0
     try:
-        for piece in template.root_render_func(template.new_context(variables)):
+        context = template.new_context(variables)
+        assert isinstance(context, TimedContext)
+        for piece in template.root_render_func(context):
+            context.tick()
             pieces.append(piece)
             chars += len(piece)
             if chars > most:

@@ -1,8 +1,9 @@
-"""What chat templates get, and those that want too much: they are refused, and with a reason."""
+"""What chat templates get, and those that want too much: they are refused soon, and with a reason."""
 
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,21 @@ def run(source: str, chars: int = CHARS, **variables: Any) -> str:
 
 
 LOOP = "{% for i in range(100000) %}{{ 'a' * 9 }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for i in range(100000) %}{% for j in range(100000) %}{% set x = j %}{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+        "{% for i in [range(60)|list] recursive %}{% if i %}{{ loop([i[1:], i[1:]]) }}{% endif %}{% endfor %}",
+    ],
+)
+def test_time_is_limited(monkeypatch: pytest.MonkeyPatch, source: str) -> None:
+    """Also where nothing is written."""
+    monkeypatch.setattr(templates, "MAX_SECONDS", 0.05)
+    with pytest.raises(ValueError, match=r"took more than 0.05 seconds"):
+        run(source)
 
 
 def test_what_a_template_writes_is_limited() -> None:
@@ -48,13 +64,21 @@ def test_compiling_computes_nothing_that_can_grow() -> None:
         read_template(TemplateEnvironment(CHARS), source)
 
 
-def test_the_messages_that_a_template_goes_through_are_limited() -> None:
-    messages = [{"role": "user", "content": "a"}] * 4096
-    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    assert TOKENIZER.render(messages, chat_template=template) == "a" * 4096
-    for go_on in (False, True):
-        with pytest.raises(ValueError, match="there are 4097 messages; a chat template gets at most 4096"):
-            TOKENIZER.render([*messages, messages[0]], not go_on, go_on, chat_template=template)
+def test_others_run_while_a_template_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And their time does not count."""
+    now, pauses = [0.0], list[float]()
+
+    def monotonic() -> float:
+        now[0] += 1e-5
+        return now[0]
+
+    def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        now[0] += 9.0
+
+    monkeypatch.setattr(templates, "time", SimpleNamespace(monotonic=monotonic, sleep=sleep))
+    assert len(run(LOOP, 10**9)) == 900_000
+    assert len(pauses) > 100
 
 
 def test_ordinary_operations_are_as_ever() -> None:
