@@ -21,35 +21,20 @@ PACKINGS: dict[str, dict[str, tuple[str, tuple[int, ...], tuple[str, ...]]]] = {
 }
 ACTIVATIONS = {"int8": ("int", "int8"), "fp8-scale": ("float", "fp8")}  # by scheme: their type, and kind of our codes
 ORDERS = (True, "group", "dynamic")  # what compressed-tensors says where inputs have groups in an order of their own
-TORCHAO = {  # the configs of torchao: the scheme, and the codes to which products round their inputs
-    "Int4WeightOnlyConfig": ("torchao-int4", ""),
-    "Int8WeightOnlyConfig": ("torchao-int8", ""),
-    "Int8DynamicActivationInt8WeightConfig": ("torchao-int8", "int8"),
-    "Float8WeightOnlyConfig": ("torchao-fp8", ""),
-    "Float8DynamicActivationFloat8WeightConfig": ("torchao-fp8", "fp8"),
-}
-# The fields of any of METHODS. Those that its reader does not look at say nothing of how the stored weights
-# are to be read: they are about what the files show, or about the program that wrote them.
-KNOWN = """
-    _load_in_4bit _load_in_8bit act_bits act_data_type act_dynamic act_group_aware act_group_size act_mapping_type
-    act_sym activation_dtype activation_scheme activation_value_lb activation_value_ub alg_id amp autoround_version
-    backend batch_size bits block_name_to_quantize bnb_4bit_compute_dtype bnb_4bit_quant_storage bnb_4bit_quant_type
-    bnb_4bit_use_double_quant cache_block_outputs checkpoint_format compressor_version config_groups damp_auto_increment
-    damp_percent data_type dataset dequantize desc_act disable_exllama do_fuse dynamic enable_alg_ext
-    enable_minmax_tuning enable_norm_bias_tuning enable_quanted_input exclude_modules exllama_config expert_dtype
-    extra_config fmt format fuse_max_seq_len global_compression_ratio gradient_accumulate_steps granularity group_size
-    hyb_act ignore ignored_layers include_input_output_embeddings int4_choose_qparams_algorithm int4_packing_format
-    int4_tile_packed_ntile is_marlin_format iters kernel_preference kv_cache_quant_algo kv_cache_scheme layout
-    llm_int8_enable_fp32_cpu_offload llm_int8_has_fp16_weight llm_int8_skip_modules llm_int8_threshold lm_head
-    load_in_4bit load_in_8bit low_cpu_mem_usage low_gpu_mem_usage lr max_input_length meta method minmax_lr mm_config
-    model_file_base_name model_free model_name_or_path model_seqlen module_name_preceding_first_block
-    modules_in_block_to_quantize modules_to_convert modules_to_fuse modules_to_not_convert mse nsamples pack_dtype
-    packing_format pad_token_id parallel_packing preserve_zero producer quant_algo quant_block_list quant_library
-    quant_lm_head quant_method quant_type quant_type_kwargs quantization_status quantized_layers reduce_range
-    scale_dtype scale_fmt seed seqlen set_inductor_config sparsity_config static_groups sym to_quant_block_names
-    tokenizer train_bs transform_config true_sequential untie_embedding_weights use_cuda_fp16 use_exllama use_hqq
-    version weight_block_size weight_dtype weight_only_decode zero_point zero_point_domain
-"""
+TORCHAO = {  # the configs of torchao: the scheme, the codes to which products round their inputs, and the known fields
+    "Int4WeightOnlyConfig": (
+        "torchao-int4", "",
+        "group_size int4_packing_format int4_choose_qparams_algorithm int4_tile_packed_ntile layout use_hqq "
+        "zero_point_domain preserve_zero"),
+    "Int8WeightOnlyConfig": ("torchao-int8", "", "granularity"),
+    "Int8DynamicActivationInt8WeightConfig": (
+        "torchao-int8", "int8", "granularity act_mapping_type weight_only_decode reduce_range layout"),
+    "Float8WeightOnlyConfig": ("torchao-fp8", "", "granularity weight_dtype"),
+    "Float8DynamicActivationFloat8WeightConfig": (
+        "torchao-fp8", "fp8",
+        "granularity weight_dtype activation_dtype packing_format mm_config activation_value_lb activation_value_ub "
+        "kernel_preference alg_id"),
+}  # fmt: skip
 
 
 class Format(NamedTuple):
@@ -65,12 +50,28 @@ class Format(NamedTuple):
     static: bool = False  # a tensor beside the weight has the scale of these
 
 
+class Method(NamedTuple):
+    """A `quant_method`.
+
+    The fields that `read` does not look at say nothing of how the stored weights are to be read: they are about what
+    the files show, or about the program that wrote them.
+    """
+
+    read: Callable[[dict[str, Any]], list[Format]]
+    fields: str  # that are known, with blanks between them
+
+
 ALGORITHMS = {  # of modelopt
     "NVFP4": [Format("nvfp4", 4, (1, 16))], "FP8": [Format("fp8-scale", input_kind="fp8", static=True)],
     "W4A16_NVFP4": [Format("nvfp4", 4, (1, 16))],
     "FP8_PER_CHANNEL_PER_TOKEN": [Format("fp8-scale", input_kind="fp8")],
     "FP8_PB_WO": [Format(scheme, 8, (128, 128)) for scheme in ("fp8-scale", "fp8")],
 }  # fmt: skip
+TRAINED = (  # fields in which auto-round says how it has found the codes
+    " autoround_version iters nsamples seqlen lr minmax_lr batch_size train_bs gradient_accumulate_steps dataset seed "
+    "low_gpu_mem_usage low_cpu_mem_usage enable_minmax_tuning enable_norm_bias_tuning enable_quanted_input amp "
+    "enable_alg_ext scale_dtype data_type to_quant_block_names quant_block_list block_name_to_quantize model_free"
+)
 
 
 def read_quantization(raw: Any) -> tuple[Format, ...]:
@@ -89,8 +90,9 @@ def read_quantization(raw: Any) -> tuple[Format, ...]:
         kind += ", as files of MLX" if not name and "bits" in raw else ""
         kind += f" ({raw['quant_algo']:.40})" if isinstance(raw.get("quant_algo"), str) else ""
         raise ValueError(f"{WHERE} has {kind}; Manta reads {', '.join(METHODS)}")
-    check_fields(WHERE, raw)
-    return tuple(dict.fromkeys(same_inputs(METHODS[name](raw))))
+    method = METHODS[name]
+    check_fields(WHERE, raw, ("quant_method", *method.fields.split()))
+    return tuple(dict.fromkeys(same_inputs(method.read(raw))))
 
 
 def same_inputs(formats: list[Format]) -> list[Format]:
@@ -101,9 +103,9 @@ def same_inputs(formats: list[Format]) -> list[Format]:
     return [form if len(inputs[form.scheme]) == 1 else form._replace(input_kind="", static=False) for form in formats]
 
 
-def check_fields(where: str, raw: dict[str, Any], known: str = KNOWN) -> None:
+def check_fields(where: str, raw: dict[str, Any], known: tuple[str, ...]) -> None:
     """Refuse fields that Manta does not know; a null says nothing."""
-    unknown = {name: value for name, value in raw.items() if name not in known.split() and value is not None}
+    unknown = {name: value for name, value in raw.items() if name not in known and value is not None}
     if listed := ", ".join(f"{name!r:.80}, {value!r:.80}" for name, value in unknown.items()):
         raise ValueError(
             f"{where} has {listed}, and Manta does not know that; remove what changes nothing in what the weights are"
@@ -162,7 +164,7 @@ def read_gptq(raw: dict[str, Any]) -> list[Format]:
     others = [changes for pattern, changes in objects_of(raw, "dynamic").items() if not pattern.startswith("-:")]
     formats = []
     for changes in ({}, *others):
-        check_fields(f"{WHERE}.dynamic", changes)
+        check_fields(f"{WHERE}.dynamic", changes, tuple(METHODS["gptq"].fields.split()))
         fields = raw | changes
         bits, symmetric = one_of(fields, "bits", (2, 3, 4, 8)), one_of(fields, "sym", (True, False), True)
         ordered = one_of(fields, "desc_act", (True, False), False)
@@ -271,15 +273,15 @@ def read_torchao(raw: dict[str, Any]) -> list[Format]:
     """Int4, int8 and FP8 of torchao, the same for all modules."""
     config = raw.get("quant_type")
     if isinstance(config, dict):
-        check_fields(f"{WHERE}.quant_type", config, "default")
+        check_fields(f"{WHERE}.quant_type", config, ("default",))
         config = config.get("default")
     config = config if isinstance(config, dict) else {"_type": config}
     name, data = config.get("_type"), config.get("_data", {})
     if name not in tuple(TORCHAO) or not isinstance(data, dict):
         raise ValueError(f"{WHERE} has the quant_type {name!r:.80} of torchao; Manta reads {', '.join(TORCHAO)}")
     one_of(config, "_version", (2,))
-    scheme, kind = TORCHAO[name]
-    check_fields(f"{WHERE}.quant_type: {name}", data)
+    scheme, kind, fields = TORCHAO[name]
+    check_fields(f"{WHERE}.quant_type: {name}", data, ("set_inductor_config", *fields.split()))
     # {"_type": the class, "_data": what it has} stands for objects; of the members of an enumeration that is a name.
     named = {key: value.get("_data") if isinstance(value, dict) else value for key, value in data.items()}
     for field, only in (
@@ -312,8 +314,50 @@ def grain_of(raw: Any) -> tuple[int, int] | None:
     raise ValueError(f"{WHERE} has the granularity {raw!r:.80}; Manta reads PerRow, PerTensor, PerGroup, PerBlock")
 
 
-METHODS: dict[str, Callable[[dict[str, Any]], list[Format]]] = {
-    "fp8": read_fp8, "compressed-tensors": read_compressed, "mxfp4": lambda raw: [Format("mxfp4", 4)],
-    "gptq": read_gptq, "awq": read_awq, "auto-round": read_auto_round, "modelopt": read_modelopt,
-    "bitsandbytes": read_bitsandbytes, "torchao": read_torchao,
-}  # fmt: skip
+METHODS = {
+    "fp8": Method(
+        read_fp8,
+        "weight_block_size fmt expert_dtype activation_scheme modules_to_not_convert ignored_layers modules_to_convert "
+        "scale_fmt dequantize kv_cache_scheme",
+    ),
+    "compressed-tensors": Method(
+        read_compressed,
+        "format config_groups sparsity_config transform_config ignore quantization_status global_compression_ratio "
+        "version compressor_version kv_cache_scheme",
+    ),
+    "mxfp4": Method(lambda raw: [Format("mxfp4", 4)], "modules_to_not_convert dequantize"),
+    "gptq": Method(
+        read_gptq,
+        "bits group_size sym desc_act checkpoint_format format pack_dtype is_marlin_format dynamic lm_head method "
+        "damp_percent damp_auto_increment static_groups true_sequential act_group_aware hyb_act mse meta dataset "
+        "tokenizer batch_size block_name_to_quantize module_name_preceding_first_block cache_block_outputs "
+        "modules_in_block_to_quantize modules_to_not_convert use_cuda_fp16 use_exllama disable_exllama exllama_config "
+        "max_input_length model_seqlen pad_token_id backend model_name_or_path model_file_base_name parallel_packing"
+        + TRAINED,
+    ),
+    "awq": Method(
+        read_awq,
+        "bits group_size zero_point version format checkpoint_format modules_to_not_convert backend do_fuse "
+        "fuse_max_seq_len modules_to_fuse exllama_config sym desc_act lm_head method meta pack_dtype" + TRAINED,
+    ),
+    "auto-round": Method(
+        read_auto_round,
+        "bits group_size sym packing_format extra_config act_bits act_data_type act_group_size act_sym act_dynamic "
+        "backend quant_lm_head" + TRAINED,
+    ),
+    "modelopt": Method(
+        read_modelopt,
+        "quant_algo config_groups ignore exclude_modules kv_cache_scheme kv_cache_quant_algo producer quant_library "
+        "group_size quantized_layers",
+    ),
+    "bitsandbytes": Method(
+        read_bitsandbytes,
+        "load_in_4bit load_in_8bit _load_in_4bit _load_in_8bit bnb_4bit_quant_type bnb_4bit_use_double_quant "
+        "bnb_4bit_compute_dtype bnb_4bit_quant_storage llm_int8_threshold llm_int8_skip_modules "
+        "llm_int8_enable_fp32_cpu_offload llm_int8_has_fp16_weight",
+    ),
+    "torchao": Method(
+        read_torchao,
+        "quant_type quant_type_kwargs modules_to_not_convert include_input_output_embeddings untie_embedding_weights",
+    ),
+}

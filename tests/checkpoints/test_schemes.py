@@ -600,6 +600,7 @@ def test_what_config_json_says(raw: dict[str, Any] | None, formats: list[Format]
         (FP8 | {"fmt": "e5m2"}, "the fmt 'e5m2'; Manta reads e4m3"),
         (FP8 | {"expert_dtype": "fp4"}, "expert_dtype 'fp4'; Manta reads fp8"),
         (FP8 | {"twist": 3, "spin": "up"}, "has 'twist', 3, 'spin', 'up', and Manta does not know that"),
+        (MXFP4 | {"weight_block_size": [1, 2]}, "has 'weight_block_size'"),
         (blocks(num_bits=4), "of 'group_0' as type, num_bits, strategy and symmetric .'float', 4"),
         (blocks(symmetric=False), "in float-quantized Manta reads float, 8"),
         (COMPRESSED | {"format": "marlin-24"}, "has the format 'marlin-24'; Manta reads float-quantized, naive"),
