@@ -14,7 +14,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from config import EngineConfig
@@ -25,6 +25,8 @@ from processes.child import Child, ParentPipe, weights_in
 from processes.connection import accept, to_frame
 from processes.messages import Attach, Dial, Join, Joined, Message, Ready
 from ring import Codec
+
+MOST_STRANGERS = 64  # connections whose other ends have not yet proved that they know the secret
 
 
 class Link:
@@ -71,6 +73,7 @@ class Gate:
         self.links: dict[int, Link] = {}  # by rank
         self.waiting: dict[str, tuple[int, socket.socket]] = {}  # by ticket: a client's half, and whom it wants
         self.ranks, self.refusals = sorted(clients), Repeated()
+        self.strangers: list[socket.socket] = []  # see `_place`
         for rank, theirs in clients.items():
             threading.Thread(target=self._take, args=(rank, theirs), daemon=True).start()
         threading.Thread(target=self._listen, args=(listener,), daemon=True).start()
@@ -100,13 +103,32 @@ class Gate:
                 continue
             threading.Thread(target=self._receive, args=(sock, address[0]), daemon=True).start()
 
+    @contextlib.contextmanager
+    def _place(self, sock: socket.socket) -> Iterator[None]:
+        """Count a connection as a stranger's inside the `with` block.
+
+        If there are too many, the one that has waited longest is cut, because a proof takes one round trip. So
+        connections that say nothing keep nobody out.
+        """
+        with self.lock:
+            self.strangers.append(sock)
+            if len(self.strangers) > MOST_STRANGERS:
+                with contextlib.suppress(OSError):  # the other end has hung up
+                    self.strangers.pop(0).shutdown(socket.SHUT_RDWR)
+        try:
+            yield
+        finally:
+            with self.lock, contextlib.suppress(ValueError):  # it was cut
+                self.strangers.remove(sock)
+
     def _receive(self, sock: socket.socket, host: str) -> None:
         """Find out who has connected, and what for."""
         try:
-            handshake.keep_up(sock)
-            handshake.admit(sock, self.secret)
-            message = handshake.read_message(sock, Codec(Message), time.monotonic() + handshake.TIMEOUT)
-            sock.settimeout(None)
+            with self._place(sock):
+                handshake.keep_up(sock)
+                handshake.admit(sock, self.secret)
+                message = handshake.read_message(sock, Codec(Message), time.monotonic() + handshake.TIMEOUT)
+                sock.settimeout(None)
         except OSError as error:
             why = f"no proof within {handshake.TIMEOUT:g} s" if isinstance(error, TimeoutError) else error
             self.refusals.warn(f"refused a connection from {host} to the port for other hosts: {why}")
