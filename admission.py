@@ -68,7 +68,7 @@ class Admission:
         self.obstacle: tuple[str, ...] = ()  # (sequence, why): the first that could not come in
         self.urgent: Sequence | None = None  # a waiting sequence for which others are preempted in this step
         for seq in self.space.take_ready():
-            self.reading.pop(seq, Status.HELD).timeline.enter("waiting", now, waits=True)
+            self.reading.pop(seq, Status.READING).timeline.enter("waiting", now, waits=True)
             self._queue(seq)
 
     # --- the queues -------------------------------------------------------------------------------------------------
@@ -167,9 +167,10 @@ class Admission:
             if seq.status is Status.WAITING and self.samples.follows(seq, plan):
                 self.samples.hold(self.waiting.pop(seq, Status.HELD), self.now)
                 continue
-            if seq.status is Status.WAITING and self.space.read_ahead(seq):
-                seq.timeline.enter("reading", self.now)
-                self.reading.push(self.waiting.pop(seq, Status.HELD))
+            if (reads := self._reads(seq)) is None:
+                self.obstacle = (seq.name, "disk")
+                return
+            if reads:
                 continue
             length, chunked = len(seq.tokens), self.config.enable_chunked_prefill
             # A prompt that becomes a vector may have a step of its own, however long it is.
@@ -187,6 +188,14 @@ class Admission:
             yield queue.pop(seq, Status.RUNNING)
         if passed := self._firsts():
             self.obstacle = (min(passed, key=place).name, "adapters")
+
+    def _reads(self, seq: Sequence) -> bool | None:
+        """Have the next sequence wait for what only the disk has of its prefix, if there is any; None: others first."""
+        reads = self.space.read_ahead(seq) if seq.status is Status.WAITING else False
+        if reads:
+            seq.timeline.enter("reading", self.now)
+            self.reading.push(self.waiting.pop(seq, Status.READING))
+        return reads
 
     def _obstacle(self, seq: Sequence, budget: SchedulingBudget) -> str:
         """Why a sequence cannot come in, whatever blocks are free; empty: it can."""
@@ -214,7 +223,7 @@ class Admission:
         if best.status is Status.SWAPPED and self.adapters.lacks(best) and self.policy.yields(running[-1], best):
             self._start_over(best, self.now)  # so that it may be urgent
         for seq in (best, self.first()) if self.adapters.lacks(best) else (best,):
-            if seq and seq.status is Status.WAITING:
+            if seq and seq.status is Status.WAITING and self._reads(seq) is False:
                 victims = self._make_way_for(seq, running, plan)
                 if self.urgent:
                     return victims

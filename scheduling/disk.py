@@ -86,7 +86,7 @@ class DiskSpaceManager(TieredSpaceManager):
         # Sequences that wait: for which tickets, host blocks in order of their tokens, and until when at most.
         self.held: dict[Sequence, tuple[set[int], list[int], float]] = {}
         self.ready: list[Sequence] = []  # held ones that need not wait any longer
-        self.tried: dict[Sequence, float] = {}  # until when each that waits or reads may begin to read; 0: it has
+        self.tried = set[Sequence]()  # those that wait or read, and were looked for on the disk
         self.arrived: dict[int, bytes] = {}  # host blocks that were read and not used yet
         self.fresh: dict[int, int] = {}  # host blocks that a step in flight fills, and which one
         self.last_rows = -self.stages  # the latest step with rows
@@ -109,28 +109,31 @@ class DiskSpaceManager(TieredSpaceManager):
             self.looking[key] = key in self.reading or self.has_file(self.name(key))
         return ON_DISK if self.looking[key] else None
 
-    def read_ahead(self, seq: Sequence) -> bool:
+    def read_ahead(self, seq: Sequence) -> bool | None:
         """Begin to read what only the disk has of a sequence's prefix, as far as the host has room.
 
-        Returns whether there is something to wait for; then the sequence is among `take_ready` later.
+        Returns whether there is something to wait for; then the sequence is among `take_ready` later. None: it has to
+        ask again, because those that read will take all of the device.
         """
-        if not self.disk or seq.group.beam or seq.group.score:  # prompts to be scored are computed
+        if not self.disk or seq in self.tried or seq.group.beam or seq.group.score:  # prompts to be scored are computed
             return False
-        if (now := time.monotonic()) > (until := self.tried.setdefault(seq, now + PATIENCE)):
-            return False
-        self.looking = {}
+        now = time.monotonic()
+        if next((move.begun for move in self.moves.values() if move.reads), now) < now - PATIENCE:
+            return False  # the disk does not answer
+        self.looking = looked = dict[bytes, bool]()
         _, tables = BlockSpaceManager.find_prefix(self, seq, len(seq.tokens) - 1)
         self.looking = None
+        if not any(looked.values()):
+            self.tried.add(seq)
+            return False
         columns = enumerate(zip(*tables, strict=True))
         lower = [(i, kind) for i, column in columns for kind, block in enumerate(column) if block < -1]
         keys = [seq.hashes[i] + self.marks[kind] for i, kind in lower]
-        if (len(self.reading) + len(keys)) * self.disk["read"] > len(keys) * self.disk["compute"]:
+        if len(self.reading.keys() | keys) * self.disk["read"] > len(keys) * self.disk["compute"]:
             return False  # others have too many blocks on their way
-        others = self.held.values()
-        if others and sum(len(blocks) for _, blocks, _ in others) + len(keys) > self.device.num_free:
-            self.held[seq] = set[int]().union(*(tickets for tickets, *_ in others)), [], until  # those are first
-            return True
-        self.tried[seq] = 0.0
+        if self.held and sum(len(held[1]) for held in self.held.values()) + len(keys) > self.device.num_free:
+            return None
+        self.tried.add(seq)
         present = {key: self.host.block_of[key] for key in keys if key in self.host.block_of}
         self.host.share(present.values())  # first, so that no read takes their place
         tickets, blocks = set[int](), list[int]()
@@ -145,7 +148,7 @@ class DiskSpaceManager(TieredSpaceManager):
                 self.host.share([block])
                 tickets.add(ticket)
             blocks.append(block)
-        self.held[seq] = tickets, [*blocks, *present.values()], until
+        self.held[seq] = tickets, [*blocks, *present.values()], now + PATIENCE
         if not tickets:
             self.host.free(self.held.pop(seq)[1])
         return bool(tickets)
@@ -153,7 +156,7 @@ class DiskSpaceManager(TieredSpaceManager):
     def take_ready(self) -> list[Sequence]:
         """The sequences that were held, are not aborted, and need not wait any longer."""
         waiting = Status.READING, Status.WAITING
-        self.tried = {seq: until for seq, until in self.tried.items() if seq.status in waiting}
+        self.tried = {seq for seq in self.tried if seq.status in waiting}
         for tickets, _, until in self.held.values():
             if time.monotonic() > until:  # the disk does not answer
                 tickets.clear()

@@ -89,8 +89,11 @@ def test_what_cannot_be_read_is_computed(status):
     assert engine.scheduler.counters["kv_disk_bad_blocks_total"] == -status
 
 
-def test_each_of_a_long_queue_reads_when_it_is_next():
+@pytest.mark.parametrize("pace", [0.0, 2.0])  # seconds of a step
+def test_each_of_a_long_queue_reads_when_it_is_next(monkeypatch, pace):
     """The host has room for two prefixes; if all six read at once, the last ones would drive out the first ones'."""
+    now = [0.0]
+    monkeypatch.setattr("scheduling.disk.time.monotonic", lambda: now[0])
     files: dict[bytes, list] = {}
     engine = engine_on(files)
     for i in range(8):
@@ -98,8 +101,26 @@ def test_each_of_a_long_queue_reads_when_it_is_next():
         engine.run()
     engine = engine_on(files)
     seqs = [engine.add(f"reads {i}", prompt(28, 40 * i + 1), **ONE) for i in range(6)]
-    engine.run()
+    while engine.has_work():
+        engine.step()
+        now[0] += pace
     assert [seq.group.num_cached for seq in seqs] == [27] * 6
+
+
+@pytest.mark.parametrize("policy", ["fair", "priority"])
+def test_who_reads_keeps_its_place_and_preempts_nobody_before(policy):
+    engine = engine_on(filled(), longest=3, num_blocks=24, max_num_seqs=1, scheduling_policy=policy)
+    engine.add("runs", prompt(9, 30), client="a", priority=1, max_tokens=6, ignore_eos=True)
+    engine.step()
+    reader = engine.add("reads", prompt(28), client="b", **ONE)
+    counter = engine.scheduler.admission.policy.clients["b"].counter if policy == "fair" else 0
+    for _ in range(3):
+        engine.step()
+    if policy == "fair":
+        assert engine.scheduler.admission.policy.clients["b"].counter == counter
+    engine.run()
+    assert reader.group.num_cached == 27
+    assert engine.scheduler.counters["num_preemptions_total"] == (policy == "priority")
 
 
 @pytest.mark.parametrize("steps", [1, 2])
