@@ -198,7 +198,7 @@ def guarded(
             if value not in (allowed := [*map(str, parameters[name].get("enum", [value]))]):
                 raise ApiError(400, f"{name} is {value!r:.80}; it must be {' or '.join(allowed)}", name)
         one = api if of_all else one_of(api)
-        answer = act(one, **fields_of(api, face)) if face else act(one)
+        answer = act(one, **fields_of(api, face, allow_unknown_fields=False)) if face else act(one)
         return answer if isinstance(answer, Response) else reply(answer)
 
     return Path(method, rule, act.__name__, about, view, body=face, control=True, **row)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import hmac
 import ipaddress
@@ -116,10 +117,11 @@ def body_of(api: Api) -> dict[str, Any]:
     return parse_json(read_body(api.config, api.bodies), api.config, api.facts["max_model_len"])
 
 
-def fields_of(api: Api, face: Face) -> dict[str, Any]:
-    """The checked fields of the body that this request brings."""
+def fields_of(api: Api, face: Face, **options: Any) -> dict[str, Any]:
+    """The checked fields of the body that this request brings; some `options` of the server may be others for it."""
     caller = g.caller = Caller(g.name, g.client)
-    return read_fields(face, body_of(api), CheckContext(api.config, caller.ignored))
+    config = dataclasses.replace(api.config, **options)
+    return read_fields(face, body_of(api), CheckContext(config, caller.ignored))
 
 
 def api_error(error: Exception) -> ApiError:

@@ -37,7 +37,8 @@ class ServerConfig:
         (), "key that clients must send, or several; `ps` may show it, but not api_key_file or MANTA_API_KEY"
     )
     api_key_file: str | None = option(
-        None, "file with more such keys, one a line; names of models after it are all that it opens; # begins a comment"
+        None,
+        "file with more such keys, one a line; names of models after it are all that it opens; # begins a line to skip",
     )
     admin_key: tuple[str, ...] = option(
         (), "key that alone opens routes which change the server for everybody, or several (also: MANTA_ADMIN_KEY)"

@@ -7,8 +7,6 @@ requests of a kind are the same, because the engine remembers which grammars it 
 from __future__ import annotations
 
 import contextlib
-import functools
-import gzip
 import json
 import random
 import socket
@@ -123,12 +121,6 @@ def called(arguments: str) -> list[dict[str, Any]]:
     return [*TALK, {"role": "assistant", "tool_calls": [call]}, answer]
 
 
-@functools.cache
-def bomb() -> bytes:
-    """A body of 100 KB that unpacks to 100 MB."""
-    return gzip.compress(b'{"prompt": "' + b"a" * 10**8)
-
-
 def with_rules(grammar: str) -> dict[str, tuple[str, dict[str, Any]]]:
     """A request by each field that takes a grammar: its path and body, by the field's name."""
     return {
@@ -205,7 +197,6 @@ def heavy(name: Callable[[], str]) -> dict[str, Callable[[], tuple[Any, ...]]]:
         "small and many answers": lambda: (COMPLETIONS, PROMPT | {"n": 1024, "max_tokens": 99, "user": name()}),
         "logprobs of answers": lambda: (COMPLETIONS, PROMPT | {"n": 1024, "max_tokens": 1000, "logprobs": 20}),
         "hundreds of tools": lambda: chat(tools=tools({"title": name(), "type": "object"}, 300)),
-        "gzip": lambda: (COMPLETIONS, bomb(), f"{close}Content-Encoding: gzip\r\n"),
         "long headers": lambda: (COMPLETIONS, PROMPT, close + long),
     }
 

@@ -256,7 +256,10 @@ class Child:
 
 def ending(process: subprocess.Popen[bytes]) -> str:
     """How a process that is at its end has ended."""
-    code = process.wait()
+    try:
+        code = process.wait(STOP_TIMEOUT)
+    except subprocess.TimeoutExpired:
+        return "in part: its process is still there"
     return f"by the signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"with the code {code}"
 
 

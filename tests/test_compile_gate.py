@@ -46,7 +46,7 @@ from gate_shapes import (
 SHARED_LIMIT = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 103: 232448, 120: 101376, 121: 101376}
 REGISTERS = 64 * 1024  # that a processor has
 SHARDS = 2
-KERNELS = 44
+KERNELS = 42
 OLDEST = "3.6.0"  # Triton that requirements.txt allows
 BRIEF: dict[int, tuple[str, ...]] = {
     # These launch every kernel.

@@ -63,11 +63,11 @@ EVERY_FILE = [
 ]
 # These may fall. They rise only when a capability with a name of its own comes.
 MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 24, 700, 80, 750
-MOST_STORY_LINES = 6548
+MOST_STORY_LINES = 6557
 MOST_LINES = {
-    ".": 10585, "api": 6666, "checkpoints": 3504, "commands": 1006, "cpu": 2519, "device": 4403, "executors": 841,
-    "lora": 1256, "models": 3732, "observe": 1356, "ops": 3035, "processes": 4038,
-    "scheduling": 2184, "speculation": 816, "text": 4278,
+    ".": 10594, "api": 6669, "checkpoints": 3548, "commands": 1006, "cpu": 2519, "device": 4403, "executors": 841,
+    "lora": 1256, "models": 3732, "observe": 1356, "ops": 3035, "processes": 4063,
+    "scheduling": 2187, "speculation": 816, "text": 4320,
 }  # fmt: skip
 STDLIB_ONLY = {
     "admission", "checkpoints.gguf_config", "checkpoints.gguf_file", "checkpoints.gguf_folder",

@@ -43,7 +43,7 @@ def run(op: str, device: str, *args: Any) -> Any:
 def test_twins_have_the_same_signatures() -> None:
     for name, op in inspect.getmembers(reference, inspect.isfunction):
         no_op = name.startswith("_") or name in ("uniform", "apart", "dequantize")
-        if no_op or op.__module__ != "reference":  # NamedTuple is a function, too
+        if no_op or op.__module__ != "reference" or op is getattr(kernels, name, None):  # NamedTuple is a function, too
             continue
         assert inspect.signature(op) == inspect.signature(getattr(kernels, name)), name
         assert f"`reference.{name}`" in inspect.getdoc(getattr(kernels, name)), name

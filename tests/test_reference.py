@@ -20,7 +20,6 @@ import oracles
 import plan
 import reference
 from cpu import ops as cpu_ops
-from cpu import sampling as cpu_sampling
 from examples import DRAWN, tried
 from oracles import HeadNorm, ints
 
@@ -402,7 +401,7 @@ def test_sample_of_rows_without_temperature_or_finite_logits(ops: ModuleType) ->
     ties = torch.tensor([[1.0, 3.0, 3.0], [5.0, 5.0, 5.0], [0.0, 0.0, 9.0]])
     params[0, 0] = 0.0
     assert ops.sample(ties, ints(1, 0, -1), params, *seeds).tolist() == [1, 0, 0]
-    long = torch.randn(6, 16 * cpu_sampling.PART + 300).bfloat16()  # the largest one's index is looked for in a part
+    long = torch.randn(6, 16 * 1024 + 300).bfloat16()  # the largest one's index is looked for in a part
     peaks = [(0, 9), (1023, 1024), (5000, 16000), (16384, 16600), (16683, 16683), (16383, 16384)]
     for row, places in zip(long, peaks, strict=True):
         row[list(places)] = 9.0
