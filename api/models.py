@@ -121,11 +121,11 @@ class ServedModel:
 
     def hang_up(self) -> None:
         """Close the connection to the engine, if there is one."""
-        if self.api and not self.running:
-            self.api.prompts.threads.kill()
-        if self.client:
-            self.client.shutdown()
-        self.api = self.client = None
+        (api, client), self.api, self.client = (self.api, self.client), None, None  # first: what follows may wait
+        if api and not self.running:
+            api.prompts.threads.kill()
+        if client:
+            client.shutdown()
         self.row.connected[self.board.mine] = False
 
     def look(self) -> bool:
@@ -133,7 +133,8 @@ class ServedModel:
         client, is_there = self.client, self.row.state == READY and self.loads == self.row.loads
         if not client or is_there or self.running or client.streams or client.calls or self.lock.locked():
             return False
-        self.hang_up()
+        with self.lock:
+            self.hang_up()
         return True
 
     def utility(self, method: str, *args: Any) -> dict[int, Any]:
@@ -201,7 +202,7 @@ def looks(board: Board, caller: Caller, timeout: float, late: str) -> Generator[
     try:
         while True:
             yield
-            if board.draining:
+            if board.draining and not caller.patient:  # a batch goes on after the next start
                 raise ApiError(503, "the server is shutting down")
             if time.monotonic() > end:
                 raise ApiError(503, f"{late} within {timeout:g} s (request_timeout)")
@@ -400,7 +401,7 @@ class ModelsApi(Api):
         results: dict[str, Any] = {}
 
         def ask(model: ServedModel) -> None:
-            with contextlib.suppress(EngineDeadError, TimeoutError):  # it is not loaded, or ends just now
+            with contextlib.suppress(EngineDeadError, TimeoutError, ValueError):  # it is not loaded, or ends just now
                 results[model.name] = model.utility(method, *args)[0]
 
         gevent.joinall([gevent.spawn(ask, model) for model in self.served.values()], PATIENCE)

@@ -9,10 +9,11 @@ model of the hub is downloaded first.
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TextIO
 
 from checkpoints.hub import checkpoint_files, find_model
 from checkpoints.storage import opened
@@ -94,7 +95,7 @@ def fit_stage(
     return base, fit_pool(config, model.layout.windows, max(0, room) // plan.block, model.max_model_len)[0]
 
 
-def main() -> None:
+def main(out: TextIO) -> None:
     """Answer the lines of standard input until it ends."""
     end_with_parent(signal.SIGKILL)
     name_process("plan")
@@ -116,8 +117,10 @@ def main() -> None:
             answer |= {"need": need, "asleep": need_asleep(config, plans, host, contexts), "options": options}
         except ValueError as error:
             answer["failure"] = str(error)
-        print(json.dumps(answer), flush=True)
+        print(json.dumps(answer), file=out, flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # the parent reads answers there, and nothing that a module prints
+    main(answers)

@@ -355,8 +355,9 @@ class ParentPipe:
         workers = multiprocessing.active_children()
         for worker in workers:
             worker.kill()
+        deadline = time.monotonic() + STOP_TIMEOUT
         for worker in workers:
-            worker.join(STOP_TIMEOUT)
+            worker.join(max(0.0, deadline - time.monotonic()))
         os._exit(code)
 
 

@@ -228,8 +228,12 @@ class ModelSet:
         in_work = {name for planner in self.planners for name in planner.names}
         for name, row in self.rows.items():
             is_due = name not in self.residency.terms and name not in in_work and now >= row.refused_until
-            if is_due and (self.entries[name].pin or any(row.asked)):  # each by itself: one may have to be downloaded
-                self.planners.append(Planner([self.entries[name]], self.room))
+            pinned = self.entries[name].pin and now >= row.refused_until + 10 * RETRY
+            if is_due and (pinned or any(row.asked)):  # each by itself: one may have to be downloaded
+                try:
+                    self.planners.append(Planner([self.entries[name]], self.room))
+                except OSError as error:  # of memory or descriptors, which may come back
+                    row.refuse(now + RETRY, 503, f"the process that plans its memory cannot start: {error.strerror}")
 
     def _take_need(self, answer: dict[str, Any], now: float) -> None:
         name, residency = answer["name"], self.residency
@@ -293,7 +297,13 @@ class ModelSet:
         for name, state in decided.items():
             self.rows[name].state, self.rows[name].begun = state, now
             if not (engine := self.engines.get(name)):
-                engine = self.engines[name] = EngineProcess(self.entries[name].config, None, self.ends[name])
+                try:
+                    engine = self.engines[name] = EngineProcess(self.entries[name].config, None, self.ends[name])
+                except OSError as error:
+                    self.rows[name].refuse(now + RETRY, 503, f"its engine cannot start: {error.strerror}")
+                    self.residency.not_before[name] = now + RETRY
+                    self._enter(name, ABSENT, now)
+                    continue
                 engine.name = f"the engine of {name}"
                 logger.info(f"{engine.name} is started (pid {engine.process.pid})")
             elif state == STARTING:
@@ -315,7 +325,7 @@ class ModelSet:
         self.residency.leaving.add(name)  # from here on it does not go on
         self._enter(name, DRAINING, now)
         engine.hang_up()
-        self.leaving[name] = engine, now + STOP_TIMEOUT
+        self.leaving[name] = engine, now + 2 * STOP_TIMEOUT  # it waits for its workers
 
     # --- as gunicorn's loop needs it ------------------------------------------------------------------------------
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +74,7 @@ def test_damaged_files_are_found_before_others_make_room(
         monkeypatch.setattr(needs, name, lambda *_: None)
     monkeypatch.setattr(needs, "gpu_bytes", lambda: 0)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    needs.main()
+    needs.main(sys.stdout)
     answer = json.loads(capfd.readouterr().out)
     assert words in answer.get("failure", "") and ("need" in answer) == (not damage)
 
@@ -118,3 +121,14 @@ def test_a_model_asleep_takes_its_weights_and_its_part_of_the_contexts() -> None
     stages = [plan_of(9 * GIB, GIB), plan_of(8 * GIB, GIB)]
     assert need_asleep(ranks, stages, 100 * GIB, 10 * GIB) == (2 * (10 + 9) + 2) * GIB
     assert need_asleep(config, [plan_of(9 * GIB, 0)], 100 * GIB, 0) == 10 * GIB + OWN  # on a CPU
+
+
+def test_what_a_plugin_prints_is_no_answer(tmp_path: Path):
+    (tmp_path / "loud.py").write_text("print('{ of a plugin')\n")
+    config = EngineConfig(DEMO, device="cpu", dtype="float32")
+    options = dataclasses.asdict(config) | {"model_plugin": ("loud",)}
+    message = {"name": "a", "options": options, "budget": None, "memory": 2**31, "host": 0, "others": 0}
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{Path(needs.__file__).parents[1]}"}
+    command = [sys.executable, str(Path(needs.__file__))]
+    ran = subprocess.run(command, input=json.dumps(message), capture_output=True, text=True, env=environment)
+    assert json.loads(ran.stdout)["name"] == "a" and "of a plugin" in ran.stderr

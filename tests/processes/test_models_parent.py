@@ -31,7 +31,7 @@ class Engine:
         self.code: int | None = None
         self.closed = self.stopped = False
         self.process = SimpleNamespace(
-            pid=1, poll=lambda: self.code, kill=lambda: setattr(self, "code", -9), wait=lambda: self.code
+            pid=1, poll=lambda: self.code, kill=lambda: setattr(self, "code", -9), wait=lambda *_: self.code
         )
 
     def progress(self) -> bool | None:
@@ -138,7 +138,7 @@ def test_an_engine_that_does_not_end_is_killed(parent: Callable[..., Parent]):
     world.rows["a"].unload, world.rows["a"].connected[0] = True, False
     world.check()
     assert engine.closed and engine.code is None
-    world.check(120)
+    world.check(220)
     assert engine.code == -9 and world.rows["a"].state == ABSENT and world.rows["a"].ends == 1
 
 
@@ -225,6 +225,28 @@ def test_salts_of_what_is_on_disk_outlive_the_server(tmp_path: Path):
     assert sets[0].board.secret == sets[1].board.secret
     for models in sets:
         models.stop()
+
+
+@pytest.mark.parametrize("what", ["Planner", "EngineProcess"])
+def test_what_cannot_be_started_is_one_models_trouble(parent: Callable[..., Parent], monkeypatch, what: str):
+    """As where descriptors are short, which they may be for a while."""
+    world = parent(a=6, b=3)
+    world.load("b")
+    start, room = {"Planner": world.plan, "EngineProcess": world.launch}[what], [False]
+
+    def launch(*args: Any) -> Any:
+        if not room[0]:
+            raise OSError(24, "Too many open files")
+        return start(*args)
+
+    monkeypatch.setattr(f"processes.models.{what}", launch)
+    world.ask("a")
+    world.check()
+    row = world.rows["a"]
+    assert row.state == ABSENT and row.status == 503 and b"cannot start: Too many open files" in row.why
+    assert world.rows["b"].state == READY
+    room[0], world.now = True, row.refused_until
+    world.load("a")
 
 
 # --- the process that plans ------------------------------------------------------------------------------------------
