@@ -260,7 +260,6 @@ def test_what_is_used_least_recently_goes_first(tmp_path):
 
 @pytest.mark.parametrize(("marked", "gone"), [(12, "plain"), (20, "marked")])
 def test_files_that_are_kept_for_longer_take_at_most_half(tmp_path, marked, gone):
-    """Else one client's sessions would leave others no room for an hour."""
     size, count = 1000, 32
     config = EngineConfig(kv_disk=str(tmp_path / "kv"), kv_disk_size=count * (size + HEADER.size) / 2**30)
     disk = KVDisk(config, "engine", 0, views_of(torch.zeros(1, size // 4)))

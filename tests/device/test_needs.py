@@ -125,10 +125,9 @@ def test_a_model_asleep_takes_its_weights_and_its_part_of_the_contexts() -> None
 
 def test_what_a_plugin_prints_is_no_answer(tmp_path: Path):
     (tmp_path / "loud.py").write_text("print('{ of a plugin')\n")
-    config = EngineConfig(DEMO, device="cpu", dtype="float32")
-    options = dataclasses.asdict(config) | {"model_plugin": ("loud",)}
+    options = dataclasses.asdict(EngineConfig(DEMO, device="cpu", dtype="float32")) | {"model_plugin": ("loud",)}
     message = {"name": "a", "options": options, "budget": None, "memory": 2**31, "host": 0, "others": 0}
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{Path(needs.__file__).parents[1]}"}
-    command = [sys.executable, str(Path(needs.__file__))]
-    ran = subprocess.run(command, input=json.dumps(message), capture_output=True, text=True, env=environment)
+    pipes: dict[str, Any] = {"input": json.dumps(message), "capture_output": True, "text": True, "env": environment}
+    ran = subprocess.run([sys.executable, needs.__file__], **pipes)
     assert json.loads(ran.stdout)["name"] == "a" and "of a plugin" in ran.stderr

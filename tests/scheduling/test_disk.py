@@ -95,9 +95,8 @@ def test_each_of_a_long_queue_reads_when_it_is_next(monkeypatch, pace):
     now = [0.0]
     monkeypatch.setattr("scheduling.disk.time.monotonic", lambda: now[0])
     files: dict[bytes, list] = {}
-    engine = engine_on(files)
     for i in range(8):
-        engine.add(f"writes {i}", prompt(28, 40 * i + 1), retention=300, **ONE)
+        (engine := engine_on(files)).add(f"writes {i}", prompt(28, 40 * i + 1), retention=300, **ONE)
         engine.run()
     engine = engine_on(files)
     seqs = [engine.add(f"reads {i}", prompt(28, 40 * i + 1), **ONE) for i in range(6)]
