@@ -414,6 +414,8 @@ def test_what_waits_counts_as_an_answer_in_flight(models: Callable[..., Models])
     """It counts with all its answers, and has room for them when its model is there."""
     world = models(max_queue=4, request_timeout=3)
     world.api.answers.take("other", 1)
+    world.later(world.enter, "two", READY)
+    assert "input is []" in refusal(world.ask("two", RESPONSES, input=[], **SHORT))["message"]
     assert "6 would come; at most 4 (max_queue)" in refusal(world.ask("one", prompt=["a", "b"], n=3), 429)["message"]
     assert not world.asked("one")
     seen: list[int] = []
