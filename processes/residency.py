@@ -134,12 +134,12 @@ class Residency:
         for name in self._in(STARTING, READY, ASLEEP):
             if name in self.leaving:
                 self.enter(name, DRAINING, now)
-        self.queue = self._waiting(now, usage)
+        self.queue = self._waiting(now)
         if all(self.states[name] == DRAINING for name in self.queue):  # so nobody needs their memory
             for name in self._in(DRAINING):
                 if name not in self.leaving:
                     self.enter(name, READY, now)
-        self._make_room(now, usage)
+        self._make_room(now)
         return {name: state for name, state in self.states.items() if state != before[name]}
 
     def _in(self, *states: int) -> list[str]:
@@ -148,17 +148,17 @@ class Residency:
     def _sum(self, names: Iterable[str]) -> int:
         return sum(self.terms[name].need for name in names)
 
-    def _waiting(self, now: float, usage: Mapping[str, Usage]) -> list[str]:
+    def _waiting(self, now: float) -> list[str]:
         """The models that are asked for and not there, the first to be loaded first."""
         since = {}
         for name in self._in(ABSENT, ASLEEP, DRAINING):
-            begun = usage[name].asked
+            begun = self.usage[name].asked
             begun = self.since[name] if begun is None and self.terms[name].pin else begun
             if begun is not None and now >= self.not_before.get(name, now):
                 since[name] = begun
         return sorted(since, key=lambda name: since[name])
 
-    def _make_room(self, now: float, usage: Mapping[str, Usage]) -> None:
+    def _make_room(self, now: float) -> None:
         free = self.memory - self._sum([*self._in(STARTING, READY, DRAINING), *self.falling])
         left = free + self._sum([*self._in(DRAINING), *self.falling])  # beside what those before in the queue need
         for name in self.queue:
@@ -167,17 +167,17 @@ class Residency:
                 self.enter(name, STARTING, now)
                 free -= need
             elif self.states[name] != DRAINING:
-                for victim in self._victims(need - left, now, usage):
+                for victim in self._victims(need - left, now):
                     self.enter(victim, DRAINING, now)
                     left += self.terms[victim].need
             left -= need
         self.queue = [name for name in self.queue if self.states[name] != STARTING]
 
-    def _victims(self, missing: int, now: float, usage: Mapping[str, Usage]) -> list[str]:
+    def _victims(self, missing: int, now: float) -> list[str]:
         """The models that are to drain, so that `missing` bytes come free; none if that cannot be now."""
         ranks = {}
         for name in self._in(STARTING, READY):
-            use, starts = usage[name], self.states[name] == STARTING
+            use, starts = self.usage[name], self.states[name] == STARTING
             waited = use.asked is not None and (starts or use.asked < self.since[name])  # and will soon be let in
             if not (self.terms[name].pin or waited or (not starts and now < self.since[name] + self.min_seconds)):
                 ranks[name] = (use.busy, self.since[name] if use.busy else use.used)
