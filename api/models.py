@@ -108,7 +108,6 @@ class ServedModel:
                     if not self.tokenizer:
                         raise ApiError(503, f"{self.name}: {without_folders(trouble)}")
                 shared = self.board, self.adapters, self.several
-                self.row.max_model_len = facts["max_model_len"]
                 self.api = Api(client, self.tokenizer, facts, self.config, (self.name,), *shared)
             return self.api
 

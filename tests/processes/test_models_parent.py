@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 
@@ -234,10 +235,7 @@ def test_what_cannot_be_started_is_one_models_trouble(parent: Callable[..., Pare
     world.load("b")
     start = {"Planner": world.plan, "EngineProcess": world.launch}[what]
 
-    def fail(*_: Any) -> Any:
-        raise OSError(24, "Too many open files")
-
-    monkeypatch.setattr(f"processes.models.{what}", fail)
+    monkeypatch.setattr(f"processes.models.{what}", Mock(side_effect=OSError(24, "Too many open files")))
     world.ask("a")
     world.check()
     row = world.rows["a"]
