@@ -72,7 +72,7 @@ def need_asleep(config: EngineConfig, plans: Sequence[MemoryPlan], host: int, co
     all that fit into `host` fit into `contexts`, too. On a CPU all that it still takes."""
     weights = sum(plan.weights + plan.draft for plan in plans) * config.world_size // len(plans)
     if not plans[0].context:
-        return weights * (1 + config.compile) + OWN * config.world_size
+        return weights + OWN * config.world_size
     swap = SWAP_SPACE if config.swap_space is None else config.swap_space
     context = max(plan.context + plan.adapters for plan in plans)
     return max(weights + int(swap * 2**30), host * context // max(1, contexts))
@@ -87,7 +87,7 @@ def fit_stage(
         base = weights + plan.context + plan.step + plan.state + plan.states + plan.graphs
         room = (min(memory, int(total * config.gpu_memory_utilization)) if budget is None else budget) - base
     else:
-        base = weights * (1 + config.compile) + plan.step + plan.state + plan.states + OWN
+        base = weights + plan.step + plan.state + plan.states + OWN
         base += int((config.swap_space or 0) * 2**30)
         free = (budget or memory) // config.world_size - base
         room = free if budget or free <= 0 else int(CPU_KV_SHARE * free)
