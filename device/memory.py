@@ -41,8 +41,8 @@ CONTEXT = 640 * MIB  # CUDA's own, the code of all kernels, cuBLAS's workspace
 NCCL = 512 * MIB  # the buffers through which several ranks exchange tensors
 # Some hundred KiB a graph, and a workspace for each capturing stream; twice so much with adapters.
 GRAPHS = 256 * MIB  # their tensors' pool is counted
-# Of a step's tensors: what torch's allocator keeps free between them. An H200 took 0.25 to 0.42, and with a thousand
-# sequences it may be 0.6. A worker that starts also runs a step, and takes the larger of both.
+# Of a step's tensors: what torch's allocator keeps free between them, by its rules 0.24 to 0.42, and up to 0.63 with
+# 1,024 sequences. A worker that starts also runs a step, and takes the larger of both.
 FRAGMENTS = 0.4
 # Reading the weights takes as long for 128 tokens as for 16. From there on at most a third of a step is padding, and
 # from 1,024 on a fifth. Each size is a graph for each layer at start.

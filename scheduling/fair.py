@@ -91,7 +91,7 @@ class Fair(Policy):
             super().push(seq)
             return
         client = self.clients[seq.group.client]
-        if not client.backlogs and seq.status is not Status.READING:  # else it never went away
+        if not client.backlogs and seq.status is not Status.READING:  # a client whose sequence reads is not away
             client.counter = max(client.counter, self.virtual_time)
         backlog = client.backlogs.setdefault(seq.group.adapter, [])
         if backlog and arrival(seq) < arrival(backlog[0]):  # a sample that was held is to stand in line instead
