@@ -120,7 +120,7 @@ def body_of(api: Api) -> dict[str, Any]:
 def fields_of(api: Api, face: Face, **options: Any) -> dict[str, Any]:
     """The checked fields of the body that this request brings; some `options` of the server may be others for it."""
     caller = g.caller = Caller(g.name, g.client)
-    config = dataclasses.replace(api.config, **options)
+    config = dataclasses.replace(api.config, **options) if options else api.config
     return read_fields(face, body_of(api), CheckContext(config, caller.ignored))
 
 

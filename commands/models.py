@@ -46,7 +46,7 @@ class OneModel:
 
     def __init__(self, engine_config: EngineConfig, config: ServerConfig):
         self.engine_config, self.secret = prepare(engine_config)
-        self.config, self.board = config, Board(engine_config.kv_disk)
+        self.config, self.board = config, Board(self.engine_config.kv_disk)
         self.tokenizer = Tokenizer(self.engine_config.folder, config.max_template_chars)
         self.names = config.served_model_name or (self.engine_config.model_name,)
         self.adapters = AdapterNames(config, self.names)
