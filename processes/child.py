@@ -165,7 +165,7 @@ class Child:
 
     def progress(self, timeout: float = 0) -> bool | None:
         """Whether the process has become ready or failed to start; None: neither in so many seconds. Later on it is
-        ready again once it has made its calls."""
+        ready again once it has made its calls, and until then this is None."""
         if self.starting and self._has_spoken(timeout):
             return self._ready()
         self.look()
@@ -255,7 +255,7 @@ class Child:
 
 
 def ending(process: subprocess.Popen[bytes]) -> str:
-    """How a process that is at its end has ended."""
+    """How a process that is at its end has ended; one that was polled and is gone is not waited for."""
     try:
         code = process.wait(STOP_TIMEOUT)
     except subprocess.TimeoutExpired:
