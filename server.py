@@ -34,7 +34,7 @@ from flask import Flask, Response, g, request
 from werkzeug.exceptions import MethodNotAllowed, NotFound
 from werkzeug.middleware.dispatcher import DispatcherMiddleware
 
-from api import batches, http
+from api import http
 from api.checks import ApiError, Face
 from api.faces import FACES
 from api.generation import Caller, ClientGone, Events, log_request
@@ -83,7 +83,6 @@ def create_app(api: Api, spans: Spans | None = None, address: str | None = None)
     app.url_map.merge_slashes = False  # a redirect to the right spelling would be an HTML page
     app.url_map.strict_slashes = False  # some clients ask for /v1/models/
     add_routes(app, api)
-    batches.go_on(api)
     guard(app, api, address or config.host)
     answer_errors(app, config)
     log_requests(app, api, spans)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import itertools
 import queue
 import re
@@ -60,7 +59,6 @@ class Caller:
     lora: LoRARequest | None = None  # the adapter that it has named as its model
     virtual: int = 0  # tokens that this puts before each prompt
     retention: int = 0  # see `EngineCoreRequest`
-    patient: bool = False  # waits on where a model could not be loaded, as a batch does
 
 
 class ClientGone(Exception):
@@ -73,8 +71,6 @@ def as_api_error(error: Exception) -> ApiError:
         return error
     if isinstance(error, EngineDeadError | TimeoutError):
         return ApiError(503, without_folders(str(error)))
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return ApiError(507, "the disk is full")
     logger.error("a request failed", exc_info=error)
     return ApiError(500, "internal error; the server's log has the details")
 

@@ -10,7 +10,7 @@ import ipaddress
 import re
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +54,11 @@ MOST_FIELDS, MOST_FIELD, MOST_HEAD = 1000, 2**16, 2**17  # header fields of a re
 UNREADABLE = {errors.LimitRequestLine: 414, errors.ExpectationFailed: 417}
 
 
-def arriving(config: ServerConfig, most: int, cap: str) -> Generator[bytes, None, None]:
-    """The parts of this request's body; an `ApiError` names the `cap` if it exceeds `most` bytes."""
-    kind, size = request.mimetype, 0
+def read_body(config: ServerConfig, bodies: ClientShares) -> bytearray:
+    """The body of this request. Each part of it counts from when it arrives until `g.body` is closed."""
+    kind, most = request.mimetype, config.max_body_bytes
+    if kind.startswith("multipart/"):
+        raise ApiError(415, f"the content type is {kind}; it must be application/json")
     # `curl -d` says that it sends a form. But a web page may send a form to any server unasked, and JSON not.
     if kind != "application/json" and "Origin" in request.headers and not allowed_origin(config):
         must = "from a web page that is not in allowed_origins it must be application/json"
@@ -64,6 +66,8 @@ def arriving(config: ServerConfig, most: int, cap: str) -> Generator[bytes, None
     if (coding := request.headers.get("Content-Encoding", "identity").strip().lower()) != "identity":
         raise ApiError(415, f"the content encoding is {coding!r:.80}; it must be identity")
     request.max_content_length = most + 1  # a chunked body is cut there: the extra byte shows it
+    client, body, size, refused = g.client, bytearray(), 0, ""
+    g.body.callback(lambda: bodies.take(client, -len(body)))
     try:
         for part in parts_of_body(config.body_timeout):
             if len(part) == BODY_PART:
@@ -71,29 +75,19 @@ def arriving(config: ServerConfig, most: int, cap: str) -> Generator[bytes, None
             size += len(part)
             if size > most:
                 raise RequestEntityTooLarge
-            yield part
+            if refused:  # but read to its end, because a client that still writes would not see the reply
+                continue
+            body += part
+            bodies.take(client, len(part))
+            if not bodies.has_room(client):
+                cap = f"{bodies.limit} (max_body_bytes_in_flight)"
+                refused = f"bodies of {sum(bodies.counts)} bytes are in flight; at most {cap}"
+                bodies.take(client, -len(body))
+                body.clear()
     except gevent.Timeout:
         raise ApiError(400, f"the body did not arrive within {config.body_timeout} s (body_timeout)") from None
     except RequestEntityTooLarge:
-        raise ApiError(413, f"the body is larger than {most} bytes ({cap})") from None
-
-
-def read_body(config: ServerConfig, bodies: ClientShares) -> bytearray:
-    """The body of this request. Each part of it counts from when it arrives until `g.body` is closed."""
-    if request.mimetype.startswith("multipart/"):
-        raise ApiError(415, f"the content type is {request.mimetype}; it must be application/json")
-    client, body, refused = g.client, bytearray(), ""
-    g.body.callback(lambda: bodies.take(client, -len(body)))
-    for part in arriving(config, config.max_body_bytes, "max_body_bytes"):
-        if refused:  # but read to its end, because a client that still writes would not see the reply
-            continue
-        body += part
-        bodies.take(client, len(part))
-        if not bodies.has_room(client):
-            cap = f"{bodies.limit} (max_body_bytes_in_flight)"
-            refused = f"bodies of {sum(bodies.counts)} bytes are in flight; at most {cap}"
-            bodies.take(client, -len(body))
-            body.clear()
+        raise ApiError(413, f"the body is larger than {most} bytes (max_body_bytes)") from None
     if refused:
         raise ApiError(429, refused)
     return body

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import math
 import os
 import queue
 import signal
@@ -161,28 +160,27 @@ class ServedModel:
 
     def arrive(self, caller: Caller, timeout: float) -> Iterator[str]:
         """Wait until `enter` lets a request in, and yield what it waits for meanwhile. Errors are those of `looks`, and
-        an ApiError where the model cannot be loaded; a patient caller gets that after `timeout` alone."""
-        limit, patient_until = (math.inf, time.monotonic() + timeout) if caller.patient else (timeout, 0.0)
-        self._check_refusal(patient_until)  # first, so that nothing makes room for what is refused
+        an ApiError where the model cannot be loaded."""
+        self._check_refusal()  # first, so that nothing makes room for what is refused
         me = object()
         self.waiting[me] = time.monotonic()
         self._tell()
         try:
-            with contextlib.closing(looks(self.board, caller, limit, f"{self.name} was not loaded")) as waits:
+            with contextlib.closing(looks(self.board, caller, timeout, f"{self.name} was not loaded")) as waits:
                 for _ in waits:
                     with contextlib.suppress(EngineDeadError, TimeoutError):  # it has a successor soon
                         self.current()
                     if self.enter():
                         return
-                    self._check_refusal(patient_until)
+                    self._check_refusal()
                     doing = "loading" if self.row.state == STARTING else "waiting for"
                     yield f"{doing} {self.name}" + f", place {self.row.place}" * bool(self.row.place)
         finally:
             del self.waiting[me]
             self._tell()
 
-    def _check_refusal(self, patient_until: float) -> None:
-        if (why := self.card()["error"]) and (self.row.status != 503 or time.monotonic() > patient_until):
+    def _check_refusal(self) -> None:
+        if why := self.card()["error"]:
             raise ApiError(self.row.status, f"{self.name} cannot be loaded: {why}", "model")
 
     def _tell(self) -> None:
@@ -201,7 +199,7 @@ def looks(board: Board, caller: Caller, timeout: float, late: str) -> Generator[
     try:
         while True:
             yield
-            if board.draining and not caller.patient:  # a batch goes on after the next start
+            if board.draining:
                 raise ApiError(503, "the server is shutting down")
             if time.monotonic() > end:
                 raise ApiError(503, f"{late} within {timeout:g} s (request_timeout)")
@@ -246,7 +244,7 @@ class ModelsApi(Api):
     def __init__(self, models: ModelSet, config: ServerConfig, adapters: dict[str, AdapterNames]):
         configs = [entry.config for entry in models.entries.values()]
         policies = {engine.scheduling_policy for engine in configs}
-        self.share(config, models.board, max(engine.max_num_seqs for engine in configs))
+        self.share(config, models.board)
         self.names = [*models.entries]
         self.facts = {"max_model_len": LIMIT, "scheduling_policy": policies.pop() if len(policies) == 1 else "several"}
         self.served = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 from collections.abc import MutableMapping
 from dataclasses import dataclass
@@ -60,11 +59,6 @@ class ServerConfig:
     max_live_viewers: int = option(32, "viewers of /live at a time, in each API process, before 429", 0)
     max_stored_responses: int = option(1024, "responses that are kept; each API key has an equal share", 0)
     max_stored_response_bytes: int = option(2**28, "size of these, with conversations and events, shared alike", 1024)
-    files_dir: str | None = option(
-        None, "folder of this server alone where /v1/files and /v1/batches keep what they need (default: they are off)"
-    )
-    max_file_bytes: int = option(200 * 2**20, "size of an upload to /v1/files", 1024)
-    max_files_bytes: int = option(10 * 2**30, "size of all files in files_dir; each API key has an equal share", 1024)
     drain_timeout: int = option(30, "seconds that running requests have to end after SIGTERM or Ctrl-C", 0)
     enable_control_routes: bool = option(
         False,
@@ -129,8 +123,6 @@ class ServerConfig:
         if self.max_body_bytes_in_flight < self.max_body_bytes:
             most, one = self.max_body_bytes_in_flight, self.max_body_bytes
             raise ValueError(f"max_body_bytes_in_flight is {most}; it must be at least max_body_bytes, {one}")
-        if self.files_dir is not None and not (os.path.isdir(self.files_dir) and os.access(self.files_dir, os.W_OK)):
-            raise ValueError(f"files_dir is {self.files_dir!r:.200}, which is no folder that can be written")
         for name, pattern, form in FORMS:
             value, several = getattr(self, name), name in ("allowed_origins", "allowed_hosts")
             for text in value if several else [value]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from flask import Response, g, request
 
-from api.batches import BATCH_PATHS
 from api.checks import Field
 from api.control import CONTROL_PATHS, MODEL_PATHS, guarded, one_of, scale, scaling, server_info
 from api.http import PAGE, page, reply, stream
@@ -46,7 +45,6 @@ PATHS = (
          lambda api, id: reply(api.store.delete(g.client, id))),
     Path("POST", "/v1/responses/<id>/cancel", "cancel_response", "End a response that runs in the background.",
          lambda api, id: reply(api.store.cancel(g.client, id))),
-    *BATCH_PATHS,
 )  # fmt: skip
 SCALE_PATHS = (  # of a server with one model
     Path("GET", "/scale", "scaling", "How many engines there are, come and go.", lambda api: reply(scaling(api))),

@@ -120,8 +120,26 @@ class Store:
         return by_id
 
     def page(self, owner: str, id: str, query: Mapping[str, str]) -> dict[str, Any]:
-        """Some of the items that a response was made from; see `page_of`. An `ApiError` if there is none."""
-        return page_of(msgspec.json.decode(self._find(owner, id).conversation), query)
+        """Some of the items that a response was made from; an `ApiError` if there is none, or the query is wrong.
+
+        It may have a `limit`, from 1 to 100; an `order`, `desc` (the latest first) or `asc`; and `after`, an item's id.
+        """
+        items = msgspec.json.decode(self._find(owner, id).conversation)
+        refuse_query(query, *PAGE_OF_ITEMS)
+        limit, order, after = query.get("limit", str(USUAL_ITEMS)), query.get("order", "desc"), query.get("after")
+        if not re.fullmatch(r"[0-9]{1,3}", limit) or not 1 <= int(limit) <= MOST_ITEMS:
+            raise ApiError(400, f"limit is {limit[:64]!r}; it must be a whole number from 1 to {MOST_ITEMS}", "limit")
+        if order not in ("asc", "desc"):
+            raise ApiError(400, f"order is {order[:64]!r}; it must be asc or desc", "order")
+        items, start = items if order == "asc" else items[::-1], 0
+        if after is not None:
+            ids = [item["id"] for item in items]
+            if after not in ids:
+                raise ApiError(400, f"after is {after[:64]!r}; it must be the id of one of the items", "after")
+            start = ids.index(after) + 1
+        data = items[start : start + int(limit)]
+        ends = {"first_id": data[0]["id"] if data else "", "last_id": data[-1]["id"] if data else ""}
+        return {"object": "list", "data": data, "has_more": start + len(data) < len(items), **ends}
 
     def delete(self, owner: str, id: str) -> dict[str, Any]:
         """Forget a response. An `ApiError` if `owner` has none of that id.
@@ -175,31 +193,6 @@ class Store:
             held[owner] += more
             if not held[owner]:
                 del held[owner]
-
-
-def page_of(items: list[dict[str, Any]], query: Mapping[str, str], *filters: str) -> dict[str, Any]:
-    """Some of these items, the oldest of which is the first; an `ApiError` if the query is wrong.
-
-    It may have a `limit`, from 1 to 100; an `order`, `desc` (the latest first) or `asc`; `after`, an item's id; and
-    `filters`, which are fields of items, with the value that an item must have.
-    """
-    refuse_query(query, "limit", "order", "after", *filters)
-    items = [item for item in items if all(item[name] == query.get(name, item[name]) for name in filters)]
-    limit, order, after = query.get("limit", str(USUAL_ITEMS)), query.get("order", "desc"), query.get("after")
-    if not re.fullmatch(r"[0-9]{1,3}", limit) or not 1 <= int(limit) <= MOST_ITEMS:
-        raise ApiError(400, f"limit is {limit[:64]!r}; it must be a whole number from 1 to {MOST_ITEMS}", "limit")
-    if order not in ("asc", "desc"):
-        raise ApiError(400, f"order is {order[:64]!r}; it must be asc or desc", "order")
-    items = items if order == "asc" else items[::-1]
-    start = 0
-    if after is not None:
-        ids = [item["id"] for item in items]
-        if after not in ids:
-            raise ApiError(400, f"after is {after[:64]!r}; it must be the id of one of the items", "after")
-        start = ids.index(after) + 1
-    data = items[start : start + int(limit)]
-    ends = {"first_id": data[0]["id"] if data else "", "last_id": data[-1]["id"] if data else ""}
-    return {"object": "list", "data": data, "has_more": start + len(data) < len(items), **ends}
 
 
 def refuse_query(query: Mapping[str, str], *known: str) -> None:

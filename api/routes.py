@@ -14,7 +14,6 @@ from typing import Any
 
 from api.adapters import AdapterNames, Module, request_of, virtual_tokens
 from api.checks import ApiError, CheckContext, Face, read_fields, without_folders
-from api.files import Files
 from api.generation import Caller, EngineClient, Events
 from api.options import ServerConfig
 from api.prompts import Parsers, Prompts
@@ -25,7 +24,7 @@ from processes.child import Board, ClientShares
 from tokenizer import Tokenizer
 
 MOST_LISTED = 16  # names of models in an error
-SHARED = ("store", "files", "answers", "bodies", "watching")  # by several models
+SHARED = ("store", "answers", "bodies", "watching")  # by several models
 
 
 class Api:
@@ -47,18 +46,17 @@ class Api:
         self.adapters = adapters or AdapterNames(config, names)
         self.prompts = Prompts(tokenizer, facts)
         self.parsers = Parsers(config, tokenizer)
-        self.share(config, board, facts["max_num_seqs"] * facts["data_parallel_size"], several)
+        self.share(config, board, several)
         self.viewers = Viewers(client, self.watching, board)
 
-    def share(self, config: ServerConfig, board: Board, num_seqs: int, several: Api | None = None) -> None:
-        """Take what `several` models share, or make it for engines that run `num_seqs` sequences at a time."""
+    def share(self, config: ServerConfig, board: Board, several: Api | None = None) -> None:
+        """Take what `several` models share, or make it."""
         self.config, self.board = config, board
         self.started = int(time.time())
         if several:
             vars(self).update({name: vars(several)[name] for name in SHARED})
             return
         self.store = Store(config)
-        self.files = Files(config, board, num_seqs)
         self.answers = ClientShares(config.max_queue, board, board.answers, config.api_server_count)
         self.bodies = ClientShares(config.max_body_bytes_in_flight, board, board.bytes, config.api_server_count)
         self.watching = ClientShares(config.max_live_viewers, board, [0] * board.PLACES)  # of this process alone

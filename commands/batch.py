@@ -14,17 +14,14 @@ import gevent
 from gevent import monkey
 from tqdm import tqdm
 
-from api.adapters import AdapterNames
-from api.batch_file import Answers, BatchRun, count_lines, run_to_end
 from api.options import ServerConfig
 from api.routes import Api
+from commands.batch_file import Answers, BatchRun, read_lines
 from commands.flags import OptionParser, exit_on_mistake, option_groups, refuse_given
-from commands.start import engines, read_configs, with_policy
+from commands.models import OneModel
+from commands.start import read_configs, with_policy
 from config import EngineConfig
 from observe.logs import console
-from processes.child import Board
-from processes.fleet import launch, prepare
-from tokenizer import Tokenizer
 
 LINES_PER_SEQUENCE = 2  # lines in flight for each sequence that runs, so that the next ones wait in the engine
 # Options of the server that mean nothing where there is no HTTP.
@@ -85,28 +82,24 @@ def main(argv: list[str]) -> None:
     flags = parser.read(argv)
     with exit_on_mistake(parser):
         engine_config, config = read_flags(flags)
-        engine_config, secret = prepare(engine_config)
-        tokenizer = Tokenizer(engine_config.folder, config.max_template_chars)
-        names = config.served_model_name or (engine_config.model_name,)
-        adapters = AdapterNames(config, names)
-        adapters.check_folders(engine_config)
+        model = OneModel(engine_config, config)
         file, answers = open_files(flags.input_file, flags.output_file)
-        board = Board(engine_config.kv_disk)
-    with engines("batch", launch(engine_config, board, secret)) as fleet:
-        with exit_on_mistake(parser):
-            adapters.check(fleet)
+    with model.running(parser, "batch") as fleet:
         # Each line is a greenlet, as each request is in an API process. Those are gunicorn's workers, which it patches.
         monkey.patch_all(os=False, signal=False, ssl=False, subprocess=False)
-        client, facts = fleet.new_client(), fleet.facts
-        width = LINES_PER_SEQUENCE * engine_config.max_num_seqs * engine_config.data_parallel_size
+        client = fleet.new_client()
+        api = Api(client, model.tokenizer, fleet.facts, config, model.names, model.board, model.adapters)
+        width = LINES_PER_SEQUENCE * model.engine_config.max_num_seqs * model.engine_config.data_parallel_size
         pause = 0.2 if sys.stderr.isatty() else 30.0  # seconds between two states of the bar; a log needs few of them
-        bar = tqdm(total=count_lines(file, config.max_body_bytes), desc="Batch", unit="line", mininterval=pause)
-        batch = BatchRun(Api(client, tokenizer, facts, config, names, board, adapters), answers, width, bar)
+        total = sum(1 for _ in read_lines(file, config.max_body_bytes))
+        file.seek(0)
+        bar = tqdm(total=total, desc="Batch", unit="line", mininterval=pause)
+        batch = BatchRun(api, answers, width, bar)
         for number in (signal.SIGINT, signal.SIGTERM):
             gevent.signal_handler(number, batch.ended.set_exception, SystemExit(128 + number))
         try:
             with bar:
-                run_to_end(batch, file, fleet.check)
+                batch.run(file, fleet.check)
         except OSError as error:
             console.error(f"{parser.prog}: error: {error}; {batch.summary()}")
             sys.exit(1)

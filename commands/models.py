@@ -38,7 +38,7 @@ NAME = re.compile(r"[\x21-\x7e]{1,200}")
 
 
 class OneModel:
-    """The model of a server that has one.
+    """The model of a server that has one, or of a batch.
 
     Raises:
         ValueError: it cannot be served.
@@ -53,9 +53,9 @@ class OneModel:
         self.adapters.check_folders(self.engine_config)
 
     @contextlib.contextmanager
-    def running(self, parser: OptionParser) -> Iterator[Fleet]:
-        """Its engines, which run within the `with` block and have loaded its adapters."""
-        with engines("server", launch(self.engine_config, self.board, self.secret)) as self.fleet:
+    def running(self, parser: OptionParser, process: str = "server") -> Iterator[Fleet]:
+        """Its engines, which run within the `with` block of a process of this name, and have loaded its adapters."""
+        with engines(process, launch(self.engine_config, self.board, self.secret)) as self.fleet:
             with exit_on_mistake(parser):
                 self.adapters.check(self.fleet)
             yield self.fleet

@@ -56,12 +56,10 @@ PARTS: dict[str, tuple[list[str], dict[str, dict[str, str]]]] = {  # its files, 
         },
     ),
     "faces": (
-        ["commands/batch.py", "commands/terminal.py", "api/batch*.py", "api/anthropic*.py"],
+        ["commands/batch*.py", "commands/terminal.py", "api/anthropic*.py"],
         {
             "server.py": {
-                "from api import batches, http\n": "from api import http\n",
                 "from commands import batch, others, terminal\n": "from commands import others\n",
-                "    batches.go_on(api)\n": "",
                 '    "chat": terminal.chat,\n': "",
                 '    "complete": terminal.complete,\n': "",
                 '    "batch": batch.main,\n': "",
@@ -71,7 +69,6 @@ PARTS: dict[str, tuple[list[str], dict[str, dict[str, str]]]] = {  # its files, 
                 '    "complete": "go on from a text",\n': "",
                 '    "batch": "answer a file of requests",\n': "",
             },
-            "api/paths.py": {"from api.batches import BATCH_PATHS\n": "", "    *BATCH_PATHS,\n": ""},
             "api/faces.py": {
                 "from api.anthropic import COUNT_TOKENS, MESSAGES\n": "",
                 "MESSAGES, COUNT_TOKENS, ": "",

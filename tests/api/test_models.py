@@ -20,7 +20,6 @@ import gevent
 import pytest
 
 from api.adapters import AdapterNames
-from api.batch_file import FACE_OF, BatchRun, Line
 from api.checks import ApiError
 from api.generation import Caller, ClientGone
 from api.models import STATES, ModelAnswers, ModelsApi, looks
@@ -366,7 +365,6 @@ def test_a_wait_has_an_end(models: Callable[..., Models]) -> None:
     board.draining = True
     with pytest.raises(ApiError, match="shutting down"):
         [*looks(board, Caller("name", "client"), 60, "late")]
-    [*zip(looks(board, Caller("name", "client", patient=True), 60, "late"), "ab", strict=False)]  # a batch goes on
 
 
 def test_requests_wait_where_an_engine_has_died_or_does_not_answer(models: Callable[..., Models]) -> None:
@@ -385,29 +383,6 @@ def test_requests_wait_where_an_engine_has_died_or_does_not_answer(models: Calla
 
     world.enter("one", READY)  # loaded once more
     assert world.ask("one").status_code == 200 and len(calls) == 2
-
-
-def test_a_line_of_a_batch_waits_where_a_load_has_failed(models: Callable[..., Models]) -> None:
-    world = models(request_timeout=1)
-    served, caller = world.api.served["one"], Caller("name", "client", patient=True)
-    world.rows["one"].refuse(time.monotonic() + 60, 503, "it was killed")
-    wait = served.arrive(caller, 60)
-    assert next(wait) == "waiting for one" and world.asked("one")
-    world.enter("one", READY)
-    assert [*wait] == [] and sum(world.rows["one"].running) == 1
-    served.count(-1)
-    world.enter("one", ABSENT)
-    with pytest.raises(ApiError, match="it was killed"):
-        [*served.arrive(caller, 0.2)]
-    world.rows["one"].refuse(time.monotonic() + 60, 400, "it is too large")
-    with pytest.raises(ApiError, match="too large"):
-        next(served.arrive(caller, 60))
-    world.enter("two", READY)
-    run = BatchRun(world.api, None, 1, None)  # type: ignore[arg-type]
-    waits: list[bool] = []
-    world.api.answer = lambda face, fields, caller: waits.append(caller.patient) or {}  # type: ignore
-    run._answer(Line(1, b"", face=FACE_OF[COMPLETIONS], body=b"{}"), "name")
-    assert waits == [True]
 
 
 def test_what_waits_counts_as_an_answer_in_flight(models: Callable[..., Models]) -> None:

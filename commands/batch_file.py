@@ -1,4 +1,4 @@
-"""A file of requests in, a file of answers out: what `server.py batch` and `/v1/batches` run.
+"""A file of requests in, a file of answers out: what `server.py batch` runs.
 
 Both files have the format of OpenAI's batches. Between them and the engine process there is no HTTP: a line goes to
 `Api.answer`, as the body of a request does. A batch may end at any time, also by `kill -9`: when it is started again
@@ -17,7 +17,7 @@ import os
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -40,7 +40,6 @@ from processes.client import EngineDeadError
 
 ATTEMPTS = 3  # times that a line is run if the engine process ends meanwhile; the last time, no other such line runs
 LINES_AT_ONCE = 64  # that are read before others get their turn
-LAST = 2**31 - 1  # the priority of lines that yield to other requests
 READ_AT_ONCE = 2**20  # bytes of a line that is too large
 FIRST_BYTES = b'{"id":"batch_req_'  # of each line of the output
 REQUIRED = ("custom_id", "method", "url", "body")  # of a line of the input
@@ -61,7 +60,7 @@ class Line:
     face: Face | None = None
     body: bytes = b""
 
-    def read(self, config: ServerConfig, faces: Mapping[str, Face]) -> None:
+    def read(self, config: ServerConfig) -> None:
         """Find the face and the body of a line; an `ApiError` if it is no request, with any `custom_id` set."""
         self.id = "batch_req_" + digest(b"%d %b" % (self.number, self.text)).hex()
         if len(self.text.rstrip(b"\r\n")) > config.max_body_bytes:
@@ -74,14 +73,14 @@ class Line:
         method, url = text_of(fields, "method"), text_of(fields, "url")
         if method != "POST":
             raise ApiError(400, f"method is {method!r:.80}; it must be POST", "method", "invalid_method")
-        if url not in faces:
-            raise ApiError(400, f"url is {url!r:.80}; it must be one of {', '.join(faces)}", "url", "invalid_url")
+        if url not in FACE_OF:
+            raise ApiError(400, f"url is {url!r:.80}; it must be one of {', '.join(FACE_OF)}", "url", "invalid_url")
         if "body" not in fields:
             raise ApiError(400, "body is missing", "body", "missing_required_parameter")
         if not config.allow_unknown_fields and (unknown := [name for name in fields if name not in REQUIRED]):
             message = f"the line has {unknown[0]!r:.80}; it must have {', '.join(REQUIRED)}, and nothing else"
             raise ApiError(400, message, unknown[0][:80], "unknown_parameter")
-        self.face, self.body = faces[url], bytes(fields["body"])
+        self.face, self.body = FACE_OF[url], bytes(fields["body"])
         self.text = b""  # the body is all that is needed now, and may be large
 
 
@@ -114,13 +113,6 @@ def read_lines(file: BinaryIO, most: int) -> Iterator[Line]:
             yield Line(number, text)
 
 
-def count_lines(file: BinaryIO, most: int) -> int:
-    """How many lines `read_lines` finds in a file."""
-    count = sum(1 for _ in read_lines(file, most))
-    file.seek(0)
-    return count
-
-
 class Answered(msgspec.Struct):
     """A line of the output. Its error has the number of the input's line if that is no request."""
 
@@ -142,7 +134,6 @@ class Answers:
         self.ids: dict[bytes, bool] = {}  # of each custom_id that has an answer or runs, whether this run has seen it
         self.refused: dict[bytes, str] = {}  # of each custom_id whose last answer refuses its line, that line's `id`
         self.reported: set[str] = set()  # the `id` of each line that the output calls no request
-        self.counts: Counter[str] = Counter()  # lines, `completed` and `failed`
         try:
             if os.path.exists(path) and not os.path.isfile(path):  # a device may answer reads for ever
                 raise ValueError(f"{path} is no file; the output must be one")
@@ -153,7 +144,6 @@ class Answers:
             fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel lifts it when this process is gone
             self._read()
         except OSError as error:
-            os.close(self.fd)
             busy = isinstance(error, BlockingIOError)
             why = "another batch writes to it" if busy else f"it cannot be locked and read: {error.strerror}"
             raise ValueError(f"{path} is not free: {why}") from None
@@ -173,9 +163,6 @@ class Answers:
                     must = "the output must be a new file, or one that a batch has begun"
                     raise ValueError(f"line {number} of {self.path} is no batch's: {error}; {must}") from None
                 size += len(text)
-                self.counts["failed" if answered.error else "completed"] += 1
-                if number % LINES_AT_ONCE == 0:
-                    time.sleep(0)
                 if answered.custom_id is None or (answered.error and "line" in answered.error):
                     self.reported.add(answered.id)
                 else:
@@ -204,11 +191,6 @@ class Answers:
         assert text[: len(FIRST_BYTES)] == FIRST_BYTES
         while text:
             text = text[os.write(self.fd, text) :]
-        self.counts["failed" if answer["error"] else "completed"] += 1
-
-    def close(self) -> None:
-        """Let another batch have the output."""
-        os.close(self.fd)
 
 
 def digest(text: bytes) -> bytes:
@@ -222,16 +204,11 @@ def digest(text: bytes) -> bytes:
 class BatchRun:
     """Runs the lines of a file. It is to be made and run where gevent has patched the standard library.
 
-    The engine has at most `width` answers in flight, unless a single line asks for more. If there is an `endpoint`, a
-    client asks for that alone, and others come first where the policy knows priorities.
+    The engine has at most `width` answers in flight, unless a single line asks for more.
     """
 
-    def __init__(
-        self, api: Api, answers: Answers, width: int, bar: tqdm[Any], client: str = "batch", endpoint: str = ""
-    ):
+    def __init__(self, api: Api, answers: Answers, width: int, bar: tqdm[Any]):
         self.api, self.answers, self.width, self.bar = api, answers, width, bar
-        self.client, self.faces = client, {endpoint: FACE_OF[endpoint]} if endpoint else FACE_OF
-        self.yields = endpoint and api.facts["scheduling_policy"] == "priority"
         self.begun = time.monotonic()
         self.lines, self.room = Group(), Event()  # those in flight; and that one of them has ended
         self.flying = self.held = 0  # how many they are, and how many bytes
@@ -240,8 +217,22 @@ class BatchRun:
         self.counts: Counter[str] = Counter()
         self.ended = AsyncResult()  # a value when all lines have an answer, or the exception that ends the batch before
 
-    def run(self, file: BinaryIO) -> None:
-        """Run all lines that have no answer yet; then, or when an answer cannot be written, set `ended`."""
+    def run(self, file: BinaryIO, look: Callable[[], None]) -> None:
+        """Run all lines that have no answer yet, and `look` now and then.
+
+        What `look` or `ended` raises, like an OSError because an answer cannot be written, drops those that run.
+        """
+        runner = gevent.spawn(self._run_all, file)
+        try:
+            while not self.ended.ready():
+                look()
+                self.ended.wait(LOOK)
+            self.ended.get()
+        finally:
+            runner.kill()
+            self.lines.kill()
+
+    def _run_all(self, file: BinaryIO) -> None:
         try:
             for line in read_lines(file, self.api.config.max_body_bytes):
                 size = len(line.text)
@@ -266,7 +257,7 @@ class BatchRun:
     def _to_run(self, line: Line) -> bool:
         """Whether a line is to be run. If not, it has an answer: it had one before, or gets one as it is no request."""
         try:
-            line.read(self.api.config, self.faces)
+            line.read(self.api.config)
             assert line.custom_id
             if self.answers.claim(line.custom_id, line.id):
                 return True
@@ -299,15 +290,13 @@ class BatchRun:
         for key in ("stream", "background"):
             if fields.get(key) is True:
                 raise ApiError(400, f"{key} is true; in a batch it must be false", key)
-        if self.yields and fields.get("priority") is None:
-            fields["priority"] = LAST
         for attempt in range(1, ATTEMPTS + 1):
             # A line may be what ends the process. It should not end it for the others again and again.
             with self.alone if attempt == ATTEMPTS else contextlib.nullcontext():
                 while self.api.client.trouble:
                     gevent.sleep(LOOK / 10)
                 try:
-                    answer = self.api.answer(line.face, fields, caller := Caller(name, self.client, patient=True))
+                    answer = self.api.answer(line.face, fields, caller := Caller(name, "batch"))
                 except EngineDeadError as error:
                     if attempt == ATTEMPTS:
                         raise ApiError(503, f"{error}; it was so {ATTEMPTS} times when this line was run") from None
@@ -351,16 +340,3 @@ class BatchRun:
         answered, refused, failed, skipped = (self.counts[n] for n in ("answered", "refused", "failed", "skipped"))
         earlier = f"; {skipped} had an answer from an earlier run" if skipped else ""
         return f"{counted(answered, 'line')} answered, of them {refused} refused and {failed} failed{earlier}"
-
-
-def run_to_end(batch: BatchRun, file: BinaryIO, look: Callable[[], None]) -> None:
-    """Run the batch, and `look` now and then, until all is done; lines that run when either raises are dropped."""
-    runner = gevent.spawn(batch.run, file)
-    try:
-        while not batch.ended.ready():
-            look()
-            batch.ended.wait(LOOK)
-        batch.ended.get()
-    finally:
-        runner.kill()
-        batch.lines.kill()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-import errno
 import json
 import os
 import signal
@@ -13,21 +11,20 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import gevent
 import pytest
 from tqdm import tqdm
 
-from api.batch_file import ATTEMPTS, LAST, BatchRun, read_lines
 from api.options import ServerConfig
 from api.routes import Api
 from commands.batch import main, new_parser, open_files, read_flags
+from commands.batch_file import ATTEMPTS, BatchRun, read_lines
 from observe.logs import warn_once
 from plan import EngineCoreRequest
 from processes.child import Board
 from processes.client import EngineDeadError, Stream
-from scripted import BROKEN, CHAT, COMPLETIONS, FACTS, TEXT, TOKENIZER, ScriptedClient, client_of, refusal
+from scripted import BROKEN, CHAT, COMPLETIONS, FACTS, TEXT, TOKENIZER, ScriptedClient
 from served import ROOT, alive, command, eventually
 
 
@@ -51,9 +48,10 @@ class Files:
         api = Api(engine, TOKENIZER, FACTS, ServerConfig(max_queue=2**40, **config), ["manta"], Board())
         batch = BatchRun(api, answers, width, tqdm(disable=True))
         with file:
-            batch.run(file)
-        os.close(answers.fd)
-        batch.ended.get()
+            try:
+                batch.run(file, lambda: None)
+            finally:
+                os.close(answers.fd)
         return batch
 
     def told(self) -> list[dict[str, Any]]:
@@ -358,7 +356,7 @@ def test_a_full_disk_ends_the_batch(files, engine, monkeypatch):
         return size
 
     with monkeypatch.context() as patch:
-        patch.setattr("api.batch_file.os.write", full)
+        patch.setattr("commands.batch_file.os.write", full)
         with pytest.raises(OSError, match=r"out.jsonl cannot be written: No space left"):
             files.run(engine, 1)
     assert files.target.stat().st_size == 700
@@ -382,211 +380,6 @@ def test_options_are_the_engines_and_those_of_requests(capsys):
     with pytest.raises(SystemExit) as ended:
         main([*files, "--model", "/nowhere"])
     assert ended.value.code == 2 and "server.py batch: error: there is no folder" in capsys.readouterr().err
-
-
-# --- over HTTP --------------------------------------------------------------------------------------------------------
-
-
-class Sdk:
-    """OpenAI's SDK on an app in this process, whose batches run while it waits for them."""
-
-    def __init__(self, engine: ScriptedClient, folder: Path, facts: dict[str, Any] = FACTS, **config: Any):
-        self.http = client_of(engine, facts, files_dir=str(folder), api_key=("one", "two"), **config)
-        self.api = self.http.application.view_functions["health"].args[0]
-        self.one, self.two = self.client("one"), self.client("two")
-
-    def client(self, key: str) -> Any:
-        import httpx2
-        import openai
-
-        http_client = openai.DefaultHttpxClient(transport=httpx2.WSGITransport(app=self.http.application))
-        return openai.OpenAI(base_url="http://localhost/v1", api_key=key, max_retries=0, http_client=http_client)
-
-    def batch(self, *lines: Any, endpoint: str = COMPLETIONS, **fields: Any) -> Any:
-        """A new batch of these lines."""
-        text = b"".join(each if isinstance(each, bytes) else json.dumps(each).encode() + b"\n" for each in lines)
-        fields["input_file_id"] = self.one.files.create(file=("in.jsonl", text), purpose="batch").id
-        return self.one.batches.create(**{"endpoint": endpoint, "completion_window": "24h"} | fields)
-
-    def until(self, batch: Any, status: str) -> Any:
-        """The batch once it has this status."""
-        with within(20):
-            while (batch := self.one.batches.retrieve(batch.id)).status != status:
-                gevent.sleep(0.001)
-        return batch
-
-    def lines(self, file_id: str) -> dict[str, Any]:
-        return {each["custom_id"]: each for each in map(json.loads, self.one.files.content(file_id).text.splitlines())}
-
-
-class Tiring(ScriptedClient):
-    """An engine that has trouble after each request."""
-
-    def add_request(self, request: EngineCoreRequest, stream: Stream) -> Stream:
-        stream, self.trouble = super().add_request(request, stream), "the engine process has ended"
-        return stream
-
-
-@pytest.fixture
-def sdk(engine, tmp_path, monkeypatch) -> Sdk:
-    monkeypatch.setattr("api.batch_file.LOOK", 0.01)
-    return Sdk(engine, tmp_path)
-
-
-def test_a_batch_through_the_sdk(sdk, engine, tmp_path):
-    import openai
-
-    lines = [line("a"), line("b"), line("bad", body={"prompt": "x", "temperature": -1}), line("chat", CHAT), b"{\n"]
-    batch = sdk.batch(*lines, metadata={"for": "me"})
-    assert (batch.status, batch.object, batch.metadata) == ("validating", "batch", {"for": "me"})
-    batch = sdk.until(batch, "completed")
-    counts = batch.request_counts
-    assert (counts.total, counts.completed, counts.failed) == (5, 2, 3) and batch.errors is None
-    assert batch.created_at <= batch.in_progress_at <= batch.finalizing_at <= batch.completed_at < batch.expires_at
-    answers, errors = sdk.lines(batch.output_file_id), sdk.lines(batch.error_file_id)
-    assert sorted(answers) == ["a", "b"] and answers["a"]["response"]["body"]["object"] == "text_completion"
-    codes = {name: answer["error"]["code"] for name, answer in errors.items()}
-    assert codes == {"bad": "invalid_request_error", "chat": "invalid_url", None: "invalid_json_line"}
-    assert set(engine.clients) == {path.name for path in tmp_path.iterdir() if path.is_dir()}  # who asked pays for it
-    files, ids = sdk.one.files, [batch.error_file_id, batch.output_file_id, batch.input_file_id]
-    assert [file.id for file in files.list(limit=1)] == ids and files.retrieve(ids[1]).purpose == "batch_output"
-    assert [[item.id for item in page] for page in (files.list(purpose="batch"), sdk.one.batches.list())] == [
-        ids[2:], [batch.id]]  # fmt: skip
-    others, batches = sdk.two.files, sdk.two.batches
-    for call in (others.retrieve, others.content, others.delete, batches.retrieve, batches.cancel):
-        for id in (*ids, batch.id, "file-" + "0" * 32, "../" + ids[0]):
-            with pytest.raises(openai.NotFoundError):
-                call(id)
-    assert not others.list().data and not batches.list().data
-    assert files.delete(ids[2]).deleted and [file.id for file in files.list()] == ids[:2]
-    for fields, name in (
-        ({"input_file_id": ids[0]}, "input_file_id"), ({"endpoint": "/v1/nothing"}, "endpoint"),
-        ({"completion_window": "1h"}, "completion_window"), ({"metadata": {"a": "b" * 513}}, "metadata"),
-        ({"output_expires_after": {"anchor": "created_at", "seconds": 3600}}, "output_expires_after"),
-    ):  # fmt: skip
-        with pytest.raises(openai.BadRequestError) as caught:
-            sdk.one.batches.create(**{"input_file_id": ids[1], "endpoint": CHAT, "completion_window": "24h"} | fields)
-        assert name == caught.value.param
-    with pytest.raises(openai.BadRequestError, match="the batch is completed"):
-        sdk.one.batches.cancel(batch.id)
-
-
-def test_a_batch_goes_on_in_the_next_process(sdk, engine, tmp_path, caplog):
-    """Meanwhile no other process runs it."""
-    sdk = Sdk(Tiring(), tmp_path)
-    batch = sdk.until(sdk.batch(*(line(str(i)) for i in range(3))), "in_progress")
-    beside = Sdk(engine, tmp_path)
-    with within(20):
-        while not beside.one.batches.retrieve(batch.id).request_counts.completed:
-            gevent.sleep(0.01)
-        assert "is not run here" in caplog.text and not engine.added
-        sdk.api.board.draining = True
-        while sdk.api.files.running.held:
-            gevent.sleep(0.01)
-    after = Sdk(engine, tmp_path)
-    batch = after.until(batch, "completed")
-    assert len(engine.added) == 2 and sorted(after.lines(batch.output_file_id)) == list("012")
-
-
-@pytest.mark.parametrize("status", ["cancelled", "expired", "failed"])
-def test_a_batch_ends_early(sdk, engine, monkeypatch, status):
-    monkeypatch.setattr("api.batches.WINDOW", -1 if status == "expired" else 60)
-    engine.trouble = "the engine process has ended" if status == "cancelled" else None
-    batch = sdk.batch(line("a") if status != "failed" else b"\n")
-    if status == "cancelled":
-        assert sdk.one.batches.cancel(sdk.until(batch, "in_progress").id).status == "cancelling"
-    batch = sdk.until(batch, status)
-    assert getattr(batch, f"{status}_at") >= batch.created_at and batch.output_file_id is None and not engine.added
-    assert (batch.cancelling_at is not None) == (status == "cancelled")
-    assert [error.code for error in batch.errors.data] == ["empty_file"] if status == "failed" else not batch.errors
-
-
-def test_a_full_disk_and_other_clients_only_hold_a_batch_up(engine, tmp_path, monkeypatch):
-    monkeypatch.setattr("api.batches.RETRY", 0.01)
-    sdk = Sdk(engine, tmp_path, FACTS | {"max_num_seqs": 2})
-    engine.trouble, other = "the engine process has ended", copy.copy(sdk)
-    other.one = sdk.two
-    batch, waits = sdk.until(sdk.batch(line("a")), "in_progress"), sdk.batch(line("b"))
-    other.until(other.batch(line("c")), "in_progress")  # though this process runs one only
-    before = sorted(path for path in tmp_path.glob("*/*") if path.suffix != ".part")
-    fields = {"input_file_id": batch.input_file_id, "completion_window": "24h", "endpoint": COMPLETIONS}
-    with mock.patch("api.files.Files.save", side_effect=OSError(errno.ENOSPC, "No space left on device")):
-        for ask in (lambda: sdk.batch(line("d")), lambda: sdk.one.batches.create(**fields)):
-            with pytest.raises(Exception, match="the disk is full"):
-                ask()
-        gevent.sleep(0.05)
-        assert sorted(tmp_path.glob("*/*")) == before and sdk.one.batches.retrieve(waits.id).status == "validating"
-    engine.trouble = None
-    assert sdk.until(batch, "completed").request_counts.completed == 1
-
-
-def test_lines_come_after_other_requests(sdk, engine, tmp_path, monkeypatch):
-    priorities, add = [], engine.add_request
-    monkeypatch.setattr(engine, "add_request", lambda *args: priorities.append(args[0].priority) or add(*args))
-    sdk = Sdk(engine, tmp_path, FACTS | {"scheduling_policy": "priority"})
-    for url, body in ((COMPLETIONS, {"prompt": "x"}), (CHAT, {"messages": [{"role": "user", "content": "x"}]}),
-                      ("/v1/responses", {"input": "x"})):  # fmt: skip
-        lines = line("a", url, body), line("b", url, body | {"priority": 5})
-        sdk.until(sdk.batch(*lines, endpoint=url), "completed")
-    assert priorities == [LAST, 5] * 3
-
-
-PART = b'--b\r\nContent-Disposition: form-data; name="%b"\r\n\r\n%b\r\n'
-PURPOSE, FILE, END = PART % (b"purpose", b"batch"), PART % (b'file"; filename="in', b"{}"), b"--b--\r\n"
-
-
-@pytest.mark.parametrize(
-    ("form", "kind", "status", "word"),
-    [
-        (PURPOSE + FILE + END, "application/json", 415, "multipart/form-data"),
-        (PURPOSE + FILE + END, "multipart/form-data", 415, "boundary"),
-        (END, "", 400, "it must have a purpose and a file"),
-        (PART % (b"purpose", b"fine-tune") + FILE + END, "", 400, "'fine-tune'; it must be batch"),
-        (PURPOSE + END, "", 400, "'purpose'; it must"),
-        (FILE + PART % (b'purpose"; filename="x', b"batch") + END, "", 400, "purpose is None"),
-        (PURPOSE + PART % (b"expires_after[seconds]", b"1") + FILE + END, "", 400, "expires_after"),
-        (PURPOSE + FILE * 2 + END, "", 400, "'file, file, purpose'"),
-        (PURPOSE + FILE * 8 + END, "", 413, "may have 8 parts"),
-        (PURPOSE + FILE[:-6], "", 400, "cannot be read"),
-        (PURPOSE + PART % (b"file", b"{}") + END, "", 400, "no filename"),
-        (PURPOSE + b"--b\r\n\r\nx" + END, "", 400, "cannot be read"),
-        (b"x" * 100_000, "", 413, "65536 bytes"),
-        (PURPOSE + PART % (b'file"; filename="in', b"x" * 200_000) + END, "", 413, "max_file_bytes"),
-    ],
-)  # fmt: skip
-def test_an_upload_that_is_wrong_leaves_nothing(sdk, engine, tmp_path, form, kind, status, word):
-    http, headers = Sdk(engine, tmp_path, max_file_bytes=150_000).http, {"Authorization": "Bearer one"}
-    kind = kind or "multipart/form-data; boundary=b"
-    error = refusal(http.post("/v1/files", data=form, content_type=kind, headers=headers), status)
-    assert word in error["message"]
-    page = headers | {"Origin": "https://evil.example"}
-    refusal(http.post("/v1/files", data=form, content_type=kind, headers=page), 415)
-    assert not [path for path in tmp_path.glob("*/*") if path.is_file()]
-
-
-def test_the_room_is_shared_by_keys_and_what_is_old_goes(sdk, engine, tmp_path, monkeypatch):
-    import openai
-
-    sdk = Sdk(engine, tmp_path, max_files_bytes=8000)
-
-    def upload(client: Any) -> str:
-        return client.files.create(file=("in", b"x" * 1500), purpose="batch").id
-
-    first, second = upload(sdk.one), upload(sdk.one)
-    with pytest.raises(openai.APIStatusError, match=r"there is room for \d+ \(max_files_bytes\)"):
-        upload(sdk.one)
-    upload(sdk.two)
-    sdk.one.files.delete(first)
-    upload(sdk.one)
-    for path in tmp_path.glob(f"*/{second}*"):
-        os.utime(path, (0, 0))
-    upload(sdk.one)
-    assert second not in [file.id for file in sdk.one.files.list()]
-    monkeypatch.setattr("api.batches.MOST_BATCHES", 0)
-    with pytest.raises(openai.RateLimitError, match="at most 0 may wait and run"):
-        sdk.batch()
-    for path in ("/v1/files", "/v1/batches", "/v1/files/a/content"):
-        assert "--files-dir" in refusal(client_of(engine).get(path), 404)["message"]
 
 
 # --- in processes -----------------------------------------------------------------------------------------------------
