@@ -39,7 +39,7 @@ class CompletionOutput:
     token_ids: list[int]
     finish_reason: str | None
     stop_reason: int | str | None
-    cumulative_logprob: float | None = None  # where log-probabilities were asked for, or ranked; of a beam the score
+    cumulative_logprob: float | None = None  # where log-probabilities were asked for; of a beam the score
     logprobs: list[dict[int, Logprob]] | None = None  # of each token, where asked for; see `logprobs_by_token`
 
 
@@ -234,7 +234,7 @@ class Generation:
     def __init__(self, prompt_token_ids: list[int], params: SamplingParams, tokenizer: Tokenizer):
         self.params, self.detokenizer = params, Detokenizer(tokenizer, prompt_token_ids, params)
         self.token_ids: list[int] = []  # so far; a stop string cuts them to those that its text needs
-        self.logprobs: list[Logprobs] = []  # of each token, where the client asks for them or answers are ranked
+        self.logprobs: list[Logprobs] = []  # of each token, where the client asks for them
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         # The sum over the tokens, where there are `logprobs`; of a beam search the score.
@@ -248,13 +248,6 @@ class Generation:
     @property
     def text(self) -> str:
         return self.detokenizer.text
-
-    @property
-    def mean_logprob(self) -> float:
-        """The mean log-probability of a token, by which `best_of` ranks; of an answer without tokens minus infinity."""
-        if self.cumulative_logprob is None or not self.token_ids:
-            return -math.inf
-        return self.cumulative_logprob / len(self.token_ids)
 
     def push(self, output: EngineOutput) -> str:
         """Take the engine's output; returns the text that is new and can no longer be part of a stop string."""
@@ -279,7 +272,7 @@ class Generation:
 
 
 class Choices:
-    """One request's answers as they grow, and which of them its client gets."""
+    """One request's answers as they grow."""
 
     pooling: PoolingParams | None = None  # its tokens are sampled
 
@@ -296,8 +289,7 @@ class Choices:
         # Of the prompt's tokens from the second on, where asked for. They come before the first token of any answer.
         self.prompt_logprobs: list[Logprobs] | None = None if params.prompt_logprobs is None else []
         self.tokenizer = tokenizer
-        # All answers, including those that the client does not get.
-        self.drawn = [Generation(prompt_token_ids, params, tokenizer) for _ in range(params.num_samples)]
+        self.drawn = [Generation(prompt_token_ids, params, tokenizer) for _ in range(params.n)]
         self.num_live = len(self.drawn)  # answers that are not complete
         self.error: str | None = None
         self.metrics = RequestMetrics(time.monotonic())
@@ -353,12 +345,6 @@ class Choices:
         self.num_live, self.error = 0, error
         self.metrics.finished_time = time.monotonic()
 
-    def best(self) -> list[Generation]:
-        """The `n` answers to return: as they were drawn, or by the highest mean log-probability, best first."""
-        if len(self.drawn) == self.params.n:
-            return self.drawn
-        return sorted(self.drawn, key=lambda generation: -generation.mean_logprob)[: self.params.n]
-
     def output(self) -> RequestOutput:
         """The answers so far, as `LLM.generate` returns them. Later output does not change this record."""
 
@@ -367,7 +353,7 @@ class Choices:
             return [logprobs_by_token(token_id, scores, self.tokenizer.token_text) for token_id, scores in pairs]
 
         outputs = []
-        for i, g in enumerate(self.best()):
+        for i, g in enumerate(self.drawn):
             logprobs = None if self.params.logprobs is None else by_token(g.token_ids, g.logprobs)
             ending = g.finish_reason, g.stop_reason, g.cumulative_logprob
             outputs.append(CompletionOutput(i, g.text, list(g.token_ids), *ending, logprobs))

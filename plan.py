@@ -176,7 +176,7 @@ class EngineOutput:
     cached_by_tier: dict[str, int] = field(default_factory=dict)  # the same by device, host and disk, if there are more
     error: str | None = None  # what was wrong with the request; finish_reason is then "error"
     index: int = 0  # which of the request's answers
-    cumulative_logprob: float | None = None  # where answers are ranked: of all its tokens; of a beam its score
+    cumulative_logprob: float | None = None  # where `logprobs` are asked for: of all its tokens; of a beam its score
     finished: bool = False  # nothing more will come of the request
     engine_fault: bool = False  # the engine is to blame, so the client may try again,
     lasting: bool = False  # unless that would end in the same way; alone: a user's class is to blame

@@ -31,7 +31,7 @@ COLUMNS: dict[str, tuple[float, float]] = {
 RANGES: dict[str, tuple[float, float]] = COLUMNS | {
     "repetition_penalty": (0.0, 100.0), "presence_penalty": (-2.0, 2.0), "frequency_penalty": (-2.0, 2.0),
     "length_penalty": (-10.0, 10.0), "max_tokens": (0, 2**31 - 1), "seed": (-(2**63), 2**63 - 1), "n": (1, 65536),
-    "best_of": (1, 65536), "beam_width": (1, 1024), "logprobs": (0, 1024), "prompt_logprobs": (0, 1024),
+    "beam_width": (1, 1024), "logprobs": (0, 1024), "prompt_logprobs": (0, 1024),
     "min_tokens": (0, 2**31 - 1), "truncate_prompt_tokens": (-1, 2**31 - 1),
     "thinking_token_budget": (0, 2**31 - 1),
 }  # fmt: skip
@@ -42,7 +42,7 @@ FLAGS = (
 )  # fmt: skip
 NOT_FOR_BEAMS = (  # fields that keep their defaults in a beam search
     *[name for name in COLUMNS if name != "temperature"], "repetition_penalty", "presence_penalty", "frequency_penalty",
-    "logit_bias", "allowed_token_ids", "stop", "best_of", "logprobs", "min_tokens", "bad_words", "bad_word_ids",
+    "logit_bias", "allowed_token_ids", "stop", "logprobs", "min_tokens", "bad_words", "bad_word_ids",
 )  # fmt: skip
 
 
@@ -148,7 +148,6 @@ class SamplingParams:
         seed: makes the tokens a function of the prompt alone; None takes the engine's seed and the request's id.
         max_tokens: of output; None allows what the context holds; 0, with `prompt_logprobs`, only scores the prompt.
         n: answers to return.
-        best_of: answers to draw, of which the `n` of the highest mean log-probability are returned; None draws `n`.
         use_beam_search: return the `n` best answers of a beam search, scored by log-probability / length^penalty.
         beam_width: beams of the search; None is `n`.
         length_penalty: above 0 favours longer beams.
@@ -188,7 +187,6 @@ class SamplingParams:
     seed: int | None = None
     max_tokens: int | None = 16
     n: int = 1
-    best_of: int | None = None
     use_beam_search: bool = False
     beam_width: int | None = None
     length_penalty: float = 1.0
@@ -344,8 +342,6 @@ class SamplingParams:
     def _check_samples(self) -> None:
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
             raise ValueError(f'early_stopping is {self.early_stopping!r}; it must be true, false or "never"')
-        if self.best_of is not None and self.best_of < self.n:
-            raise ValueError(f"best_of is {self.best_of}; it must be at least n, {self.n}")
         if not self.use_beam_search:
             for name, default in (("beam_width", None), ("length_penalty", 1.0), ("early_stopping", False)):
                 if getattr(self, name) != default:
@@ -367,14 +363,9 @@ class SamplingParams:
         return tuple(float(getattr(self, name)) for name in COLUMNS)
 
     @property
-    def num_samples(self) -> int:
-        """Answers that are drawn; a beam search counts as the `n` that it returns."""
-        return self.n if self.use_beam_search else self.best_of or self.n
-
-    @property
     def num_sequences(self) -> int:
         """Sequences that may run at the same time."""
-        return (self.beam_width or self.n) if self.use_beam_search else self.num_samples
+        return self.beam_width or self.n
 
 
 @naming_nearest

@@ -126,7 +126,7 @@ class Scheduler:
         group.arrival = self.clock()
         self.policy.arrived(group)
         rank = self.policy.rank(group)
-        for index in range(group.params.num_samples):
+        for index in range(group.params.n):
             key = (rank, number, first + index)
             seed = group.seed_of(index, self.config.seed)
             seq = Sequence(group, index, Timeline(self.waits), key, limit, seed)

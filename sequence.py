@@ -1,7 +1,7 @@
 """The records of what runs: a `SequenceGroup` is a client's request, and each of its answers is a `Sequence`.
 
     Sequence        tokens, the KV blocks that they own, how many of them are computed, and its place in the queues
-    SequenceGroup   what a client asked for, and its sequences: one, or as many as `n` (or `best_of`) says
+    SequenceGroup   what a client asked for, and its sequences: one, or as many as `n` says
     Flight          a step from its plan to its result
 
 The samples of a group share nothing but the prompt. They are admitted one by one, so no group needs room for all of
@@ -146,8 +146,8 @@ class Sequence:
     def only_decodes(self) -> bool:
         """Whether it may join the batch of decodes: it has more to sample, without masks and log-probabilities."""
         params = self.group.params
-        scored = params.num_samples > params.n or params.logprobs is not None
-        return self.status is Status.RUNNING and self.num_known < self.limit and not (scored or params.constrained)
+        plain = params.logprobs is None and not params.constrained
+        return self.status is Status.RUNNING and self.num_known < self.limit and plain
 
 
 class Beam(NamedTuple):
@@ -216,9 +216,7 @@ class SequenceGroup:
         """`NewRow.num_logprobs` of its rows."""
         if self.beam:
             return self.beam.candidates
-        if self.params.logprobs is not None:
-            return self.params.logprobs
-        return 0 if self.params.num_samples > self.params.n else -1
+        return -1 if self.params.logprobs is None else self.params.logprobs
 
     @property
     def score(self) -> tuple[int, int, int] | None:

@@ -423,7 +423,10 @@ stream_options = settings(include_usage=bool, continuous_usage_stats=bool, inclu
 
 def check_generation(fields: dict[str, Any]) -> None:
     """Refuse fields of completions and chats that do not go together."""
-    of_prompt = fields["prompt_logprobs"]
+    of_prompt, n, best_of = fields["prompt_logprobs"], fields["n"] or 1, fields["best_of"]
+    if best_of not in (None, n):  # as in vLLM V1
+        message = f"best_of is {best_of}; it is not supported, and must be n, {n}, or left out"
+        raise ApiError(400, message, "best_of", "unsupported_parameter")
     if fields["stream_options"] is not None and not fields["stream"]:
         raise ApiError(400, "stream_options is only for stream: true", "stream_options")
     if fields.get("top_logprobs") and not fields["logprobs"]:

@@ -128,6 +128,7 @@ DETAILS = (
     Field("echo", bool, False, about="Begin with the prompt; in a chat with the message that the answer goes on with."),
     Field("return_token_ids", bool, False, about="Give the token ids of prompt and answer, too."),
     Field("return_tokens_as_token_ids", bool, False, about="Write `token_id:N` beside a token's log-probability."),
+    Field("best_of", Tokens, about="Must be n: all answers that are drawn are returned."),
 )
 CUT = (
     Field("truncate_prompt_tokens", Output, None, checks.kept, ABOUT["truncate_prompt_tokens"]),

@@ -306,8 +306,7 @@ def params_of(
     if max_tokens == -1:  # all that is left
         max_tokens, most = None, limit
     top, cap = scores["logprobs"], api.config.max_output_logprobs
-    ranked = (fields["best_of"] or 0) > (fields["n"] or 1)  # by what then is kept, too
-    kept = 0 if top is None and not ranked else (fields["best_of"] or fields["n"] or 1) * (1 + (top or 0))
+    kept = 0 if top is None else (fields["n"] or 1) * (1 + top)
     if max_tokens is None and kept:
         most = max(1, min(most, cap // (kept * len(lengths))))
     among = f" ({virtual} are its adapter's)" if virtual else ""
@@ -319,7 +318,7 @@ def params_of(
             raise too_long(limit, both, "max_tokens")
     left = [min(most if max_tokens is None else max_tokens, limit - length) for length in lengths]
     if (total := kept * sum(left)) > cap:
-        message = f"prompts' max_tokens times n or best_of times logprobs + 1 are {total}; at most {cap}"
+        message = f"prompts' max_tokens times n times logprobs + 1 are {total}; at most {cap}"
         raise ApiError(400, f"{message} (max_output_logprobs)", field)
     values = {param: fields[param] for param in PARAMS if fields[param] is not None}
     if not fields["use_beam_search"]:  # which takes the model's probabilities as they are
@@ -364,7 +363,7 @@ def echoes(fields: dict[str, Any]) -> bool:
 
 def check_samples(params: SamplingParams, prompts: int, tokens: int, stream: bool, config: ServerConfig) -> None:
     """Refuse too many answers to so many prompts, whose answers have so many tokens together where each has one."""
-    name = next(name for name in ("beam_width", "best_of", "n") if getattr(params, name) is not None)
+    name = "n" if params.beam_width is None else "beam_width"
     answers, tokens = prompts * params.num_sequences, tokens * params.num_sequences
     if answers > (cap := config.max_choices):
         raise ApiError(400, f"prompts times {name} is {answers}; at most {cap} (max_choices)", name)
@@ -376,6 +375,3 @@ def check_samples(params: SamplingParams, prompts: int, tokens: int, stream: boo
         raise ApiError(400, message)
     if stream and params.use_beam_search:
         raise ApiError(400, "stream is true; with use_beam_search it must be false", "stream")
-    if stream and params.num_samples > params.n:
-        message = f"stream is true; with best_of {params.best_of} above n, {params.n}, it must be false"
-        raise ApiError(400, message, "stream")

@@ -420,7 +420,7 @@ def number_of_answers(fields: dict[str, Any]) -> int:
     """How many answers a request seems to ask for, before its prompts are read."""
     prompts: Any = fields.get("prompt") or fields.get("input")
     several = isinstance(prompts, list) and not any(isinstance(each, dict) for each in prompts[:1])  # no conversation
-    return (len(prompts) if several else 1) * max(fields.get(name) or 1 for name in ("n", "best_of", "beam_width"))
+    return (len(prompts) if several else 1) * max(fields.get(name) or 1 for name in ("n", "beam_width"))
 
 
 def late_events(

@@ -91,7 +91,7 @@ class ServerConfig:
     max_body_bytes_in_flight: int = option(64 * 2**20, "bodies that arrive or are parsed at a time, before 429", 1024)
     max_json_depth: int = option(32, "nesting of a request's JSON", 4, 200)
     max_prompts: int = option(1024, "prompts in one request", 1)
-    max_choices: int = option(1024, "prompts times n, best_of or beam_width of one request", 1)
+    max_choices: int = option(1024, "prompts times n or beam_width of one request", 1)
     max_output_tokens: int = option(2**24, "prompts times choices times max_tokens of one request", 1)
     max_stop_strings: int = option(64, "stop strings in one request", 1)
     max_stop_length: int = option(512, "characters of one stop string or bad word", 1)

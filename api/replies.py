@@ -182,8 +182,7 @@ class ChoiceReply:
 
     def whole(self) -> dict[str, Any]:
         """The reply in one piece."""
-        best = itertools.chain.from_iterable(request.best() for request in self.requests)
-        choices = [self._choice(i, generation) for i, generation in enumerate(best)]
+        choices = [self._choice(i, generation) for i, generation in enumerate(self.answers)]
         return {**self._head(self.kind), "choices": choices, "usage": self._usage(), **self._beside()}
 
     def events(self, news: Iterator[tuple[int, int, str]]) -> Iterator[bytes]:

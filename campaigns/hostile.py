@@ -253,7 +253,7 @@ def kinds(rng: random.Random) -> dict[str, Kind]:
         "wrong types": asks(temperature=lambda: {"a": [name()]}, n=lambda: "many"),
         "out of range": asks(top_p=lambda: rng.random() + 1, max_tokens=lambda: -(10**9)),
         "many answers": asks(n=lambda: 64, seed=lambda: rng.getrandbits(30)),
-        "beams": asks(use_beam_search=lambda: True, n=lambda: 16, best_of=lambda: 16, prompt=lambda: ids(50)),
+        "beams": asks(use_beam_search=lambda: True, n=lambda: 16, prompt=lambda: ids(50)),
         "prompts at the limit": asks(**whole),
         "answers to the limit": asks(prompt=lambda: ids(9), max_tokens=lambda: CONTEXT - 9, ignore_eos=lambda: True),
         "bias of all": asks(logit_bias=lambda: {str(i): rng.random() for i in range(VOCABULARY)}, n=lambda: 16),

@@ -321,7 +321,7 @@ class Engine:
         )
         (self.searches.begin if request.params.use_beam_search else self.scheduler.add)(request)
         self.groups[request_id] = request
-        self.answers[request_id] = {i: [] for i in range(request.params.num_samples)}
+        self.answers[request_id] = {i: [] for i in range(request.params.n)}
         return request.seqs[0]
 
     def step(self) -> StepPlan:

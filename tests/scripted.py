@@ -84,8 +84,8 @@ class ScriptedClient:
 
     def score(self, prompt: list[int], params: SamplingParams) -> list[EngineOutput | Exception]:
         """The answer with its log-probabilities; before it come those of the prompt, 3 tokens at a time."""
-        news = [told([], "length", i) for i in range(params.num_samples)] if params.max_tokens == 0 else []
-        news, places = news or self.answer(params), [0] * params.num_samples
+        news = [told([], "length", i) for i in range(params.n)] if params.max_tokens == 0 else []
+        news, places = news or self.answer(params), [0] * params.n
         news[-1].finished = True
         if params.logprobs is not None:
             for output in news:
@@ -101,13 +101,12 @@ class ScriptedClient:
         return list(news)
 
     def answer(self, params: SamplingParams) -> list[Any]:
-        limit, samples = params.max_tokens or 1, params.num_samples
+        limit, samples = params.max_tokens or 1, params.n
         if self.says is not None:
             ids = [*TOKENIZER.encode(self.says, add_special_tokens=False), END][:limit]
             news = [told([id], None, i) for id in ids for i in range(samples)]
             for output in news[-samples:]:
                 output.finish_reason = "stop" if ids[-1] == END else "length"
-                output.cumulative_logprob = -1.0 - output.index if samples > params.n else None
             return list(news)
         tokens = TOKENIZER.encode(TEXT) * (limit + samples)
         if params.use_beam_search:
@@ -116,7 +115,6 @@ class ScriptedClient:
             news = [told([tokens[i + step]], None, i) for step in range(limit) for i in range(samples)]
         for output in news[-samples:]:
             output.finish_reason = "length"
-            output.cumulative_logprob = -1.0 - output.index if samples > params.n else output.cumulative_logprob
         news[-1].finished = True
         return list(news)
 

@@ -16,7 +16,6 @@ PARAMS: list[tuple[dict[str, Any], str]] = [
     ({"n": 0}, "n is 0; it must be a whole number from 1 to 65536"),
     ({"stop": ""}, "stop has ''; each stop must be a string of at least one character"),
     ({"min_tokens": 20}, "min_tokens is 20; it must be at most max_tokens, 16"),
-    ({"n": 2, "best_of": 1}, "best_of is 1; it must be at least n, 2"),
     ({"use_beam_search": True, "temperature": 0.5}, "temperature is 0.5; with use_beam_search it must be 0 or 1"),
 ]
 OPTIONS: list[tuple[dict[str, Any], str]] = [

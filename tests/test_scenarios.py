@@ -51,7 +51,7 @@ class Scenario:
     One request may kill the worker in every step that it is in: then it is ended, and nobody else is for it.
     """
 
-    SAMPLES = ({}, {}, MASKED, {"n": 2}, {"n": 4} | MASKED, {"n": 1, "best_of": 3})
+    SAMPLES = ({}, {}, MASKED, {"n": 2}, {"n": 4} | MASKED, {"n": 3, "logprobs": 0})
 
     def __init__(self, blocks, host, size, seqs, tokens, caching, chunked, mode, policy, reserve, windows, ahead, depth,
                  poison=None, states=None, stages=1, loras=0, drafts=0, files=None):  # fmt: skip
@@ -96,7 +96,7 @@ class Scenario:
         when others have come in, these go on first. The classic order puts prompts before each decode."""
         config, params = self.engine.config, request.params
         limit = min(request.num_prompt + params.max_tokens, self.limit)
-        steps = limit * params.num_samples + (config.max_num_seqs * self.limit if params.num_sequences > 1 else 0)
+        steps = limit * params.n + (config.max_num_seqs * self.limit if params.num_sequences > 1 else 0)
         return steps * (1 if config.enable_chunked_prefill else 1 + config.max_num_seqs) * self.engine.depth
 
     def add(self, length: int, start: int, max_tokens: int, priority: int, samples: int, adapter: int = 0) -> None:

@@ -132,9 +132,9 @@ def test_a_sample_can_be_aborted_alone():
     assert engine.scheduler.blocks.num_free == 64
 
 
-def test_best_of_adds_up_log_probabilities():
+def test_log_probabilities_are_added_up():
     engine = Engine()
-    engine.add("a", prompt(9), n=1, best_of=3, max_tokens=6, ignore_eos=True)
+    engine.add("a", prompt(9), n=3, logprobs=0, max_tokens=6, ignore_eos=True)
     engine.run()
     for index, tokens in engine.answers["a"].items():
         ids = prompt(9) + tokens

@@ -206,10 +206,10 @@ def test_without_parsers_nothing_changes(engine: ScriptedClient) -> None:
         assert params == SamplingParams(max_tokens=params.max_tokens)
 
 
-def test_best_of_and_beams_are_read_too(http_client: FlaskClient, engine: ScriptedClient) -> None:
+def test_beams_are_read_too(http_client: FlaskClient, engine: ScriptedClient) -> None:
     engine.says = ADD
-    (choice,) = talk(http_client, best_of=3)["choices"]
-    assert choice["message"]["tool_calls"][0]["function"]["name"] == "add"
+    choices = talk(http_client, use_beam_search=True, n=2)["choices"]
+    assert [choice["message"]["tool_calls"][0]["function"]["name"] for choice in choices] == ["add", "add"]
 
 
 # --- what the engine is asked for -------------------------------------------------------------------------------------

@@ -228,31 +228,6 @@ def test_n_in_a_stream(http_client: FlaskClient, engine: ScriptedClient, route: 
         assert all(choices[place]["delta"] == {} for place in ends.values())
 
 
-def ranked(tokens: list[tuple[int, float]]) -> list[EngineOutput | Exception]:
-    """Outputs of samples with so many tokens and, at their end, such a sum of log-probabilities."""
-    ids, news = TOKENIZER.encode(TEXT), []
-    for step in range(max(count for count, _ in tokens)):
-        for i, (count, logprob) in enumerate(tokens):
-            if step < count:
-                news.append(
-                    told([ids[i]], "length" if step == count - 1 else None, i, None, logprob * (step + 1) / count)
-                )
-    news[-1].finished = True
-    return news
-
-
-@pytest.mark.parametrize("route", BODIES)
-def test_best_of_ranks_by_mean_logprob(http_client: FlaskClient, engine: ScriptedClient, route: str) -> None:
-    #                 mean:  -2.0        -0.5       -1.0       -0.75      by the sum the third would be the best
-    engine.script = ranked([(3, -6.0), (6, -3.0), (1, -1.0), (4, -3.0)])
-    whole = post(http_client, route, n=3, best_of=4).json
-    token = [TOKENIZER.decode([id]) for id in TOKENIZER.encode(TEXT)[:4]]
-    assert [content(choice) for choice in whole["choices"]] == [token[1] * 6, token[3] * 4, token[2]]
-    assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2]
-    assert whole["usage"]["completion_tokens"] == 14  # all that was generated
-    assert [content(choice) for choice in post(http_client, route, best_of=4).json["choices"]] == [token[1] * 6]
-
-
 @pytest.mark.parametrize("route", BODIES)
 def test_beams_come_as_the_engine_ranks_them(http_client: FlaskClient, engine: ScriptedClient, route: str) -> None:
     fields = {"use_beam_search": True, "n": 2, "beam_width": 4, "length_penalty": 0.5, "early_stopping": "never"}
@@ -272,11 +247,9 @@ BOTH = tuple(BODIES)
 @pytest.mark.parametrize(
     ("routes", "fields", "param", "words"),
     [
-        (BOTH, {"n": 3, "best_of": 2}, "best_of", ["best_of is 2", "n, 3"]),
-        (BOTH, {"best_of": 3, "stream": True}, "stream", ["stream is true", "best_of 3", "n, 1"]),
+        (BOTH, {"n": 3, "best_of": 4}, "best_of", ["best_of is 4", "not supported", "n, 3"]),
         (BOTH, {"use_beam_search": True, "stream": True}, "stream", ["stream is true", "use_beam_search"]),
         (BOTH, {"use_beam_search": True, "n": 3, "beam_width": 2}, "beam_width", ["beam_width is 2", "n, 3"]),
-        (BOTH, {"use_beam_search": True, "best_of": 2}, "best_of", ["best_of is 2", "use_beam_search"]),
         (BOTH, {"use_beam_search": True, "temperature": 0.5}, "temperature", ["0.5", "use_beam_search", "0 or 1"]),
         (BOTH, {"use_beam_search": True, "stop": "a"}, "stop", ["use_beam_search"]),
         (BOTH, {"use_beam_search": True, "logit_bias": {"1": 1}}, "logit_bias", ["use_beam_search", "left out"]),
@@ -284,7 +257,6 @@ BOTH = tuple(BODIES)
         (BOTH, {"logit_bias": {"7": 1, "x": 2, "8": 101}}, "logit_bias", ["'x': 2", "'8': 101", "-100 to 100"]),
         (BOTH, {"logit_bias": {"7": 1, "1024": 2, "1025": 1}}, "logit_bias", ["[1024, 1025]", "0 to 1023"]),
         (BOTH, {"n": 1025}, "n", ["n is 1025", "1024 (max_choices)"]),
-        (BOTH, {"n": 513, "best_of": 1025}, "best_of", ["best_of is 1025", "1024 (max_choices)"]),
         ([CHAT], {"top_logprobs": 2}, "top_logprobs", ["top_logprobs is 2", "logprobs: true"]),
         ([COMPLETIONS], {"prompt_logprobs": 0, "stream": True}, "prompt_logprobs", ["prompt_logprobs is 0", "stream"]),
         ([COMPLETIONS], {"max_tokens": 0}, "max_tokens", ["max_tokens is 0", "echo and prompt_logprobs"]),
@@ -405,7 +377,7 @@ def test_a_full_queue_is_429(engine: ScriptedClient) -> None:
     error = refusal(response, 429)
     assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
     assert response.headers["Retry-After"]
-    for fields in ({"n": 3}, {"best_of": 3}, {"use_beam_search": True, "beam_width": 3}):
+    for fields in ({"n": 3}, {"use_beam_search": True, "beam_width": 3}):
         message = refusal(post(http_client, COMPLETIONS, **fields), 429)["message"]
         assert "3" in message and "2 (max_queue)" in message
     for fields in (

@@ -121,8 +121,8 @@ def test_a_prompt_of_ids_that_ends_within_a_character(http_client: FlaskClient, 
 
 
 def test_an_echo_without_logprobs(http_client: FlaskClient, engine: ScriptedClient) -> None:
-    plain = post(http_client, COMPLETIONS, prompt=["a", "b"], n=2, best_of=3, max_tokens=4).json
-    echoed = post(http_client, COMPLETIONS, prompt=["a", "b"], n=2, best_of=3, max_tokens=4, echo=True).json
+    plain = post(http_client, COMPLETIONS, prompt=["a", "b"], n=2, max_tokens=4).json
+    echoed = post(http_client, COMPLETIONS, prompt=["a", "b"], n=2, max_tokens=4, echo=True).json
     texts = [choice["text"] for choice in plain["choices"]]
     opened = [opening + text for opening, text in zip("aabb", texts, strict=True)]
     assert [choice["text"] for choice in echoed["choices"]] == opened
@@ -405,7 +405,6 @@ def test_log_probabilities_of_answers_are_bounded(engine: ScriptedClient, stream
         (CHAT, {"max_completion_tokens": 7, **scored}, 147),
         (CHAT, {"max_tokens": 2, "n": 4, **scored}, 168),
         (COMPLETIONS, {"prompt": ["a", "b"], "max_tokens": 16, "logprobs": 3, "stream": stream}, 128),
-        (COMPLETIONS, {"max_tokens": 16, "best_of": 8}, 128),
     ):
         error = refusal(post(http_client, route, **fields))
         assert f"are {kept}; at most 126 (max_output_logprobs)" in error["message"] and not engine.added
@@ -427,7 +426,6 @@ def test_what_ordinary_clients_ask_of_log_probabilities_is_not_refused(engine: S
         (COMPLETIONS, top | {"prompt": ["a"] * 1024, "max_tokens": MISSING}),
         (COMPLETIONS, top | {"prompt": ["a"] * 256, "max_tokens": 1, "echo": True}),  # as lm-eval asks
         (COMPLETIONS, top | {"n": 64, "max_tokens": 8192}),
-        (COMPLETIONS, {"best_of": 20, "max_tokens": 131_072}),
     ):
         assert post(http_client, route, **fields).status_code == 200
 

@@ -174,11 +174,10 @@ def test_the_interpreted_kernels_give_the_same(tmp_path: Path, few_programs: Non
     [
         SamplingParams(temperature=0.9, seed=5, n=3, max_tokens=10, ignore_eos=True),
         SamplingParams(temperature=0, use_beam_search=True, n=3, max_tokens=10, ignore_eos=True),
-        SamplingParams(temperature=0.7, seed=1, best_of=3, max_tokens=6, ignore_eos=True),
         SamplingParams(temperature=0, max_tokens=8, presence_penalty=1.0, repetition_penalty=1.3),
         SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=2),
     ],
-    ids=["n", "beams", "best_of", "penalties", "prompt_logprobs"],
+    ids=["n", "beams", "penalties", "prompt_logprobs"],
 )
 def test_samples_and_beams_of_an_adapter(
     adapted: LLM, merged: Callable[[int], LLM], folders: list[Path], params: SamplingParams

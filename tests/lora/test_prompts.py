@@ -117,11 +117,10 @@ def test_as_if_the_words_stood_in_the_prompt(
     [
         SamplingParams(temperature=0.9, seed=3, n=3, max_tokens=8, ignore_eos=True),
         SamplingParams(temperature=0, use_beam_search=True, n=3, max_tokens=8, ignore_eos=True),
-        SamplingParams(temperature=0.7, seed=1, best_of=3, max_tokens=6, ignore_eos=True),
         SamplingParams(temperature=0, max_tokens=8, presence_penalty=1.0, frequency_penalty=0.5, ignore_eos=True),
         SamplingParams(temperature=0, max_tokens=8, bad_words=["the", " the", "is 4"], min_tokens=4),
     ],
-    ids=["n", "beams", "best_of", "penalties", "bad words"],
+    ids=["n", "beams", "penalties", "bad words"],
 )
 def test_samples_and_beams(
     prompted: LLM, adapters: list[Any], wanted: Callable[..., Any], params: SamplingParams

@@ -52,8 +52,7 @@ WAYS: list[dict[str, Any]] = [  # to ask; each of them is heeded for every token
     {"temperature": 0, "bad_words": ["to be", "not"]}, {"temperature": 0.8, "seed": 6, "n": 3, "logprobs": 0},
     {"temperature": 0, "allowed_token_ids": list(range(100, 900))}, {"temperature": 0, "stop": ["not"]},
     {"temperature": 0, "stop_token_ids": [*range(20, 400, 3)], "logprobs": 0, "ignore_eos": False},
-    {"temperature": 0, "prompt_logprobs": 1}, {"temperature": 0.9, "seed": 7, "n": 1, "best_of": 3},
-    {"temperature": 0, "structured_outputs": {"regex": "(to be, )+or not"}},
+    {"temperature": 0, "prompt_logprobs": 1}, {"temperature": 0, "structured_outputs": {"regex": "(to be, )+or not"}},
 ]  # fmt: skip
 PERSON = {
     "type": "object", "required": ["name", "age"], "additionalProperties": False,
@@ -65,7 +64,7 @@ GRAMMARS: list[dict[str, Any]] = [  # each of them looks at the drafts
     {"temperature": 0.8, "seed": 9, "structured_outputs": {"choice": [LINE, LINE.lower(), SPEECH]}, "n": 3},
     {"temperature": 0, "structured_outputs": {"regex": "[a-z ]{9,50}"}, "repetition_penalty": 1.3, "min_tokens": 20},
     {"temperature": 1, "seed": 10, "structured_outputs": {"regex": "([a-z]{2,5} )+"}, "bad_words": ["the", "be t"],
-     "presence_penalty": 0.5, "logprobs": 0, "n": 1, "best_of": 2},
+     "presence_penalty": 0.5, "logprobs": 0, "n": 2},
     {"use_beam_search": True, "n": 2, "temperature": 0, "structured_outputs": {"regex": "(to |be )+or not"}},
 ]  # fmt: skip
 WAYS += GRAMMARS
