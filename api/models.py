@@ -21,6 +21,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator
 from functools import partial
+from itertools import chain
 from typing import Any, cast
 
 import gevent
@@ -158,9 +159,9 @@ class ServedModel:
         self.count(-1)
         return False
 
-    def arrive(self, caller: Caller, timeout: float) -> Iterator[str]:
-        """Wait until `enter` lets a request in, and yield what it waits for meanwhile. Errors are those of `looks`, and
-        an ApiError where the model cannot be loaded."""
+    def arrive(self, caller: Caller, timeout: float) -> Iterator[None]:
+        """Yield again and again until `enter` lets a request in. Errors are those of `looks`, and an ApiError where the
+        model cannot be loaded."""
         self._check_refusal()  # first, so that nothing makes room for what is refused
         me = object()
         self.waiting[me] = time.monotonic()
@@ -173,8 +174,7 @@ class ServedModel:
                     if self.enter():
                         return
                     self._check_refusal()
-                    doing = "loading" if self.row.state == STARTING else "waiting for"
-                    yield f"{doing} {self.name}" + f", place {self.row.place}" * bool(self.row.place)
+                    yield
         finally:
             del self.waiting[me]
             self._tell()
@@ -306,16 +306,13 @@ class ModelsApi(Api):
         answers = ModelAnswers(self.answers, model, caller.client)
         arrival = self._arrive(answers, caller, number_of_answers(fields))
         run = partial(self._run, answers, face, fields, caller)
-        for words in arrival:
+        for _ in arrival:
             if fields.get("stream") and time.monotonic() > begun + COMMENTS:
-                events = late_events(arrival, words, run, face)
-                stack = contextlib.ExitStack()
-                stack.callback(arrival.close)
-                stack.callback(events.close)
-                return Events(events, stack.close)
+                events = late_events(arrival, run, face)
+                return Events(chain([next(events)], events), events.close)
         return run()
 
-    def _arrive(self, answers: ModelAnswers, caller: Caller, count: int) -> Generator[str, None, None]:
+    def _arrive(self, answers: ModelAnswers, caller: Caller, count: int) -> Generator[None, None, None]:
         """See `ServedModel.arrive`; who waits has so many answers in flight, and keeps their room."""
         if answers.served.enter():
             return
@@ -424,35 +421,29 @@ def number_of_answers(fields: dict[str, Any]) -> int:
 
 
 def late_events(
-    arrival: Iterator[str], words: str, run: Callable[[], dict[str, Any] | Events], face: Face
+    arrival: Generator[None, None, None], run: Callable[[], dict[str, Any] | Events], face: Face
 ) -> Generator[bytes, None, None]:
     """The events of a stream that has waited long: comments until its model is there, and then those of `run`. An
     error is the last of them."""
-    yield f": {words}\n\n".encode()
-    commented = time.monotonic()
+    due = 0.0
     try:
-        for latest in arrival:
-            if time.monotonic() > commented + COMMENTS:
-                yield f": {latest}\n\n".encode()
-                commented = time.monotonic()
+        with contextlib.closing(arrival):
+            for _ in chain([None], arrival):
+                if time.monotonic() > due:
+                    yield b": loading\n\n"
+                    due = time.monotonic() + COMMENTS
         answer = run()
     except ClientGone:
         return
     except Exception as error:
-        yield error_event(face, as_api_error(error))
+        body = face.error_body(as_api_error(error))
+        if face.name == "responses":
+            yield typed_event("error", {"sequence_number": 0} | body["error"])
+        elif face.error_body is not ApiError.body:  # Anthropic's
+            yield typed_event("error", body)
+        else:
+            yield sse(body) + b"data: [DONE]\n\n"
         return
     assert isinstance(answer, Events)
-    try:
+    with contextlib.closing(answer):
         yield from answer.events
-    finally:
-        answer.close()
-
-
-def error_event(face: Face, error: ApiError) -> bytes:
-    """The end of a stream that fails before its first event, as the face's API writes it."""
-    body = face.error_body(error)
-    if face.error_body is not ApiError.body:
-        return typed_event("error", body)
-    if face.name == "responses":
-        return typed_event("error", {"sequence_number": 0} | body["error"])
-    return sse(body) + b"data: [DONE]\n\n"

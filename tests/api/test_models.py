@@ -155,7 +155,7 @@ def test_a_long_wait_begins_a_stream_with_comments(
     response = world.ask("one", CHAT, stream=True)
     frames = response.data.split(b"\n\n")
     comments = [frame for frame in frames if frame.startswith(b":")]
-    assert len(comments) >= 2 and comments[0] == b": loading one"
+    assert len(comments) >= 2 and set(comments) == {b": loading"}
     response.response = iter(())
     assert frames[len(comments)].startswith(b"data: {") and frames[-2] == b"data: [DONE]"
     assert not any(world.rows["one"].running) and not world.api.board.in_flight
@@ -351,7 +351,8 @@ def test_a_client_that_hangs_up_waits_no_more(models: Callable[..., Models]) -> 
 
     gone = SimpleNamespace(recv=lambda *_: b"")
     wait = world.api.served["one"].arrive(Caller("name", "client", gone), 60)
-    assert "one" in next(wait) and world.asked("one")
+    next(wait)
+    assert world.asked("one")
     gevent.sleep(0)  # the watcher sees it
     with pytest.raises(ClientGone):
         next(wait)
@@ -646,7 +647,7 @@ def test_two_models_that_do_not_fit_together_take_turns(tmp_path: Path) -> None:
                 future.result()
         loads = server.log.read_text().count("is ready, after")
         assert min(counts["one"], counts["two"]) > 10 and loads <= 2 + 40 / 4
-        assert re.search(r": (waiting for|loading) three", text) and "data: [DONE]" in text
+        assert text.count(": loading") > 1 and "data: [DONE]" in text
 
 
 @pytest.mark.full
