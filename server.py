@@ -189,9 +189,8 @@ def serve(argv: list[str]) -> None:
         engine_config = with_policy(engine_config, config)
         if engine_config.headless:
             return follow_server(*prepare(engine_config))
-        several = config.models is not None or config.models_dir is not None
         served: OneModel | SeveralModels
-        served = SeveralModels(flags, engine_config, config) if several else OneModel(engine_config, config)
+        served = SeveralModels(flags, engine_config, config) if config.several else OneModel(engine_config, config)
         listener = listen(config.host, config.port, "--host and --port")
         address = listener.getsockname()[0]
         http.check_address(config, address)

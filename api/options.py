@@ -118,6 +118,11 @@ class ServerConfig:
         """How many API keys share what the server keeps for its clients; 0 without keys."""
         return len({*self.api_key, *self.admin_key}) if self.api_key else 0
 
+    @property
+    def several(self) -> bool:
+        """Whether there are several models."""
+        return self.models is not None or self.models_dir is not None
+
     def __post_init__(self) -> None:
         check_fields(self)
         if self.max_body_bytes_in_flight < self.max_body_bytes:
@@ -149,7 +154,7 @@ def with_all_keys(config: ServerConfig, environ: MutableMapping[str, str]) -> Se
             raise ValueError(f"api_key_file is {path!r}, which cannot be read: {error}") from None
         lines = [line for line in lines if line and not line.startswith("#")]
         limited = tuple(line for line in lines if len(line.split()) > 1)
-        if limited and config.models is None and config.models_dir is None:
+        if limited and not config.several:
             raise ValueError(f"api_key_file is {path!r}, and names models after a key; that needs --models")
         config = dataclasses.replace(config, models_of_key=limited)
         keys_of_file = [line.split()[0] for line in lines]
