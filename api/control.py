@@ -19,9 +19,9 @@ from flask import Response, g, request
 from msgspec import Meta
 
 from api.adapters import LOOK, MOST_NAME, Module
-from api.checks import ApiError, CheckContext, Face, Field, without_folders
+from api.checks import ApiError, CheckContext, Face, Field, read_fields, without_folders
 from api.generation import Caller
-from api.http import allowed_origin, fields_of, reply
+from api.http import allowed_origin, body_of, reply
 from api.models import ModelsApi
 from api.openapi import Path
 from api.routes import Api
@@ -197,8 +197,12 @@ def guarded(
                 raise ApiError(400, f"{name!r:.80} is unknown; known: {', '.join(parameters) or 'nothing'}", name)
             if value not in (allowed := [*map(str, parameters[name].get("enum", [value]))]):
                 raise ApiError(400, f"{name} is {value!r:.80}; it must be {' or '.join(allowed)}", name)
-        one = api if of_all else one_of(api)
-        answer = act(one, **fields_of(api, face, allow_unknown_fields=False)) if face else act(one)
+        one, fields = api if of_all else one_of(api), {}
+        if face:
+            g.caller = Caller(g.name, g.client)  # whose ignored fields the reply names
+            strict = CheckContext(dataclasses.replace(api.config, allow_unknown_fields=False), g.caller.ignored)
+            fields = read_fields(face, body_of(api), strict)
+        answer = act(one, **fields)
         return answer if isinstance(answer, Response) else reply(answer)
 
     return Path(method, rule, act.__name__, about, view, body=face, control=True, **row)

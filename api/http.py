@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import hmac
 import ipaddress
@@ -20,9 +19,9 @@ from gunicorn.http import errors
 from werkzeug.exceptions import HTTPException, RequestEntityTooLarge
 
 from api.bodies import parse_json
-from api.checks import ApiError, CheckContext, Face, read_fields
+from api.checks import ApiError
 from api.faces import FACES
-from api.generation import Caller, ClientGone, Events, as_api_error
+from api.generation import ClientGone, Events, as_api_error
 from api.options import ServerConfig
 from api.replies import json_of
 from api.routes import Api
@@ -109,13 +108,6 @@ def body_of(api: Api) -> dict[str, Any]:
     """The JSON object that this request brings."""
     g.body = contextlib.ExitStack()  # closed when the body has become a request, or with the reply
     return parse_json(read_body(api.config, api.bodies), api.config, api.facts["max_model_len"])
-
-
-def fields_of(api: Api, face: Face, **options: Any) -> dict[str, Any]:
-    """The checked fields of the body that this request brings; some `options` of the server may be others for it."""
-    caller = g.caller = Caller(g.name, g.client)
-    config = dataclasses.replace(api.config, **options) if options else api.config
-    return read_fields(face, body_of(api), CheckContext(config, caller.ignored))
 
 
 def api_error(error: Exception) -> ApiError:

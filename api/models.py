@@ -408,9 +408,7 @@ class ModelsApi(Api):
 
     def live(self, client: str, name: str | None = None) -> Events:
         latest = max(self._models_of(client), key=lambda model: model.row.begun * (model.row.state == READY))
-        viewers = self._model_of(name or latest.name, client).viewers
-        viewer = viewers.enter(client)
-        return Events(viewers.events(viewer), partial(viewers.leave, viewer))
+        return self._model_of(name or latest.name, client).viewers.watch(client)
 
 
 def number_of_answers(fields: dict[str, Any]) -> int:

@@ -114,11 +114,6 @@ class ServerConfig:
     models_of_key: tuple[str, ...] = option((), "")  # KEY MODEL MODEL ...: keys of the file that are for some models
 
     @property
-    def shares(self) -> int:
-        """How many API keys share what the server keeps for its clients; 0 without keys."""
-        return len({*self.api_key, *self.admin_key}) if self.api_key else 0
-
-    @property
     def several(self) -> bool:
         """Whether there are several models."""
         return self.models is not None or self.models_dir is not None

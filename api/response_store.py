@@ -68,7 +68,8 @@ class Store:
     """
 
     def __init__(self, config: ServerConfig):
-        self.shares, total = config.shares, (config.max_stored_responses, config.max_stored_response_bytes)
+        total = config.max_stored_responses, config.max_stored_response_bytes
+        self.shares = len({*config.api_key, *config.admin_key}) if config.api_key else 0  # API keys that have one
         self.limits = [most // max(1, self.shares) for most in total]
         self.closed = ""  # or why nothing is kept
         if not config.max_stored_responses:

@@ -9,7 +9,6 @@ import itertools
 import reprlib
 import time
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from api.adapters import AdapterNames, Module, request_of, virtual_tokens
@@ -121,8 +120,7 @@ class Api:
 
     def live(self, client: str, name: str | None = None) -> Events:
         """The events of `/live`; of the model of this name, where there are several."""
-        viewer = self.viewers.enter(client)
-        return Events(self.viewers.events(viewer), partial(self.viewers.leave, viewer))
+        return self.viewers.watch(client)
 
     def explain(self, id: str, client: str) -> dict[str, Any]:
         """Tell where the time of a request went, prompt by prompt."""

@@ -23,9 +23,7 @@ from text.prompts import CUT, opening
 
 def embeddings(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:
     """A vector for each prompt."""
-    prompts = inputs(api, fields)
-    pooled = pool(api, fields, caller, prompts)
-    return listed(fields, caller, prompts, vectors("embedding", "embedding", pooled, fields))
+    return vectors(api, fields, caller, "embedding", "embedding")
 
 
 def pooling(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:
@@ -33,9 +31,7 @@ def pooling(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:
     task = api.facts["task"]
     if fields["task"] not in (None, task, "classify" if task == "score" else task):
         raise ApiError(400, f"task is {fields['task']}; this server's is {task}", "task")
-    prompts = inputs(api, fields)
-    pooled = pool(api, fields, caller, prompts)
-    return listed(fields, caller, prompts, vectors("pooling", "data", pooled, fields))
+    return vectors(api, fields, caller, "pooling", "data")
 
 
 def classify(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:
@@ -145,10 +141,12 @@ def listed(fields: dict[str, Any], caller: Caller, prompts: Sequence[Prompt], da
     return head | {"data": data, "usage": used(prompts)}
 
 
-def vectors(kind: str, key: str, all_pooled: list[bytes], fields: dict[str, Any]) -> list[dict[str, Any]]:
-    """The entries of /v1/embeddings (`kind` "embedding") and /pooling: numbers, or their float32 bytes in base64."""
+def vectors(api: Api, fields: dict[str, Any], caller: Caller, kind: str, key: str) -> dict[str, Any]:
+    """The reply of /v1/embeddings (`kind` "embedding") and /pooling: numbers, or their float32 bytes in base64."""
     encode = numbers if fields["encoding_format"] == "float" else lambda pooled: base64.b64encode(pooled).decode()
-    return [{"object": kind, "index": i, key: encode(pooled)} for i, pooled in enumerate(all_pooled)]
+    prompts = inputs(api, fields)
+    all_pooled = enumerate(pool(api, fields, caller, prompts))
+    return listed(fields, caller, prompts, [{"object": kind, "index": i, key: encode(each)} for i, each in all_pooled])
 
 
 # --- what they take --------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import chain, groupby, repeat
 from operator import neg
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 import msgspec
 
 from api.checks import ApiError, in_parts, without_folders
-from api.generation import EngineClient
+from api.generation import EngineClient, Events
 from api.replies import sse
 from processes.child import Board, ClientShares
 from processes.client import EngineDeadError
@@ -72,6 +73,11 @@ class Viewers:
                 self.asking, self.totals = True, {}
                 threading.Thread(target=self._ask, daemon=True).start()
         return viewer
+
+    def watch(self, client: str) -> Events:
+        """The events of one viewer more, for as long as it stays."""
+        viewer = self.enter(client)
+        return Events(self.events(viewer), partial(self.leave, viewer))
 
     def leave(self, viewer: Viewer) -> None:
         with self.lock:
