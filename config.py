@@ -242,7 +242,6 @@ class EngineConfig:
     max_loras: int = option(4, "adapters that requests of one step may have", 1, 1024)
     max_cpu_loras: int | None = option(None, "adapters kept in host memory (default: four times max_loras)", 1, 65536)
     max_lora_rank: int = option(16, "the highest rank of an adapter", 1, 256)
-    max_prompt_adapter_token: int = option(0, "virtual tokens an adapter may put before a prompt; 0: none", 0, 65536)
     max_logprobs: int = option(20, "likeliest tokens whose log-probabilities a request may ask for", 0, 1024)
     logits_processors: tuple[str, ...] = option((), "MODULE:CLASS of one's own that changes logits, or several")
     log_level: Literal["debug", "info", "warning", "error"] = option(
@@ -397,8 +396,6 @@ class EngineConfig:
 
     def _check_pairs(self) -> None:
         """Refuse options that do not go together."""
-        if not self.enable_lora:
-            self.allow("without enable_lora", "max_prompt_adapter_token", 0)
         if not self.enable_prefix_caching:
             self.allow("without prefix caching", "num_state_snapshots", 0, None)
         if self.kv_disk is not None:
@@ -409,7 +406,6 @@ class EngineConfig:
             self.allow("with chunked prefill", "scheduler_delay_factor", 0)
         if self.makes_vectors:
             vectors = f"with task {self.task!r}, which"
-            self.allow(f"{vectors} makes vectors,", "max_prompt_adapter_token", 0)
             self.allow(f"{vectors} has no logits,", "logits_processors", ())
             self.allow(f"{vectors} samples nothing,", "speculative_config", None)
         if self.distributed_executor_backend == "uni":

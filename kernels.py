@@ -42,7 +42,7 @@ from ops.lora import lora_expand, lora_shrink, plan_lora  # noqa: F401
 from ops.matmul import LOG2E, MOST_REGISTERS, NO_ID, Chip, _cast, _chip, _dot, linear  # noqa: F401
 from ops.quantized import Quantized, arrange, quantized_linear, quantized_rows, round_inputs  # noqa: F401
 from ops.sampling import logprobs, mask_words, sample  # noqa: F401
-from reference import Adjust, PrefillRows, put_prompts  # noqa: F401
+from reference import Adjust, PrefillRows
 
 __version__ = "0.1.0"  # for transformers, which asks any module called `kernels` for its version
 

@@ -43,7 +43,6 @@ from reference import (  # noqa: F401
     mask_words,
     pool,
     put_drafts,
-    put_prompts,
     quantized_rows,
     rope_last,
     round_inputs,
