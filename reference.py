@@ -617,11 +617,6 @@ def rope_last(
     return out
 
 
-def head_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """y[t, h] = weight[h] x[t, h], for x [T, H, K] and weight [H, N, K] of any strides; y [T, H, N] in x's dtype."""
-    return torch.einsum("thk,hnk->thn", x, weight)
-
-
 def latent_decode(q: torch.Tensor, kv: torch.Tensor, plan: DecodePlan, scale: float, rank: int) -> torch.Tensor:
     """out[t, h] = softmax(scale * q[t, h] C^T) C[:, :R] over the latents C of t's row up to t itself, few a row.
 

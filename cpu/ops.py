@@ -464,11 +464,6 @@ def attention_prefill(
     return out if v_scale == 1 else out.mul_(v_scale)
 
 
-def head_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Multiply each head by a matrix of its own (`reference.head_linear`)."""
-    return torch.bmm(x.transpose(0, 1), weight.mT).transpose(0, 1).contiguous()
-
-
 def latent_decode(q: torch.Tensor, kv: torch.Tensor, plan: LatentPlan, scale: float, rank: int) -> torch.Tensor:
     """Attend to latents from few tokens of each row (`reference.latent_decode`): some at a time, with those before."""
     (_, heads, width), size, count = q.shape, kv.shape[3], q.shape[0] // len(plan.slots)
