@@ -54,7 +54,7 @@ class Admission:
         self.deferred = SequenceQueue(Status.DEFERRED)  # sequences that wait while suspects run alone
         self.reading = SequenceQueue(Status.READING)  # and others until blocks have come from disk
         self.samples = Samples(space, self.wait)
-        self.adapters = AdapterSlots(config.max_loras, config.max_prompt_adapter_token)
+        self.adapters = AdapterSlots(config.max_loras)
         self.reserve = Reserve(config, space)
         self.free_slots = list(range(config.max_num_seqs))[::-1]  # look-ups of suffix decoding read those freed last
         self.next_free = 0 if config.speculation and config.speculation.method == "suffix" else -1
@@ -383,7 +383,7 @@ def new_row(seq: Sequence, adapters: AdapterSlots, named: bool) -> NewRow:
     penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
     return NewRow(
         slot=seq.slot,
-        token_ids=adapters.row_tokens(seq),
+        token_ids=list(seq.tokens),
         num_computed=seq.num_computed,
         blocks=[table.copy() for table in seq.tables],
         sampling=params.columns,

@@ -33,7 +33,7 @@ class StepShape(NamedTuple):
     samples: int  # tokens that are sampled: one of a row, and one after each draft
     max_query_len: int
     adjusted: bool  # whether some slot's logits are adjusted
-    adapted: bool = False  # whether some sequence has an adapter with matrices
+    adapted: bool = False  # whether some sequence has an adapter
     drafted: int = 0  # the rows with these tokens, if some of them have drafts
     queries: int = 1  # tokens of each row, if all rows have as many drafts as there may be
     proposes: bool = False  # whether drafts are made for later steps
@@ -190,9 +190,8 @@ class BatchState:
                 self.stops[slot] = row.stops
                 self._write("stop_bits", slot, self._bits(row.stops))
             adjustments[slot] = self._enter_adjustments(row)
-            adapter = row.adapter if row.token_ids[0] >= 0 else 0  # a prompt adapter changes no products
-            if adapter or self.adapted[slot]:
-                adapters[slot] = adapter
+            if row.adapter or self.adapted[slot]:
+                adapters[slot] = row.adapter
         for slot, blocks in plan.new_blocks:
             self._grow(slot, blocks)
         if self.most_drafts:
@@ -219,9 +218,7 @@ class BatchState:
         slot, bias = row.slot, row.logit_bias
         if row.penalties is not None:
             self._write("penalties", slot, array("f", row.penalties))
-            tokens = np.array(row.token_ids)
-            virtual = int((tokens < 0).sum())  # these are no words, and come first
-            ids, num_prompt = to_device(tokens[virtual:], self.device), row.num_prompt - virtual
+            ids, num_prompt = to_device(np.array(row.token_ids), self.device), row.num_prompt
             counts = self.token_counts[slot].zero_()
             counts[ids[:num_prompt]] = 1
             counts.index_add_(0, ids[num_prompt:], counts.new_full((len(ids) - num_prompt,), 2))

@@ -117,7 +117,8 @@ class EngineConfig:
     GROUPS: ClassVar[dict[str, str]] = {  # titles in the help, and the first option of each
         "model": "model", "device": "device", "memory and batches": "max_model_len", "scheduling": "scheduling_policy",
         "several devices, and processes": "tensor_parallel_size",
-        "engines on several hosts, and a changing number of them": "data_parallel_backend", "adapters": "enable_lora",
+        "engines on several hosts, and a changing number of them": "data_parallel_size_local",
+        "adapters": "enable_lora",
         "limits of a request, and changes of its logits": "max_logprobs", "diagnostics": "log_level",
     }  # fmt: skip
     model: str = option(
@@ -222,9 +223,6 @@ class EngineConfig:
         None, "seconds a step may take before workers restart (default: 20 times the largest, at least 30)", 0.1, 1e6
     )
     max_worker_restarts: int = option(20, "restarts of workers without a step between, before the engine ends", 1)
-    data_parallel_backend: Literal["mp", "ray"] = option(
-        "mp", "who starts these engines; mp: this server, and each headless host; ray: Ray, on nodes of its cluster"
-    )
     data_parallel_size_local: int | None = option(
         None, "engines on this host (default: all); the others are on headless hosts", 0, 64
     )
@@ -242,7 +240,6 @@ class EngineConfig:
     max_loras: int = option(4, "adapters that requests of one step may have", 1, 1024)
     max_cpu_loras: int | None = option(None, "adapters kept in host memory (default: four times max_loras)", 1, 65536)
     max_lora_rank: int = option(16, "the highest rank of an adapter", 1, 256)
-    max_prompt_adapter_token: int = option(0, "virtual tokens an adapter may put before a prompt; 0: none", 0, 65536)
     max_logprobs: int = option(20, "likeliest tokens whose log-probabilities a request may ask for", 0, 1024)
     logits_processors: tuple[str, ...] = option((), "MODULE:CLASS of one's own that changes logits, or several")
     log_level: Literal["debug", "info", "warning", "error"] = option(
@@ -349,8 +346,6 @@ class EngineConfig:
         """How many of them can be on this host, which they share."""
         if self.data_parallel_external_lb:
             return 1
-        if self.data_parallel_backend == "ray":
-            return 0
         return self.max_engines if self.data_parallel_size_local is None else self.data_parallel_size_local
 
     @property
@@ -397,8 +392,6 @@ class EngineConfig:
 
     def _check_pairs(self) -> None:
         """Refuse options that do not go together."""
-        if not self.enable_lora:
-            self.allow("without enable_lora", "max_prompt_adapter_token", 0)
         if not self.enable_prefix_caching:
             self.allow("without prefix caching", "num_state_snapshots", 0, None)
         if self.kv_disk is not None:
@@ -409,7 +402,6 @@ class EngineConfig:
             self.allow("with chunked prefill", "scheduler_delay_factor", 0)
         if self.makes_vectors:
             vectors = f"with task {self.task!r}, which"
-            self.allow(f"{vectors} makes vectors,", "max_prompt_adapter_token", 0)
             self.allow(f"{vectors} has no logits,", "logits_processors", ())
             self.allow(f"{vectors} samples nothing,", "speculative_config", None)
         if self.distributed_executor_backend == "uni":
@@ -446,15 +438,9 @@ class EngineConfig:
     def _check_hosts(self) -> None:
         """Refuse options about engines and hosts that do not go together."""
         size, local, most = self.data_parallel_size, self.data_parallel_size_local, self.data_parallel_size_max
-        by_ray, external = self.data_parallel_backend == "ray", self.data_parallel_external_lb
-        several_hosts = by_ray or self.headless or (local is not None and local < size)
-        if by_ray:
-            when = "with data_parallel_backend 'ray', which starts each engine on a node that it chooses,"
-            self.allow(when, "headless", False)
-            self.allow(when, "data_parallel_size_local", None)
-            self.allow(when, "data_parallel_external_lb", False)
-            self.allow(when, "distributed_executor_backend", "auto", "mp", "uni")
-        elif several_hosts and self.data_parallel_address is None:
+        external = self.data_parallel_external_lb
+        several_hosts = self.headless or (local is not None and local < size)
+        if several_hosts and self.data_parallel_address is None:
             raise ValueError("data_parallel_address is not given; engines on several hosts need it")
         if local is not None and not self.headless <= local <= size:
             why = f"it must be from {int(self.headless)} to data_parallel_size, {size}"

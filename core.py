@@ -28,7 +28,7 @@ from observe.logs import StatLogger, logger, warn_once
 from observe.metrics import engine_metrics
 from observe.observers import observers_of
 from observe.profiles import Profiles
-from plan import PLACEHOLDER, Adapter, EngineCoreRequest, Outputs, StateRoom, StepPlan, error_output
+from plan import Adapter, EngineCoreRequest, Outputs, StateRoom, StepPlan, error_output
 from ring import undisturbed
 from sampling_params import default_sampling
 from scheduler import Scheduler
@@ -62,9 +62,7 @@ LARGE_VOCABULARY = 2**15  # tokens; llguidance takes seconds to read so many
 
 def client_facts(config: EngineConfig, model_config: ModelConfig, of_workers: dict[str, Any]) -> dict[str, Any]:
     """What clients need to know about the engine: what its workers measured, and what follows from its options."""
-    options = (
-        "model", "scheduling_policy", "max_logprobs", "data_parallel_size", "max_prompt_adapter_token", "max_num_seqs",
-    )  # fmt: skip
+    options = "model", "scheduling_policy", "max_logprobs", "data_parallel_size", "max_num_seqs"
     return of_workers | {
         "max_num_batched_tokens": step_tokens(config, of_workers["max_num_batched_tokens"], of_workers["step_seconds"]),
         "architecture": model_config.architecture,
@@ -168,10 +166,8 @@ class EngineCore:
                 return
             # Also without an adapter: whatever the salt is, it is none of an adapter's.
             salt = f"{r.salt}\0{adapter.key if adapter else ''}" if self.config.enable_lora else r.salt
-            prompt = r.prompt_token_ids
-            if adapter and adapter.num_virtual_tokens:
-                prompt = [PLACEHOLDER] * adapter.num_virtual_tokens + prompt
-            queued = SequenceGroup(r.request_id, prompt, r.params, salt, r.priority, r.client, r.pooling, adapter)
+            group = r.request_id, r.prompt_token_ids, r.params, salt, r.priority, r.client, r.pooling, adapter
+            queued = SequenceGroup(*group)
             queued.delay, queued.retention = time.monotonic() - r.arrival_time, r.retention
             self._observe("tick")
             check_pooling(r.pooling, r.params, self.config, self.model_config)

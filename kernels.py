@@ -37,12 +37,12 @@ from ops.delta import CONV_TOKENS, conv_silu, delta_rule, gated_norm, sigmoid_mu
 from ops.drafts import look_up, put_drafts  # noqa: F401
 from ops.experts import expert_down, expert_gate_up, plan_experts, route  # noqa: F401
 from ops.latent import _decode_tile as _latent_tile
-from ops.latent import head_linear, latent_decode, latent_store, rope_last  # noqa: F401
+from ops.latent import latent_decode, latent_store, rope_last  # noqa: F401
 from ops.lora import lora_expand, lora_shrink, plan_lora  # noqa: F401
 from ops.matmul import LOG2E, MOST_REGISTERS, NO_ID, Chip, _cast, _chip, _dot, linear  # noqa: F401
 from ops.quantized import Quantized, arrange, quantized_linear, quantized_rows, round_inputs  # noqa: F401
 from ops.sampling import logprobs, mask_words, sample  # noqa: F401
-from reference import Adjust, PrefillRows, put_prompts  # noqa: F401
+from reference import Adjust, PrefillRows
 
 __version__ = "0.1.0"  # for transformers, which asks any module called `kernels` for its version
 

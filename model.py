@@ -52,8 +52,7 @@ class Transformer(Owner):
     unread: tuple[str, ...] = ()  # tensors of its checkpoint that it has no use for
     counted = 0  # elements of all weights, once `parameters` no longer works
     reads: tuple[int, ...] = ()  # layers whose input it sees, if it is a draft: of the model that it is for
-    # What `AdapterPool` sets: the embeddings of a step's virtual tokens, and what changes x by its ids, in place.
-    prompts: torch.Tensor | None = None
+    # What `AdapterPool` sets: what changes x by its ids, in place.
     adapt_embeddings: Callable[[torch.Tensor, torch.Tensor], None] | None = None
     serve = serve_experts
 
@@ -253,14 +252,11 @@ class Transformer(Owner):
 
     def embed(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Embeddings [T, hidden] of ids [T]."""
-        words = ids if self.prompts is None else ids.clamp(min=0)
-        x = self.look_up(words, self.embedding).to(self.dtype)  # a mapped table may have the checkpoint's dtype
+        x = self.look_up(ids, self.embedding).to(self.dtype)  # a mapped table may have the checkpoint's dtype
         if self.adapt_embeddings:
-            self.adapt_embeddings(x, words)
+            self.adapt_embeddings(x, ids)
         if self.embed_scale != 1:
             x *= self.embed_scale
-        if self.prompts is not None:
-            self.ops.put_prompts(x, ids, self.prompts)
         if self.positions is not None:
             x += F.embedding(positions + self.row.position_offset, self.positions)
         return self.embed_norm(x) if self.embed_norm else x

@@ -24,7 +24,6 @@ WEIGHTS, KV_CACHE = "weights", "kv_cache"
 TAGS = WEIGHTS, KV_CACHE  # what workers free while they sleep (`Workers.sleep`), by vLLM's names
 # What changes a sequence's logits: bits of `Adjust.adjustments` in reference.py, whose ops import nothing of ours.
 PENALTIES, BIAS, MASK, BAD_WORDS = 1, 2, 4, 8
-PLACEHOLDER = -1  # stands for a virtual token, whose embedding an adapter has
 
 
 @dataclass(slots=True, kw_only=True)
@@ -32,8 +31,7 @@ class NewRow:
     """A sequence that enters a slot of the workers' batch state."""
 
     slot: int
-    # The prompt, and after a preemption its output so far; virtual tokens come first (`reference.put_prompts`).
-    token_ids: list[int]
+    token_ids: list[int]  # the prompt, and after a preemption its output so far
     blocks: list[list[int]]  # a table for each kind of layers
     num_computed: int = 0  # how many of the tokens are in the cache already
     sampling: tuple[float, ...] = SamplingParams(temperature=0.0).columns
@@ -230,7 +228,6 @@ class Adapter:
     key: str  # says which folder it is from, and which state of that
     row: int = field(compare=False)
     name: str = field(compare=False, default="")
-    num_virtual_tokens: int = field(compare=False, default=0)  # that it puts before each prompt
 
 
 @dataclass(slots=True)

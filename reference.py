@@ -451,19 +451,6 @@ def lora_expand(y: torch.Tensor, h: torch.Tensor, b: torch.Tensor, bounds: tuple
             y[tokens, low:high] = (y[tokens, low:high].float() + change).to(y.dtype)
 
 
-def put_prompts(x: torch.Tensor, ids: torch.Tensor, prompts: torch.Tensor) -> None:
-    """x[t] = prompts[s, j] for each token t whose id is -1 - (s M + j), in place; ids from 0 on change nothing.
-
-    These are the virtual tokens of prompt adapters (Lester et al., 2021).
-
-    x: [T, H]. ids: [T] int64. prompts: [S, M, H] in x's dtype, up to M embeddings of each of S adapters; each [M, H] is
-    contiguous.
-    """
-    place = (-1 - ids).clamp(min=0)
-    rows = prompts[place // prompts.shape[1], place % prompts.shape[1]]
-    x.copy_(torch.where((ids < 0)[:, None], rows, x))
-
-
 class DecodePlan(NamedTuple):
     """What `attention_decode` attends to."""
 
@@ -628,11 +615,6 @@ def rope_last(
     out, size = x if out is None else out, rotation.shape[2]
     out[..., -size:] = _rope(x[..., -size:].float(), rotation, interleaved).to(x.dtype)
     return out
-
-
-def head_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """y[t, h] = weight[h] x[t, h], for x [T, H, K] and weight [H, N, K] of any strides; y [T, H, N] in x's dtype."""
-    return torch.einsum("thk,hnk->thn", x, weight)
 
 
 def latent_decode(q: torch.Tensor, kv: torch.Tensor, plan: DecodePlan, scale: float, rank: int) -> torch.Tensor:

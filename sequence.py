@@ -163,7 +163,7 @@ class SequenceGroup:
     """What a client asked for (its message is an `EngineCoreRequest`), and what became of it; times in seconds."""
 
     request_id: str  # unique among the requests in flight
-    prompt: Items[int]  # with a `PLACEHOLDER` for each virtual token of its adapter before the client's own tokens
+    prompt: Items[int]
     params: SamplingParams
     salt: str = ""  # prefixes are shared only among requests of equal salt
     priority: int = 0  # lower goes first, where the policy is `priority`
@@ -193,12 +193,7 @@ class SequenceGroup:
     def __post_init__(self) -> None:
         self.num_prompt = len(self.prompt)
         # The client's first token has none.
-        self.num_scored = self.num_prompt if self.params.prompt_logprobs is None else self.num_virtual + 1
-
-    @property
-    def num_virtual(self) -> int:
-        """How many tokens of the prompt are its adapter's."""
-        return self.adapter.num_virtual_tokens if self.adapter else 0
+        self.num_scored = self.num_prompt if self.params.prompt_logprobs is None else 1
 
     def seed_of(self, index: int, seed: int) -> int:
         """The seed of one of its answers, where the engine's is `seed`."""

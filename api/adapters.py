@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import functools
 import os
 import time
 import weakref
@@ -20,7 +19,7 @@ import msgspec
 from api.checks import in_parts
 from api.options import ServerConfig
 from config import EngineConfig
-from lora.adapter import CONFIG, read_adapter, state_of
+from lora.adapter import CONFIG, read_adapter
 from processes.client import EngineDeadError
 from ring import nameless_file
 from sampling_params import LoRARequest
@@ -181,7 +180,7 @@ class AdapterNames:
                 raise ValueError(f"{option} is given; it needs --enable-lora")
         for module in self.modules.values():
             with named(module):
-                read_adapter(module.path, config.max_lora_rank, config.max_prompt_adapter_token)
+                read_adapter(module.path, config.max_lora_rank)
 
     def check(self, fleet: Fleet) -> None:
         """Have the engines load them, which finds what does not fit the model.
@@ -208,18 +207,6 @@ def named(module: Module) -> Iterator[None]:
         yield
     except (ValueError, EngineDeadError) as error:
         raise ValueError(f"lora_modules has {module.name!r:.200}: {error}") from None
-
-
-def virtual_tokens(module: Module) -> int:
-    """Tokens that an adapter puts before each prompt; 0 if it cannot be read, which the engine then says."""
-    with contextlib.suppress(ValueError):
-        return _virtual_tokens(state_of(module.path))
-    return 0
-
-
-@functools.lru_cache(maxsize=1024)
-def _virtual_tokens(state: str) -> int:
-    return read_adapter(state.partition("\0")[0]).virtual
 
 
 def request_of(module: Module) -> LoRARequest:

@@ -46,8 +46,7 @@ def count_tokens(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, 
     """How many tokens the prompt of such a request has."""
     with renamed(prompt="messages"):
         chat = turns_as_chat(api, fields)
-        ids = api.prompts.encode(chat, api.prompts.render(chat), False)[1]
-        return {"input_tokens": caller.virtual + len(ids)}
+        return {"input_tokens": len(api.prompts.encode(chat, api.prompts.render(chat), False)[1])}
 
 
 def turns_as_chat(api: Api, fields: dict[str, Any]) -> dict[str, Any]:

@@ -134,7 +134,7 @@ def setting_of(fields: dict[str, Any], names: Sequence[str]) -> Any:
 
 def conversation(api: Api, fields: dict[str, Any], caller: Caller) -> tuple[Prompt, Reading | None]:
     """The prompt for a conversation with its tokens, and how the answers to it are read."""
-    output, text = caller.virtual + api.prompts.least_output(fields, None), api.prompts.render(fields)
+    output, text = api.prompts.least_output(fields, None), api.prompts.render(fields)
     prompt = api.prompts.encode(fields, text, bool(fields["add_special_tokens"]), output)
     end = api.tokenizer.turn_end(fields["chat_template"])
     if end is not None and end not in api.facts["eos_token_ids"] and not fields["ignore_eos"]:

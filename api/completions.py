@@ -54,7 +54,7 @@ def complete(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any]
     checks.check_generation(fields)
     special, left = fields["add_special_tokens"] is not False, api.prompts.least_output(fields, MAX_TOKENS)
     sources = around_gap(fields, api.tokenizer) if fields["suffix"] else fields["prompt"]
-    prompts = [api.prompts.encode(fields, source, special, caller.virtual + left) for source in sources]
+    prompts = [api.prompts.encode(fields, source, special, left) for source in sources]
     return generate(api, fields, caller, prompts, CompletionReply, MAX_TOKENS)
 
 

@@ -57,7 +57,6 @@ class Caller:
     call: EngineCall[Any] | None = None  # of the engine, once there is one
     ignored: list[str] = field(default_factory=list)  # names of what was accepted and changes nothing
     lora: LoRARequest | None = None  # the adapter that it has named as its model
-    virtual: int = 0  # tokens that this puts before each prompt
     retention: int = 0  # see `EngineCoreRequest`
 
 
@@ -86,7 +85,7 @@ class EngineCall(Generic[Asks]):
     def __init__(self, caller: Caller, fields: dict[str, Any], requests: Sequence[Asks]):
         self.id, self.fields, self.requests = caller.id, fields, requests
         self.owner, self.sock = caller.client, caller.sock  # but not the caller, which refers to its call
-        self.lora, self.virtual, self.retention = caller.lora, caller.virtual, caller.retention
+        self.lora, self.retention = caller.lora, caller.retention
 
     def run(self, client: EngineClient, timeout: float) -> News:
         """Run the requests, and yield their news (it may be no text) until all are done.
@@ -162,7 +161,7 @@ class EngineCall(Generic[Asks]):
     def counts(self) -> dict[str, int]:
         """The tokens of its prompts, how many of these were cached, and the tokens of its answers."""
         return {
-            "prompt_tokens": sum(self.virtual + len(request.prompt_token_ids) for request in self.requests),
+            "prompt_tokens": sum(len(request.prompt_token_ids) for request in self.requests),
             "cached_tokens": sum(request.metrics.num_cached_tokens for request in self.requests),
             "output_tokens": sum(request.num_generated for request in self.requests),
         }
@@ -256,8 +255,7 @@ def generate(
     tokens of output there may be, `default_max_tokens` does, or else the context; with `clamp` that bounds what the
     request says, too. Whoever `waits` for a stream learns what the engine refuses before it begins.
     """
-    lengths = [caller.virtual + len(ids) for _, ids in prompts]
-    params = params_of(api, fields, lengths, default_max_tokens, reading, clamp, caller.virtual)
+    params = params_of(api, fields, [len(ids) for _, ids in prompts], default_max_tokens, reading, clamp)
     if fields.get("tools") or fields["cache_salt"]:  # a conversation is likely to go on
         caller.retention = max(RETENTION, caller.retention)
     if api.config.api_key and not api.config.share_prefix_cache:
@@ -284,11 +282,9 @@ def generate(
 
 
 def params_of(
-    api: Api, fields: dict[str, Any], lengths: list[int], default: int | None, reading: Reading | None, clamp: bool,
-    virtual: int,
-) -> list[SamplingParams]:  # fmt: skip
-    """Sampling parameters for prompts of these lengths; the output is bounded by what they leave of the context. So
-    many tokens of each are `virtual`.
+    api: Api, fields: dict[str, Any], lengths: list[int], default: int | None, reading: Reading | None, clamp: bool
+) -> list[SamplingParams]:
+    """Sampling parameters for prompts of these lengths; the output is bounded by what they leave of the context.
 
     What the request does not say, the model's generation_config.json does; for the tokens of output there is `default`.
     Where it does not say these, they are no more than as many whose log-probabilities may be kept.
@@ -309,12 +305,11 @@ def params_of(
     kept = 0 if top is None else (fields["n"] or 1) * (1 + top)
     if max_tokens is None and kept:
         most = max(1, min(most, cap // (kept * len(lengths))))
-    among = f" ({virtual} are its adapter's)" if virtual else ""
     for length in lengths:
         if length + (max_tokens != 0) > limit:
-            raise too_long(limit, f"the prompt is too long: it has {length}{among}, which leaves none for the output")
+            raise too_long(limit, f"the prompt is too long: it has {length}, which leaves none for the output")
         if max_tokens and length + max_tokens > limit and not (clamp or api.config.clamp_max_tokens):
-            both = f"the prompt's {length}{among} and max_tokens {max_tokens} are {length + max_tokens}"
+            both = f"the prompt's {length} and max_tokens {max_tokens} are {length + max_tokens}"
             raise too_long(limit, both, "max_tokens")
     left = [min(most if max_tokens is None else max_tokens, limit - length) for length in lengths]
     if (total := kept * sum(left)) > cap:

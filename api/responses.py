@@ -88,7 +88,7 @@ def count_input(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, A
     with renamed(**IN_CHAT):
         _, chat = as_chat_fields(api, fields, caller)
         ids = api.prompts.encode(chat, api.prompts.render(chat), False)[1]
-        return {"object": "response.input_tokens", "input_tokens": caller.virtual + len(ids)}
+        return {"object": "response.input_tokens", "input_tokens": len(ids)}
 
 
 def as_chat_fields(api: Api, fields: dict[str, Any], caller: Caller) -> tuple[list[dict[str, Any]], dict[str, Any]]:

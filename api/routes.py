@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from api.adapters import AdapterNames, Module, request_of, virtual_tokens
+from api.adapters import AdapterNames, Module, request_of
 from api.checks import ApiError, CheckContext, Face, read_fields, without_folders
 from api.generation import Caller, EngineClient, Events
 from api.options import ServerConfig
@@ -78,7 +78,6 @@ class Api:
         caller.id = face.prefix + caller.name
         if module := self._adapter(fields["model"] or self.names[0]):
             caller.lora = request_of(module)
-            caller.virtual = virtual_tokens(module) if self.facts["max_prompt_adapter_token"] else 0
         fields["model"] = module.name if module else fields["model"] or self.names[0]
         policy = self.facts["scheduling_policy"]
         check_task(face, self.facts["task"])

@@ -297,7 +297,7 @@ def latent_cases(
     s: Latent, batches: Any = (("8 x 8k", [8192] * 8), ("64 x 2k", [2048] * 64), ("256 x 512", [512] * 256)),
     tokens: tuple[int, ...] = (256, 8192),
 ) -> Iterator[Case]:  # fmt: skip
-    """The ops of a layer with latent attention: latents that are stored, queries that become latents, attention."""
+    """The ops of a layer with latent attention: latents that are stored, and attention."""
     width, scale, size = s.rank + s.rope, (s.inner + s.rope) ** -0.5, s.cache.itemsize
     page, row_bytes = (1, 1, BLOCK, width), 2 * s.heads * (width + s.rank)  # bytes of a token's query and result
     for t in tokens:
@@ -308,13 +308,7 @@ def latent_cases(
             kv = new_pool(page, -(-t // BLOCK), device, s.cache)
             return Inputs(lambda ops: ops.latent_store(latent, weight, 1e-6, rotation, places, kv), (kv,))
 
-        def absorb(device: str, t: int = t) -> Inputs:
-            x, weight = draw(device, t, s.heads, s.inner), draw(device, s.heads, s.inner, s.rank, scale=0.05).mT
-            return Inputs(lambda ops: ops.head_linear(x, weight))
-
         yield Case("latent_store", f"{t} x {width}", t * (2 * width + size * width + 8 * s.rope + 8), 0, store)
-        moved, flops = t * s.heads * (s.inner + s.rank) + s.heads * s.inner * s.rank, t * s.heads * s.inner * s.rank
-        yield Case("head_linear", f"{t} x {s.heads} x {s.inner} -> {s.rank}", 2 * moved, 2 * flops, absorb)
     for name, lengths in batches:
 
         def decode(device: str, lengths: list[int] = lengths) -> Inputs:

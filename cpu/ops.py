@@ -43,7 +43,6 @@ from reference import (  # noqa: F401
     mask_words,
     pool,
     put_drafts,
-    put_prompts,
     quantized_rows,
     rope_last,
     round_inputs,
@@ -463,11 +462,6 @@ def attention_prefill(
                 bias = None if slopes is None else slopes[:, None, None] * (key - query)
                 new[:, start:stop] = _attend(*part, scale, soft_cap, sinks, bias)
     return out if v_scale == 1 else out.mul_(v_scale)
-
-
-def head_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Multiply each head by a matrix of its own (`reference.head_linear`)."""
-    return torch.bmm(x.transpose(0, 1), weight.mT).transpose(0, 1).contiguous()
 
 
 def latent_decode(q: torch.Tensor, kv: torch.Tensor, plan: LatentPlan, scale: float, rank: int) -> torch.Tensor:

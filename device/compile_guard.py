@@ -27,11 +27,11 @@ def kernels_of(ops: ModuleType) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def unlaunched(
-    kernels: dict[str, Any], instead: Callable[..., None] = lambda name, run, *args, **options: None
+    kernels: dict[str, Any], instead: Callable[..., None] = lambda run, *args, **options: None
 ) -> Iterator[None]:
-    """Launch no kernel inside the `with` block: `instead` is called, with its name, its `run` and the arguments."""
-    for name, kernel in kernels.items():
-        kernel.run = partial(instead, name, kernel.run)
+    """Launch no kernel inside the `with` block: `instead` is called, with its `run` and the arguments."""
+    for kernel in kernels.values():
+        kernel.run = partial(instead, kernel.run)
     try:
         yield
     finally:
@@ -79,7 +79,7 @@ class CompileGuard:
             finally:
                 triton.runtime._async_compile.active_mode.set(None)  # which Triton 3.6 forgets after an error
 
-    def _rehearse(self, name: str, run: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+    def _rehearse(self, run: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         """Stands in for a kernel's `run`."""
         run(*args, grid=grid, warmup=True, **options)
 

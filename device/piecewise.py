@@ -55,9 +55,8 @@ class PiecewiseGraphs:
         stream = torch.cuda.Stream()
         gc.collect()  # pinned memory that it frees waits for the device, which would break a capture
         for adapted, size in product(sorted({False, adapters is not None}), reversed(sizes)):
-            if adapters:  # steps with prompt adapters alone count as not adapted, so all graphs put prompts in
-                adapters.plan, model.prompts = self.plans[size] if adapted else None, adapters.prompts
-                adapters.changes = []
+            if adapters:
+                adapters.plan, adapters.changes = self.plans[size] if adapted else None, []
             self.forward(size, lambda attention, q: self.hand_over(attention, q)[1])  # as before each decode graph
             torch.cuda.synchronize()
             with torch.cuda.stream(stream):

@@ -99,14 +99,15 @@ def variables(places: list[Place], devices: list[list[str]]) -> list[dict[str, s
 # --- the cluster ------------------------------------------------------------------------------------------------------
 
 
-def join_cluster(option: str = "distributed_executor_backend") -> None:
+def join_cluster() -> None:
     """Connect this process to the Ray cluster that this machine is a node of, unless it is connected.
 
     Raises:
-        ValueError: there is none, or Ray is not installed; it names the `option` that asks for one.
+        ValueError: there is none, or Ray is not installed.
     """
+    words = "distributed_executor_backend is 'ray', but"
     if not importlib.util.find_spec("ray"):
-        raise ValueError(f"{option} is 'ray', but Ray is not installed: pip install -r requirements-ray.txt")
+        raise ValueError(f"{words} Ray is not installed: pip install -r requirements-ray.txt")
     import ray
     from ray._private.services import canonicalize_bootstrap_address  # what `ray.init` itself asks first
 
@@ -129,7 +130,7 @@ def join_cluster(option: str = "distributed_executor_backend") -> None:
         ray.init(address=place, **options)
     except (OSError, ValueError, RuntimeError) as error:
         lack = "this machine is no node of a running Ray cluster, which `ray start` makes it"
-        raise ValueError(f"{option} is 'ray', but {lack} (RAY_ADDRESS is {address!r}): {in_short(error)}") from None
+        raise ValueError(f"{words} {lack} (RAY_ADDRESS is {address!r}): {in_short(error)}") from None
 
 
 def devices_of(config: EngineConfig) -> tuple[str, int]:
@@ -138,32 +139,6 @@ def devices_of(config: EngineConfig) -> tuple[str, int]:
 
     gpus = ray.cluster_resources().get("GPU", 0) if config.device == "auto" else config.device == "cuda"
     return ("GPU", 1) if gpus else ("CPU", config.threads or 1)
-
-
-def room_of_nodes(kind: str) -> dict[str, int]:
-    """The devices of a kind on each node that lives, free or not."""
-    import ray
-
-    return {node["NodeID"]: int(node["Resources"].get(kind, 0)) for node in ray.nodes() if node["Alive"]}
-
-
-def for_actors(config: EngineConfig, kind: str) -> EngineConfig:
-    """The options that actors get, which work in another folder."""
-    model = config.model if config.snapshot else os.path.abspath(config.model)
-    return dataclasses.replace(config, model=model, device="cuda" if kind == "GPU" else "cpu")
-
-
-def new_actor(of: type, kind: str, amount: int, strategy: Any) -> Any:
-    """An actor of this class, with so many devices, where the scheduling strategy says."""
-    import ray
-
-    cpus, gpus = (amount, 0) if kind == "CPU" else (0, amount)
-    return ray.remote(of).options(num_cpus=cpus, num_gpus=gpus, scheduling_strategy=strategy).remote()
-
-
-def inherited() -> dict[str, str]:
-    """The variables of this environment that actors get."""
-    return {name: value for name, value in os.environ.items() if name.startswith(INHERITED)}
 
 
 class RayProcess:
@@ -253,14 +228,18 @@ class RayExecutor(MpExecutor):
 
         self.begun = time.monotonic()
         deadline = self.begun + config.startup_timeout
-        config, self.waits_for = for_actors(config, self.kind), ""
+        model = config.model if config.snapshot else os.path.abspath(config.model)  # actors work in another folder
+        config = dataclasses.replace(config, model=model, device="cuda" if self.kind == "GPU" else "cpu")
+        self.waits_for = ""
         group = self._reserve(config, deadline)
         hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
         bundles = in_order(placement_group_table(group)["bundles_to_node_id"], hosts, self.here)
         places = [place for place in bundles for _ in range(size // len(bundles))]
+        cpus, gpus = (self.need, 0) if self.kind == "CPU" else (0, self.need)
         for place in places:
             inside = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=place.bundle)
-            self.processes.append(RayProcess(new_actor(RayWorker, self.kind, self.need, inside), place))
+            new = ray.remote(RayWorker).options(num_cpus=cpus, num_gpus=gpus, scheduling_strategy=inside)
+            self.processes.append(RayProcess(new.remote(), place))
         looks = [process.actor.look.remote(process.place.host) for process in self.processes]
         try:
             actors = ray.get(looks, timeout=max(1.0, deadline - time.monotonic()))
@@ -271,7 +250,8 @@ class RayExecutor(MpExecutor):
         meeting = f"tcp://[{first}]:{port}" if ":" in first else f"tcp://{first}:{port}"
         token, self.results = os.urandom(TOKEN), []
         for rank, (process, actor) in enumerate(zip(self.processes, actors, strict=True)):
-            process.pid, environment = actor.pid, inherited() | environments[rank]
+            inherited = {name: value for name, value in os.environ.items() if name.startswith(INHERITED)}
+            process.pid, environment = actor.pid, inherited | environments[rank]
             process.loop = process.actor.run.remote(
                 VERSION, config, self.model_config, rank, meeting, token, environment
             )
@@ -324,7 +304,9 @@ class RayExecutor(MpExecutor):
 
     def _rooms(self) -> dict[str, int]:
         """The room of each node; a RuntimeError if this machine's own has ended."""
-        rooms = room_of_nodes(self.kind)
+        import ray
+
+        rooms = {node["NodeID"]: int(node["Resources"].get(self.kind, 0)) for node in ray.nodes() if node["Alive"]}
         if self.here not in rooms:
             raise RuntimeError("this machine's node of the Ray cluster has ended")
         return rooms
@@ -415,7 +397,11 @@ class RayWorker:
         environment: dict[str, str],
     ) -> None:
         """Take the engine's connection, which begins with this token, and be a worker until it hangs up."""
-        settle(version, config, self.host, environment, f"worker {rank}")
+        if version != VERSION:
+            raise ValueError(f"the node {self.host} has version {VERSION} of Manta; the engine has {version}")
+        os.environ.update(environment)
+        name_process(f"worker {rank}")
+        set_up(config.log_level, config.log_format)
         for name, addresses in psutil.net_if_addrs().items():
             if any(address.address.partition("%")[0] == self.host for address in addresses):
                 # The name that a host has for itself may lead elsewhere.
@@ -424,15 +410,6 @@ class RayWorker:
         link = RankLink(admit(self.listener, token), rank)
         threading.Thread(target=leave_with_engine, args=(link.sock,), daemon=True).start()
         work(find_model_here(config, self.host), model_config, rank, rendezvous, link, link)
-
-
-def settle(version: str, config: EngineConfig, host: str, environment: dict[str, str], name: str) -> None:
-    """Prepare an actor's process on the node `host`; a ValueError if its version is not that of the engine."""
-    if version != VERSION:
-        raise ValueError(f"the node {host} has version {VERSION} of Manta; the engine has {version}")
-    os.environ.update(environment)
-    name_process(name)
-    set_up(config.log_level, config.log_format)
 
 
 def find_model_here(config: EngineConfig, host: str) -> EngineConfig:

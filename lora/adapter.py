@@ -2,8 +2,7 @@
 
 An adapter has for some modules of the model (linear layers and the table of embeddings, by the checkpoint's names) two
 matrices, A [r, in] and B [out, r]. There the model computes y = W x + scale B (A x). Of an embedding, x has a 1 for the
-token and zeros for all others. `lora/changes.py` has what else it may change. Or it is a prompt adapter: embeddings of
-N virtual tokens, which stand before each prompt (prompt tuning, Lester et al., 2021).
+token and zeros for all others. `lora/changes.py` has what else it may change.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import Any, NamedTuple
 from config import read_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-MOST_RANK, MOST_VIRTUAL_TOKENS = 256, 65536
+MOST_RANK = 256
 MOST_KEYS, MOST_CHARS = 10_000, 300  # patterns of a config, and characters of one
 SLOW = re.compile(r"\)[*+{]|([*+{].*){5}", re.DOTALL)  # a group that is repeated, or five repeats
 Patterns = list[tuple[re.Pattern[str], Any]]  # each with its value, for the modules whose names it matches
@@ -37,15 +36,11 @@ REFUSED: dict[str, tuple[Any, ...]] = {  # fields of the config that change the 
 TYPES: dict[str, tuple[type, ...]] = {  # of fields that are read beside the file's tensors
     "use_dora": (bool,), "lora_bias": (bool,), "target_parameters": (list,), "trainable_token_indices": (list, dict),
 }  # fmt: skip
-REFUSED_PROMPTS: dict[str, tuple[Any, ...]] = {  # the same for prompt adapters
-    "task_type": ("CAUSAL_LM",), "num_transformer_submodules": (1, None), "modules_to_save": (None, []),
-}  # fmt: skip
 
 
 class AdapterConfig(NamedTuple):
     """What an adapter's config says."""
 
-    virtual: int  # N of a prompt adapter, which has no matrices, or 0
     # The rank r and the scale of a module: alpha / r, or alpha / sqrt(r) with rsLoRA (Kalajdzievski, 2023). As in PEFT,
     # the first pattern that matches the module's name has its r, or its alpha.
     shape_of: Callable[[str], tuple[int, float]]
@@ -79,17 +74,17 @@ def vocabulary_size(folder: str) -> int:
     return 1 + max(ids, default=-1)
 
 
-def read_adapter(folder: str, most: int = MOST_RANK, most_tokens: int = MOST_VIRTUAL_TOKENS) -> AdapterConfig:
-    """Read the config of the adapter in `folder`, of at most rank `most`, and at most `most_tokens` virtual tokens. A
-    ValueError says in a line what is missing, or is not done here."""
+def read_adapter(folder: str, most: int = MOST_RANK) -> AdapterConfig:
+    """Read the config of the adapter in `folder`, of at most rank `most`. A ValueError says in a line what is missing,
+    or is not done here."""
     if not os.path.isfile(os.path.join(folder, CONFIG)):
         lacks = f"{folder} has no {CONFIG}" if os.path.isdir(folder) else f"there is no folder {folder}"
         raise ValueError(f"{lacks}; an adapter is a folder with {CONFIG} and {WEIGHTS}")
     fields = read_json(folder, CONFIG)
     place = os.path.join(folder, CONFIG)
-    if (kind := fields.get("peft_type")) not in ("LORA", "PROMPT_TUNING"):
-        raise ValueError(f"{place}: peft_type is {kind!r:.200}; it must be 'LORA' or 'PROMPT_TUNING'")
-    for name, allowed in (REFUSED if kind == "LORA" else REFUSED_PROMPTS).items():
+    if (kind := fields.get("peft_type")) != "LORA":
+        raise ValueError(f"{place}: peft_type is {kind!r:.200}; it must be 'LORA'")
+    for name, allowed in REFUSED.items():
         if (value := fields.get(name)) not in allowed:
             left_out = " or left out" if None in allowed else ""
             reason = CONVERT if allowed is INITIALIZED else ""
@@ -98,10 +93,6 @@ def read_adapter(folder: str, most: int = MOST_RANK, most_tokens: int = MOST_VIR
         other = next((name for name in ("adapter_model.bin", "adapter_model.pt") if name in os.listdir(folder)), "")
         instead = f" but {other}, which may run any code when it is read: save it as safetensors" if other else ""
         raise ValueError(f"{folder} has no {WEIGHTS}{instead}")
-    if kind == "PROMPT_TUNING":
-        count: Any = fields.get("num_virtual_tokens")
-        check_count(f"{place}: num_virtual_tokens", count, "max_prompt_adapter_token", most_tokens, MOST_VIRTUAL_TOKENS)
-        return AdapterConfig(count, lambda module: (0, 0.0), fields)
     for name, types in TYPES.items():
         if not isinstance(value := fields.get(name), (*types, NoneType)):
             kinds = " or ".join(of.__name__ for of in types)
@@ -109,7 +100,11 @@ def read_adapter(folder: str, most: int = MOST_RANK, most_tokens: int = MOST_VIR
     ranks, alphas = (compiled(f"{place}: {name}", fields.get(name) or {}) for name in ("rank_pattern", "alpha_pattern"))
     rank, alpha = fields.get("r", 8), fields.get("lora_alpha", 8)
     for name, value in [("r", rank), *(("rank_pattern", value) for _, value in ranks)]:
-        check_count(f"{place}: {name}", value, "max_lora_rank", most, MOST_RANK)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{place}: {name} is {value!r:.200}; it must be a whole number of at least 1")
+        if value > most:
+            limits = f"max_lora_rank is {most}, and at most {MOST_RANK} is possible"
+            raise ValueError(f"{place}: {name} is {value!r:.200}; {limits}")
     for name, value in [("lora_alpha", alpha), *(("alpha_pattern", value) for _, value in alphas)]:
         if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= sys.float_info.max:
             raise ValueError(f"{place}: {name} is {value!r:.200}; it must be a number")
@@ -119,7 +114,7 @@ def read_adapter(folder: str, most: int = MOST_RANK, most_tokens: int = MOST_VIR
         numerator = next((value for pattern, value in alphas if pattern.match(module)), alpha)
         return r, numerator / (math.sqrt(r) if fields.get("use_rslora") else r)
 
-    return AdapterConfig(0, shape_of, fields)
+    return AdapterConfig(shape_of, fields)
 
 
 def compiled(where: str, patterns: Any) -> Patterns:
@@ -136,14 +131,6 @@ def compiled(where: str, patterns: Any) -> Patterns:
         except (OverflowError, re.error) as error:
             raise ValueError(f"{where} has the key {key!r:.200}, which is no regular expression: {error}") from None
     return result
-
-
-def check_count(what: str, value: Any, option: str, most: int, possible: int) -> None:
-    """Refuse what is no whole number from 1 to `most`, the value of an option; the message begins with `what`."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{what} is {value!r:.200}; it must be a whole number of at least 1")
-    if value > most:
-        raise ValueError(f"{what} is {value!r:.200}; {option} is {most}, and at most {possible} is possible")
 
 
 def state_of(folder: str) -> str:

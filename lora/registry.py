@@ -159,10 +159,10 @@ class HostAdapters:
             del self.reading[adapter]
             self.answered += [folder] if folder in self.lines else []
             self.interrupted.discard(adapter)
-            if message := next((result for result in of_ranks if isinstance(result, str)), None):
+            if message := next(filter(None, of_ranks), None):
                 self._refuse(adapter, message)
             else:
-                self.loaded[dataclasses.replace(adapter, num_virtual_tokens=of_ranks[0])] = folder
+                self.loaded[adapter] = folder
 
     def _refuse(self, adapter: Adapter, message: str) -> None:
         """An adapter could not be read; all requests that wait for it are told why."""
@@ -189,7 +189,7 @@ class HostAdapters:
                 if state_of(folder) != adapter.key:
                     raise ValueError(f"the adapter in {folder} was changed")
                 for result in rpc("adapters.load", args=[adapter.row, adapter.key]):
-                    if isinstance(result, str):
+                    if result:
                         raise ValueError(result)
             except ValueError as error:
                 logger.warning(f"new workers have not got an adapter: {error}")

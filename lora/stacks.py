@@ -16,7 +16,6 @@ block does. Each rank has its share: of a module whose outputs the ranks divide,
 inputs they divide, the same share of A. The sum over ranks that follows such a product has its adapter's part in it.
 Only the table's adapter is the same on all ranks of the first stage, after that sum.
 
-The last elements of the row, on the first stage, are the embeddings of a prompt adapter's virtual tokens, [M, hidden].
 What few adapters have is beside the pool, and of the sizes that it has; see `lora/changes.py`.
 """
 
@@ -43,7 +42,7 @@ from cpu import machine
 from layers import Owner, Weight, linear
 from lora.adapter import WEIGHTS, read_adapter
 from lora.changes import Change, Changes, StepChanges
-from lora.reader import AdapterReader, Module, checked
+from lora.reader import AdapterReader, Module
 from model import Transformer
 from models.expert_layers import ExpertMlp
 from models.quantized import QuantizedWeight, operand
@@ -51,7 +50,6 @@ from models.shares import Parts, TensorPiece
 from observe.logs import logger
 
 ALIGNMENT = 64  # elements; where each matrix begins in a row of a pool is a multiple of it
-PROMPT = "prompt_embeddings"
 READERS = 4  # threads that read adapters
 MOST_CHANGED = 1024  # tokens with an adapter of experts that are computed at a time
 
@@ -259,7 +257,6 @@ class AdapterPool:
         slots: adapters on the device.
         rows: adapters in the host's memory.
         rank: the highest one.
-        virtual: M, virtual tokens of an adapter at most.
         source: the folder or file with the model's weights; "" if these are made up.
         before: the pool that the model had before its weights were replaced; this one takes over its memory.
     """
@@ -270,13 +267,13 @@ class AdapterPool:
     held: list[HeldAdapter]  # the same of `pool`
     headed: torch.Tensor  # [1 + slots] int32 on the device: each adapter's own number, from 1, if it has a head, or 0
     readers: ThreadPoolExecutor
-    loads: dict[int, Future[int | str]]  # by row of `host`, the result of `load`
+    loads: dict[int, Future[str]]  # by row of `host`, the result of `load`
 
     def __init__(
-        self, model: Transformer, wanted: Parts, slots: int, rows: int, rank: int, virtual: int, source: str,
+        self, model: Transformer, wanted: Parts, slots: int, rows: int, rank: int, source: str,
         before: AdapterPool | None = None,
     ):  # fmt: skip
-        self.ops, self.rank, self.virtual, self.model = model.ops, rank, virtual, model
+        self.ops, self.rank, self.model = model.ops, rank, model
         self.wanted = modules_of(model, wanted)
         self.products = find_products(model, self.wanted)
         self.head, self.table = (  # the products of the head's and the table's adapters; None: not on this stage
@@ -289,8 +286,7 @@ class AdapterPool:
             for name in product.covers:
                 self.covered.setdefault(name, []).append(product)
         self.reader = AdapterReader(model, self.wanted, self.covered, source)
-        begin, count = place(self.products, rank), prompt_size(model, virtual)
-        self.size = begin + aligned(count)
+        self.size = place(self.products, rank)
         self.plan: Any = None  # `ops.plan_lora`'s for the step; None: none of its rows has an adapter
         self.compiles = False  # whether steps run what adapters of experts need, with zeros: in the first of warm-up
         self.head_plan: Any = None  # the same for rows whose logits are being made, and adapters of the head
@@ -307,10 +303,6 @@ class AdapterPool:
             self.headed = torch.zeros(1 + slots, dtype=torch.int32, device=model.device)
             self.read, self.held = ([HeldAdapter(0, False, {})] * count for count in (rows, slots))
             self.readers, self.loads = ThreadPoolExecutor(READERS, "lora", give_way), {}
-        self.prompts, self.host_prompts = (  # [.., M, hidden]; None: this stage has none
-            pool[:, begin : begin + count].unflatten(1, (virtual, model.config.hidden_size)) if count else None
-            for pool in (self.pool, self.host)
-        )
 
     def new_pools(self, slots: int, rows: int, model: Transformer) -> tuple[torch.Tensor, torch.Tensor]:
         """Memory for adapters on the device, and in the host, where it is pinned beside a GPU."""
@@ -332,7 +324,7 @@ class AdapterPool:
         """The adapters that the options ask for; they take over the memory of the pool that the model had `before`."""
         if not config.enable_lora:
             return None
-        sizes = config.max_loras, config.host_loras, config.max_lora_rank, config.max_prompt_adapter_token
+        sizes = config.max_loras, config.host_loras, config.max_lora_rank
         return cls(model, wanted, *sizes, config.checkpoint, before)
 
     def wrap(self) -> None:
@@ -357,7 +349,7 @@ class AdapterPool:
         self, of_slots: torch.Tensor | None, slots: torch.Tensor, starts: torch.Tensor, shape: StepShape,
         step_slots: list[int],
     ) -> None:  # fmt: skip
-        """A step begins: see `ops.plan_lora`. Without `of_slots` none of its rows has an adapter with matrices. The
+        """A step begins: see `ops.plan_lora`. Without `of_slots` none of its rows has an adapter. The
         `step_slots` are the `slots_with_changes`; graphs are captured without any."""
         args = slots, starts, shape.tokens, len(self.pool)
         self.of_slots = of_slots
@@ -367,9 +359,6 @@ class AdapterPool:
         if self.pool.is_meta or self.compiles:
             zeros = {stack.shape: self.new_stack(stack, self.pool.device) for stack in self.stacks}
             self.changes = [(slice(None), {stack.number: zeros[stack.shape] for stack in self.stacks})]
-        # A row that samples ends with a token of its client, so decodes have no virtual tokens. But places for drafts
-        # may have what another sequence left there.
-        self.model.prompts = self.prompts if shape.samples < shape.tokens or shape.drafted else None
 
     def changes_of(self, plan: Any) -> StepChanges:
         """The changes of the step's adapters, each with its tokens in one of the step's plans."""
@@ -411,16 +400,17 @@ class AdapterPool:
         numbers = [0, *(number * adapter.has_head for number, adapter in enumerate(self.held, 1))]
         self.headed.copy_(to_device(np.array(numbers, dtype=np.int32), str(self.pool.device)))
 
-    def load(self, row: int, state: str) -> int | str:
-        """Do what `fill_row` does; returns what it returns, or why it failed."""
+    def load(self, row: int, state: str) -> str:
+        """Do what `fill_row` does; returns why it failed, or ""."""
         try:
-            return self.fill_row(row, state)
+            self.fill_row(row, state)
         except ValueError as error:  # a client's mistake, and no failure of a call, which is logged with its traceback
             return str(error)
         except Exception as error:  # of the disk, or of memory
             folder = state.partition("\0")[0]
             logger.warning(f"{folder} could not be read", exc_info=True)
             return f"{folder} could not be read: {error!r:.200}"
+        return ""
 
     def begin_load(self, row: int, state: str) -> None:
         """Have a thread do what `load` does, beside the steps; no step uses the row meanwhile."""
@@ -428,22 +418,22 @@ class AdapterPool:
         if self.pool.is_cuda:  # steps that were launched may have yet to copy what the row has held
             copied = torch.cuda.current_stream().record_event()
 
-        def load() -> int | str:
+        def load() -> str:
             if copied:
                 copied.synchronize()
             return self.load(row, state)
 
         self.loads[row] = self.readers.submit(load)
 
-    def finished_loads(self) -> dict[int, int | str]:
+    def finished_loads(self) -> dict[int, str]:
         """The results of `load` by row, of each `begin_load` that is done."""
         return {row: load.result() for row, load in self.loads.items() if load.done()}
 
-    def fill_row(self, row: int, state: str) -> int:
-        """Read an adapter, whose folder has this `state_of`, into a row of the host's memory; returns how many virtual
-        tokens it has. A ValueError names the tensor that is damaged, or not for this model; the row then has none."""
+    def fill_row(self, row: int, state: str) -> None:
+        """Read an adapter, whose folder has this `state_of`, into a row of the host's memory. A ValueError names the
+        tensor that is damaged, or not for this model; the row then has none."""
         folder = state.partition("\0")[0]
-        config, path = read_adapter(folder, self.rank, self.virtual), os.path.join(folder, WEIGHTS)
+        config, path = read_adapter(folder, self.rank), os.path.join(folder, WEIGHTS)
         line = self.host[row].zero_()
         digest = int.from_bytes(hashlib.blake2b(state.encode(), digest_size=7).digest(), "little")
         self.read[row] = HeldAdapter(digest, False, {})
@@ -451,9 +441,6 @@ class AdapterPool:
         changes: Changes = {}
         try:
             with opened(path) as file:
-                if config.virtual:
-                    self.fill_prompt(row, file, path, config.virtual)
-                    return config.virtual
                 modules = self.reader.read(file, path, config._replace(shape_of=functools.cache(config.shape_of)))
                 for name, tensors in modules.items():
                     self.fill(line, name, tensors, filled, changes)
@@ -465,7 +452,6 @@ class AdapterPool:
             raise
         changed = {product for product, _ in filled} | {self.products[number] for number in changes}
         self.read[row] = HeldAdapter(digest, self.head in changed, changes)
-        return 0
 
     def pinned(self, path: str, changes: Changes) -> Changes:
         """An adapter's changes in pinned memory; a ValueError if they are larger than what the GPU has free."""
@@ -529,22 +515,6 @@ class AdapterPool:
                 change.rows, change.weight = ids[here] - first, tensors["whole"][here]
                 change.bias = tensors["bias"][here] if "bias" in tensors else None
 
-    def fill_prompt(self, row: int, file: Any, path: str, count: int) -> None:
-        """Copy the embeddings of `count` virtual tokens to their place in a row of the host's pool; a ValueError if
-        they are not for this model, or the file has something else."""
-        model, expected = self.model, [count, self.model.config.hidden_size]
-        if model.config.layer_input_size:  # PEFT gives these layers inputs in the prompt that later tokens do not get
-            raise ValueError(f"{path}: {model.config.architecture} has inputs for each layer, so no prompt adapters")
-        if [*file.keys()] != [PROMPT]:
-            raise ValueError(f"{path} has the tensors {[*file.keys()]!r:.200}; a prompt adapter has {PROMPT!r} alone")
-        tensor = checked(file.get_tensor(PROMPT), f"{path}: tensor {PROMPT}", expected).to(model.dtype)
-        if model.row.scales_prompts:
-            tensor = tensor * model.embed_scale
-        if not tensor.isfinite().all():
-            raise ValueError(f"{path}: tensor {PROMPT} has NaN or infinite elements")
-        if self.host_prompts is not None:
-            self.host_prompts[row, :count] = tensor
-
 
 def give_way() -> None:
     """Let other threads have the cores before this one and those that it starts, as far as the system can do that."""
@@ -555,11 +525,6 @@ def give_way() -> None:
 def outputs_of(b: torch.Tensor, at: tuple[slice | int, ...], view: tuple[int, ...]) -> torch.Tensor:
     """The outputs [n, r] of a piece, among all [out, r] of its module."""
     return b.view(*view[:-1], -1)[at].reshape(-1, b.shape[1]) if view else b[at[0]]
-
-
-def prompt_size(model: Transformer, virtual: int) -> int:
-    """Elements of an adapter's row that are for its virtual tokens on this stage."""
-    return virtual * model.config.hidden_size * model.group.pipeline.first
 
 
 def place(products: list[TargetProduct], rank: int) -> int:
@@ -578,8 +543,7 @@ def adapter_bytes(config: EngineConfig, model: Transformer) -> int:
     if not config.enable_lora:
         return 0
     products = find_products(model, modules_of(model, model.parameters()))
-    prompts = aligned(prompt_size(model, config.max_prompt_adapter_token))
-    return (place(products, config.max_lora_rank) + prompts) * model.dtype.itemsize
+    return place(products, config.max_lora_rank) * model.dtype.itemsize
 
 
 def aligned(count: int) -> int:

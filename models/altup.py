@@ -43,7 +43,7 @@ class AltUp(Owner):
 
     def project(self, x: torch.Tensor, weights: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
         """Products with all streams but the first, x [T, S - 1, hidden], made as long as that one [T, hidden]."""
-        y = self.ops.head_linear(x.contiguous(), weights)
+        y = torch.stack([self.ops.linear(x[:, i].contiguous(), weight) for i, weight in enumerate(weights)], 1)
         squares = self.ops.square_sums(y.flatten(0, 1), 0, 0)[:, 0].view(*y.shape[:2], 1)
         wanted = self.ops.square_sums(first, 0, 0)[:, :1, None]
         return y.mul_((wanted / squares.clamp(min=1e-5 * x.shape[2])).sqrt())

@@ -104,7 +104,7 @@ BAILING = Family(
 )  # fmt: skip
 GRANITE = LLAMA.but(
     embed_scale="embedding_multiplier", attention_scale="attention_multiplier", residual_scale="residual_multiplier",
-    logit_divisor="logits_scaling", scales_prompts=True, defaults={"attention_multiplier": 1.0},
+    logit_divisor="logits_scaling", defaults={"attention_multiplier": 1.0},
 )  # fmt: skip
 MINICPM = BIASED.but(
     embed_scale="scale_emb", residual_scale="scale_depth", logit_scale="dim_model_base",
@@ -182,8 +182,7 @@ BLOOM_NAMES: dict[str, str | None] = {
 
 FAMILIES = {
     "AfmoeForCausalLM": BIASED.but(
-        qk_norm="head", out_gate=True, embed_scale="mup_enabled", scales_prompts=True, window="pattern", full_every=4,
-        rope="windowed",
+        qk_norm="head", out_gate=True, embed_scale="mup_enabled", window="pattern", full_every=4, rope="windowed",
         keys={"global_attn_every_n_layers": "sliding_window_pattern", "num_dense_layers": "first_k_dense_replace",
             "num_shared_experts": "n_shared_experts"},
         defaults={"rms_norm_eps": 1e-5, "sliding_window": 1024, "head_dim": 128, "first_k_dense_replace": 1,

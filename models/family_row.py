@@ -123,7 +123,6 @@ class Family:
     layer_inputs: str = ""  # the size of what each layer gets of a token beside its hidden states (Gemma 4)
     streams: str = ""  # how many streams of hidden states there are; see models/altup.py
     embed_scale: str = ""  # of embeddings: "sqrt" of their size; "mup_enabled" says whether it is that; or a field
-    scales_prompts: bool = False  # whether that is also of the embeddings of prompt adapters (`inputs_embeds`)
     # Of scores: a field that has it, or the size of a head that counts instead of `head_dim`; or "none".
     attention_scale: Literal["", "attention_multiplier", "query_pre_attn_scalar", "none"] = ""
     residual_scale: str = ""  # for these, see `ConfigReader.factor`

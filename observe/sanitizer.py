@@ -31,11 +31,8 @@ class SanitizerError(AssertionError):
 
 
 def mix(token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """A hash of tokens and positions, int64 [same shape]. It is nearly splitmix64's finalizer (Steele et al., 2014).
-
-    All virtual tokens count as one, because their ids say in which slot their adapter is.
-    """
-    x = (token_ids.long().clamp(min=-1) + 1) * FACTORS[0] + positions.long() * FACTORS[1]
+    """A hash of tokens and positions, int64 [same shape]. It is nearly splitmix64's finalizer (Steele et al., 2014)."""
+    x = (token_ids.long() + 1) * FACTORS[0] + positions.long() * FACTORS[1]
     x = (x ^ (x >> 30)) * FACTORS[1]
     x = (x ^ (x >> 27)) * FACTORS[2]
     return x ^ (x >> 31)

@@ -28,7 +28,6 @@ from ops.attention import (
 from ops.matmul import LOG2E, MOST_REGISTERS, NO_ID, _cast, _chip, _dot
 
 WIDE_ROWS = 64  # queries of a tile, at most: wgmma takes no fewer, and 64 x 512 sums fill half of all registers
-PRODUCT_ROWS = 64  # rows of a tile of head_linear
 
 
 # ------------------------------------------------------------------------------------------- RoPE and the pool's pages
@@ -129,54 +128,6 @@ def rope_last(
         x, rotation, out, heads, size, out.shape[2], rope, interleaved, block_h, block_p
     )
     return out
-
-
-# -------------------------------------------------------------------------------------------------- a product per head
-
-
-@triton.jit(do_not_specialize=["tokens"])
-def head_linear_kernel(
-    x, weight, y, tokens, H: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-    STRIDE_H: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """y[t, h] = weight[h] x[t, h]; x [tokens, H, K], y [tokens, H, N]; weight [H, N, K] has the strides.
-
-    A program computes BLOCK_M tokens and BLOCK_N outputs of a head, and goes through all of K in the same order
-    whatever the other tokens are. So a token's result depends on nothing but the token.
-    """
-    i_h = tl.program_id(2)
-    o_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    o_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    m_m, m_n = o_m < tokens, o_n < N
-    o_row = o_m.to(tl.int64) * H + i_h
-    p_w = weight + i_h.to(tl.int64) * STRIDE_H
-    b_y = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for i_k in range(0, K, BLOCK_K):
-        o_k = i_k + tl.arange(0, BLOCK_K)
-        m_k = o_k < K
-        b_x = tl.load(x + (o_row * K)[:, None] + o_k[None, :], mask=m_m[:, None] & m_k[None, :], other=0.0)
-        p_part = p_w + (o_k * STRIDE_K)[:, None] + (o_n * STRIDE_N)[None, :]
-        b_w = tl.load(p_part, mask=m_k[:, None] & m_n[None, :], other=0.0)
-        b_y = _dot(b_x, b_w, b_y)
-    p_y = y + (o_row * N)[:, None] + o_n[None, :]
-    tl.store(p_y, _cast(b_y, y.dtype.element_ty), mask=m_m[:, None] & m_n[None, :])
-
-
-def head_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Multiply each head by its matrix (`reference.head_linear`). A token's result depends on nothing but the token."""
-    (tokens, heads, inputs), outputs = x.shape, weight.shape[1]
-    assert x.is_contiguous() and weight.shape == (heads, outputs, inputs) and weight.dtype == x.dtype
-
-    y = torch.empty(tokens, heads, outputs, dtype=x.dtype, device=x.device)
-
-    block_n, block_k, stages = (64, 32, 2) if x.dtype == torch.float32 else (128, 64, 3)
-    grid = (triton.cdiv(tokens, PRODUCT_ROWS), triton.cdiv(outputs, block_n), heads)
-    head_linear_kernel[grid](
-        x, weight, y, tokens, heads, outputs, inputs, *weight.stride(), PRODUCT_ROWS, block_n, block_k,
-        num_warps=4, num_stages=stages, maxnreg=MOST_REGISTERS,
-    )  # fmt: skip
-    return y
 
 
 # ---------------------------------------------------------------------------------------------------------- attention

@@ -23,7 +23,6 @@ from observe.logs import console, logger
 from processes.child import (
     ABSENT,
     DRAINING,
-    LOOK,
     READY,
     STARTING,
     Board,
@@ -39,7 +38,6 @@ from processes.coordinator import CoordinatorProcess
 from processes.engine_process import EngineProcess, sizes_of
 from processes.gate import GateProcess
 from processes.handshake import listed, place_of, read_secret
-from processes.ray_hosts import Launcher
 from processes.routing import DPClient, Router
 from processes.suspects import Suspects
 
@@ -69,7 +67,6 @@ class Fleet:
         self.engines: dict[int, EngineProcess] = {}
         self.coordinator: CoordinatorProcess | None = None
         self.gate: GateProcess | None = None
-        self.launcher: Launcher | None = None
         self.facts: dict[str, Any] = {}  # of the first engine
         self.secret = secret
         alone = (config.max_engines == 1 and not secret) or config.data_parallel_external_lb
@@ -83,7 +80,7 @@ class Fleet:
     @property
     def children(self) -> list[Child]:
         """All processes."""
-        return [child for child in (self.coordinator, self.gate, self.launcher, *self.engines.values()) if child]
+        return [child for child in (self.coordinator, self.gate, *self.engines.values()) if child]
 
     def start(self) -> None:
         """Start the engines, and wait until they are ready, those of other hosts as well.
@@ -109,7 +106,8 @@ class Fleet:
             engine.wait()
         facts = {rank: engine.facts for rank, engine in self.engines.items()}
         if self.gate:
-            self._wait_for_hosts(self.gate)
+            console.info(f"waiting for {listed(self.gate.options['ranks'])} on other hosts at {place_of(self.config)}")
+            self.gate.wait()
             facts |= {int(rank): theirs for rank, theirs in self.gate.facts.items()}
             facts |= self._take_weights(facts)
         self.facts = facts[self.ranks[0]]
@@ -122,25 +120,10 @@ class Fleet:
         self.board.wanted = len(facts)
 
     def _open_gate(self, coordinator: socket.socket) -> None:
-        if self.config.data_parallel_backend == "ray":
-            self.launcher = Launcher(self.config, self.secret)
-            self.launcher.wait()
-            self.config = dataclasses.replace(self.config, data_parallel_address=self.launcher.facts["address"])
         place = str(self.config.data_parallel_address), self.config.data_parallel_rpc_port
         port = listen(*place, "--data-parallel-address and --data-parallel-rpc-port")
         clients = {rank: self.ends[rank][1] for rank in self.ranks[self.config.local_engines :]}
         self.gate = GateProcess(self.config, self.secret, port, clients, coordinator)
-
-    def _wait_for_hosts(self, gate: GateProcess) -> None:
-        those, where = listed(gate.options["ranks"]), "that Ray starts" if self.launcher else "on other hosts"
-        console.info(f"waiting for {those} {where} at {place_of(self.config)}")
-        while (ready := gate.progress(LOOK)) is None:
-            if self.launcher:
-                self.launcher.look()
-                if self.launcher.trouble:
-                    raise ValueError(self.launcher.trouble)
-        if not ready:
-            raise NotStartedError(2)  # its gate has said why on stderr
 
     def _take_weights(self, facts: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
         """Start engines here anew if other hosts have kept newer weights; returns their facts.

@@ -57,8 +57,6 @@ def read_secret(config: EngineConfig, environ: MutableMapping[str, str]) -> str:
             secret = Path(path).read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"data_parallel_secret_file is {path!r}, which cannot be read: {error}") from None
-    if secret is None and config.data_parallel_backend == "ray":
-        return os.urandom(NONCE).hex()
     if secret is None:
         raise ValueError(f"neither data_parallel_secret_file nor {SECRET} is given; all hosts need the same secret")
     if len(secret) < SHORTEST_SECRET:

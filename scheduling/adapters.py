@@ -16,11 +16,10 @@ class AdapterSlots:
     While other adapters have all slots, a sequence cannot have one, and others pass it. So that they cannot keep it
     waiting for ever, the adapter with the fewest sequences then has to leave: of the sequences that want it, only those
     before the first one that is passed are still admitted. Once no sequence holds its slot, the first in line takes it.
-    A slot has room for `room` virtual tokens.
     """
 
-    def __init__(self, count: int, room: int = 0):
-        self.count, self.room = count, room
+    def __init__(self, count: int):
+        self.count = count
         self.free = list(range(count))[::-1]
         self.slots: dict[Adapter, int] = {}  # the least recently used first
         self.holders: dict[Sequence, Adapter] = {}
@@ -72,13 +71,6 @@ class AdapterSlots:
         """`NewRow.adapter` of a sequence that has come in."""
         adapter = seq.group.adapter
         return 0 if adapter is None else 1 + self.slots[adapter]
-
-    def row_tokens(self, seq: Sequence) -> list[int]:
-        """`NewRow.token_ids` of a sequence that has come in."""
-        if not (virtual := seq.group.num_virtual):
-            return list(seq.tokens)
-        first = -1 - (self.slot(seq) - 1) * self.room
-        return [*range(first, first - virtual, -1), *seq.tokens[virtual:]]
 
     def leave(self, seq: Sequence) -> None:
         """A sequence runs no more."""

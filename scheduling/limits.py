@@ -38,10 +38,9 @@ class RequestLimits:
         params = group.params
         params.check_vocabulary(self.vocab_size, self.eos_token_ids)
         params.check_logprobs(self.config.max_logprobs)
-        tokens = group.prompt[group.num_virtual :]
-        if not tokens:
+        if not group.prompt:
             raise ValueError("the prompt is empty; it must have at least 1 token")
-        if bad := [token for token in (min(tokens), max(tokens)) if not 0 <= token < self.vocab_size]:
+        if bad := [token for token in (min(group.prompt), max(group.prompt)) if not 0 <= token < self.vocab_size]:
             raise ValueError(f"the prompt has token id {bad[0]}; allowed: 0 to {self.vocab_size - 1}")
         limit = self._limit_of(group)
         # The last token of a sequence is never computed, so it needs no place in the cache.
@@ -65,8 +64,7 @@ class RequestLimits:
         most = self.max_model_len - (not silent)
         if num_prompt > most:
             fit = "fit" if silent else "leave room for output within"
-            among = f", {group.num_virtual} of them its adapter's" if group.num_virtual else ""
             raise ValueError(
-                f"the prompt has {num_prompt} tokens{among}; at most {most} {fit} the context of {self.max_model_len}"
+                f"the prompt has {num_prompt} tokens; at most {most} {fit} the context of {self.max_model_len}"
             )
         return num_prompt + 1 if silent else min(num_prompt + (params.max_tokens or most), self.max_model_len)

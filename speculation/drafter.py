@@ -108,8 +108,8 @@ class Drafter:
         """The input of `logits` for each token of the batch, and what stands in for the hidden states."""
         if self.head:
             return self.head.predict(batch, pool, hidden)
-        # It may lack tokens at the end of the vocabulary, and has no virtual ones.
-        batch = dataclasses.replace(batch, input_ids=batch.input_ids.clamp(0, self.model.config.vocab_size - 1))
+        # It may lack tokens at the end of the vocabulary.
+        batch = dataclasses.replace(batch, input_ids=batch.input_ids.clamp(max=self.model.config.vocab_size - 1))
         return self.model.forward(batch, pool, hidden.new_empty(0, 0, dtype=torch.float32)), hidden
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:

@@ -131,9 +131,9 @@ class DraftHead(Transformer):
         return self.finished(self.joint(self.embedded(batch.input_ids), hidden), batch, pool)
 
     def embedded(self, ids: torch.Tensor) -> torch.Tensor:
-        """The model's embeddings [T, hidden] of ids [T]; virtual tokens count as token 0."""
+        """The model's embeddings [T, hidden] of ids [T]."""
         base = self.base
-        return base.look_up(ids.clamp(min=0), base.embedding).to(self.dtype) * base.embed_scale
+        return base.look_up(ids, base.embedding).to(self.dtype) * base.embed_scale
 
     def finished(self, residual: torch.Tensor, batch: Batch, pool: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The results of `predict`. The residual changes in place, and ends as the sum of all that was added to it."""

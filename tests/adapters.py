@@ -40,7 +40,7 @@ def make_adapter(
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG).write_text(json.dumps(fields))
     (folder / WEIGHTS).touch()
-    _, shape_of, _ = read_adapter(str(folder))
+    shape_of, _ = read_adapter(str(folder))
     for name, weight in weights_of(base).items():
         module, last = name.removesuffix(".weight"), name.split(".")[-2]
         if weight.ndim == 2 and last in modules:
@@ -96,16 +96,6 @@ def add_kind(folder: Path, kind: str, base: str | Path = DEMO, seed: int = 0) ->
     return folder
 
 
-def make_prompt(folder: Path, embeddings: torch.Tensor, **config: Any) -> LoRARequest:
-    """Write a prompt adapter with these embeddings [N, hidden]; returns a request's field that names it."""
-    count, size = embeddings.shape
-    fields = {"peft_type": "PROMPT_TUNING", "task_type": "CAUSAL_LM", "num_virtual_tokens": count, "token_dim": size}
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / CONFIG).write_text(json.dumps(fields | {"num_transformer_submodules": 1} | config))
-    save_file({"prompt_embeddings": embeddings.contiguous()}, folder / WEIGHTS)
-    return asked(folder)
-
-
 def weights_of(base: str | Path) -> dict[str, torch.Tensor]:
     """The checkpoint's tensors, and a tied model's table as its head, too. What predicts ahead has no adapters."""
     saved = load_file(Path(base, "model.safetensors"))
@@ -122,7 +112,7 @@ def merge(folder: Path, adapter: Path, base: str | Path = DEMO) -> Path:
     """Write the checkpoint in `base` with an adapter in its weights, in float32; returns its folder."""
     shutil.copytree(base, folder, dirs_exist_ok=True)
     weights = {name: weight.float().clone() for name, weight in weights_of(base).items()}
-    (_, shape_of, config), tensors = read_adapter(str(adapter)), load_file(adapter / WEIGHTS)
+    (shape_of, config), tensors = read_adapter(str(adapter)), load_file(adapter / WEIGHTS)
     table = next(name for name in weights if name.split(".")[-2] in TABLES)
     for name, tensor in tensors.items():
         if name.removeprefix(PREFIX) in weights:
@@ -190,7 +180,7 @@ def reads_of(core: EngineCore, wait: Callable[[str], None] = lambda folder: None
     adapters, read = core.executor.worker.adapters, []
     load = adapters.load
 
-    def noted(row: int, state: str) -> int:
+    def noted(row: int, state: str) -> str:
         folder = state.partition("\0")[0]
         read.append(Path(folder).name)
         wait(folder)

@@ -35,8 +35,8 @@ class InterpretedGuard(CompileGuard):
             for name, hook in hooks.items():
                 self.kernels[name].pre_run_hooks.remove(hook)
 
-    def _rehearse(self, name: str, run: Any, *args: Any, **options: Any) -> None:
-        self._launch(name, *args)  # the options are for Triton; the kernel has no such parameters
+    def _rehearse(self, run: Any, *args: Any, **options: Any) -> None:
+        self._launch(run.__self__.fn.__name__, *args)  # the options are for Triton; the kernel has no such parameters
 
     def _launch(self, name: str, *args: Any, **kwargs: Any) -> None:
         """The interpreter calls this before it runs a kernel."""

@@ -177,37 +177,6 @@ def make_adapter(name: str, case: dict, out: Path) -> None:
     save_file(results, out / "oracle.safetensors")
 
 
-@torch.no_grad()
-def make_prompt(name: str, case: dict, out: Path) -> None:
-    """A prompt adapter by PEFT, of as many tokens as `virtual` says, with whose logits `logits{i}` begin.
-
-    `tokens{i}` are the greedy tokens that follow, and if the case is `penalized`, `penalized{i}` are those of
-    `generate` with a repetition penalty of 1.3.
-    """
-    import peft
-
-    model, count = base_of(case), case["virtual"]
-    # PEFT wants to know of heads, which it does not find in MPT's config, and has no use for.
-    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=count, num_attention_heads=1)
-    model = peft.get_peft_model(model, config).eval()
-    torch.manual_seed(len(Path(case["base"]).name))
-    words = model.word_embeddings(torch.arange(model.config.vocab_size))
-    model.prompt_encoder["default"].embedding.weight.normal_(0.0, words.square().mean().sqrt().item())
-    results = both_logits(model, case)
-    for i, prompt in enumerate(case["prompts"]):
-        tokens = list(prompt)
-        for _ in range(case["new"]):
-            tokens.append(model(torch.tensor([tokens])).logits[0, -1].argmax().item())
-        results[f"tokens{i}"] = torch.tensor(tokens[len(prompt) :])
-        if case["penalized"]:
-            drawn = {"max_new_tokens": case["new"], "do_sample": False, "repetition_penalty": 1.3}
-            ids = torch.tensor([prompt])
-            made = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **drawn)
-            results[f"penalized{i}"] = made[0, len(prompt) :].contiguous()
-    model.save_pretrained(out)
-    save_file(results, out / "oracle.safetensors")
-
-
 # --- layers of experts ------------------------------------------------------------------------------------------------
 
 SIZES = {"hidden_size": 32, "intermediate_size": 16, "moe_intermediate_size": 16, "num_attention_heads": 4}
@@ -458,7 +427,7 @@ def answer(line: str) -> dict:
 
 
 MAKERS = {
-    "model": make, "adapter": make_adapter, "prompt": make_prompt, "experts": make_experts, "coded": make_coded,
+    "model": make, "adapter": make_adapter, "experts": make_experts, "coded": make_coded,
 }  # fmt: skip
 
 

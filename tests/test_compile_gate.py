@@ -46,7 +46,7 @@ from gate_shapes import (
 SHARED_LIMIT = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 103: 232448, 120: 101376, 121: 101376}
 REGISTERS = 64 * 1024  # that a processor has
 SHARDS = 2
-KERNELS = 42
+KERNELS = 41
 OLDEST = "3.6.0"  # Triton that requirements.txt allows
 BRIEF: dict[int, tuple[str, ...]] = {
     # These launch every kernel.
@@ -190,9 +190,6 @@ def latents(s: Shape, tables: torch.Tensor, ints: torch.Tensor) -> Iterator[Call
     for interleaved in (False, True):
         yield lambda ops, i=interleaved: ops.latent_store(latent, weight, 1e-6, rotation, ints[:2].long(), kv, i)
         yield lambda ops, i=interleaved: ops.rope_last(plain, rotation, i, q)
-    product = torch.zeros(s.heads, 256, s.rank, dtype=dtype)
-    yield lambda ops: ops.head_linear(plain[..., :128].contiguous(), product[:, :128].mT)
-    yield lambda ops: ops.head_linear(q[..., : s.rank].contiguous(), product[:, 128:])
     if dtype == torch.float32 or s.cache:
         return
     pages = torch.zeros(4, 2, s.heads, 64, 128 + rope, dtype=dtype)

@@ -108,8 +108,6 @@ MUTATIONS: dict[str, tuple[Any, ...]] = {
         "m_b = o_b < num_rows", "m_b = o_b < num_rows - 1", test_kernels.test_prepare_inputs_and_post_update),
     "latent_store": ("m_r = o_r < R", "m_r = o_r < R - 1", test_latent.test_latent_store),
     "rope_last": ("o_pair < P // 2)", "o_pair < P // 2 - 1)", test_latent.test_rope_last),
-    "head_linear": (
-        "m_m, m_n = o_m < tokens, o_n < N", "m_m, m_n = o_m < tokens, o_n < N - 1", test_latent.test_head_linear),
     "latent_decode": ("* BLOCK_N, i_len)", "* BLOCK_N, i_len - 1)", test_latent.test_latent_decode),
     "latent_decode, of tiles": (
         "i_len - TOKENS + (i_tile * G + o_q) // H", "i_len - TOKENS + o_q // H", test_latent.test_latent_decode),

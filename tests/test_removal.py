@@ -15,17 +15,14 @@ from served import ROOT, serving
 KEPT = {"observe/__init__.py", "observe/logs.py", "observe/metrics.py", "observe/prometheus.py"}
 PARTS: dict[str, tuple[list[str], dict[str, dict[str, str]]]] = {  # its files, and what becomes of lines at its doors
     "executors": (
-        ["executors/*.py", "processes/ray_hosts.py"],
+        ["executors/*.py"],
         {
             "core.py": {
                 "from executors.choose import new_executor\n": (
                     "from executor import new_local_executor as new_executor\n"
                 )
             },
-            "processes/fleet.py": {
-                "from executors.torchrun import lead_or_follow\n": "",
-                "from processes.ray_hosts import Launcher\n": "",
-            },
+            "processes/fleet.py": {"from executors.torchrun import lead_or_follow\n": ""},
         },
     ),
     "observe": (

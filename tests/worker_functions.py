@@ -44,7 +44,7 @@ def hold_loads(worker: Any, opened: str, rank: int = 0) -> None:
     """What reads adapters on one rank waits until there is a file of this name."""
     load = worker.adapters.load
 
-    def held(row: int, state: str) -> int:
+    def held(row: int, state: str) -> str:
         while not os.path.exists(opened):
             time.sleep(0.005)
         return load(row, state)

@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from flask.testing import FlaskClient
 from safetensors.torch import load_file, save_file
 
-from adapters import make_adapter, make_prompt
+from adapters import make_adapter
 from api.adapters import AdapterNames, Module, read_module
 from api.options import ServerConfig
 from api.routes import Api
@@ -27,7 +26,7 @@ from plan import EngineCoreRequest
 from processes.child import Board
 from processes.client import Stream
 from sampling_params import LoRARequest
-from scripted import ANSWERING, BODIES, FACTS, TOKENIZER, ScriptedClient, events, post, refusal
+from scripted import ANSWERING, FACTS, TOKENIZER, ScriptedClient, post, refusal
 from served import Server, alive, eventually, serving
 from server import create_app, main
 
@@ -64,10 +63,8 @@ def engines() -> Engines:
     return Engines()
 
 
-def api_of(
-    engines: Engines, adapters: AdapterNames | None = None, task: str = "generate", virtual: int = 0, **config: Any
-) -> Api:
-    facts = FACTS | {"task": task, "vector_size": 3, "max_prompt_adapter_token": virtual}
+def api_of(engines: Engines, adapters: AdapterNames | None = None, task: str = "generate", **config: Any) -> Api:
+    facts = FACTS | {"task": task, "vector_size": 3}
     options = ServerConfig(enable_control_routes=True, **config)
     return Api(engines, TOKENIZER, facts, options, ["manta", "other"], Board(), adapters)
 
@@ -87,65 +84,6 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "dir" / "out").symlink_to(tmp_path / "outside")
     (tmp_path / "dir" / "file").write_text("x")
     return tmp_path / "dir"
-
-
-# --- prompt adapters --------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def prompted(engines: Engines, tmp_path: Path) -> FlaskClient:
-    """A server with an adapter of 10 virtual tokens; the context has 64."""
-    make_prompt(tmp_path / "p", torch.zeros(10, 4))
-    return client_of(engines, virtual=10, lora_modules=(f"p={tmp_path}/p",))
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_virtual_tokens_are_counted_and_leave_less_for_the_answer(
-    engines: Engines, prompted: FlaskClient, stream: bool
-) -> None:
-    for model, virtual in (("p", 10), ("manta", 0)):
-        fields = {"model": model, "prompt": [[5, 6, 7], [8]], "max_tokens": -1, "stream": stream}
-        fields |= {"stream_options": {"include_usage": True}} if stream else {}
-        reply = prompted.post("/v1/completions", json=fields)
-        usage = events(reply)[-1]["usage"] if stream else reply.json["usage"]
-        assert usage["prompt_tokens"] == 4 + 2 * virtual
-        assert [(ids, params.max_tokens) for ids, params, _ in engines.added[-2:]] == [
-            ([5, 6, 7], 61 - virtual), ([8], 63 - virtual)
-        ]  # fmt: skip
-
-
-def test_counts_of_messages_have_virtual_tokens(prompted: FlaskClient) -> None:
-    counts = {}
-    for model in ("p", "manta"):
-        fields = {"model": model, "messages": TURN}
-        counts[model] = prompted.post("/v1/messages/count_tokens", json=fields).json["input_tokens"]
-        reply = prompted.post("/v1/messages", json=fields | {"max_tokens": 4}).json
-        usage = reply["usage"]
-        assert usage["input_tokens"] + usage["cache_read_input_tokens"] == counts[model]
-    assert counts["p"] == counts["manta"] + 10
-
-
-def test_a_prompt_that_virtual_tokens_make_too_long(engines: Engines, prompted: FlaskClient) -> None:
-    long = {"model": "p", "prompt": [5] * 54, "max_tokens": 1}
-    why = "it has 64 (10 are its adapter's), which leaves none"
-    assert why in refusal(prompted.post("/v1/completions", json=long))["message"]
-    long = {"model": "p", "prompt": [5] * 50, "max_tokens": 5}
-    why = "the prompt's 60 (10 are its adapter's) and max_tokens 5 are 65"
-    assert why in refusal(prompted.post("/v1/completions", json=long))["message"]
-    assert not engines.added
-    for route, fields in BODIES.items():  # cut to what is left
-        long = {"prompt": [5] * 99} if "prompt" in fields else {"messages": [{"role": "user", "content": "Hi " * 99}]}
-        cut = long | {"model": "p", "truncate_prompt_tokens": -1, "max_tokens": 4}
-        assert prompted.post(route, json=cut).status_code == 200
-        assert len(engines.added[-1][0]) == 50
-
-
-def test_what_is_wrong_with_prompt_adapters_is_said_at_start(engines: Engines, tmp_path: Path) -> None:
-    make_prompt(tmp_path / "p", torch.zeros(10, 4))
-    adapters = AdapterNames(ServerConfig(lora_modules=(f"p={tmp_path}/p",)), ["manta"])
-    adapters.check_folders(EngineConfig(enable_lora=True, max_prompt_adapter_token=10))
-    with pytest.raises(ValueError, match=r"'p': .*num_virtual_tokens is 10; max_prompt_adapter_token is 9"):
-        adapters.check_folders(EngineConfig(enable_lora=True, max_prompt_adapter_token=9))
 
 
 # --- names of models --------------------------------------------------------------------------------------------------

@@ -177,7 +177,7 @@ def test_an_op_is_compared_with_its_twin_by_name(monkeypatch, capsys):
     message, _ = said("rms_nrm")
     assert message.startswith("check_kernel.py: NAME is 'rms_nrm'; did you mean rms_norm?\nops: act, act_mul, ")
     made = {name for name, op in inspect.getmembers(reference, inspect.isfunction) if op.__module__ == "reference"}
-    no_ops = {"keys_of", "uniform", "apart", "dequantize", "arrange", "put_prompts"}  # it has one body for all backends
+    no_ops = {"keys_of", "uniform", "apart", "dequantize", "arrange"}
     assert {n for n in made if n[0] != "_"} - no_ops == set(message.partition("ops: ")[2].split(", "))
     monkeypatch.setattr(kernels, "act", lambda *args: 1.1 * reference.act(*args))
     code, text = said("act")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from adapters import ALL, PREFIX, add_kind, asked, make_adapter, make_prompt
+from adapters import ALL, PREFIX, add_kind, asked, make_adapter
 from config import EngineConfig
 from device.startup import start_worker
 from engine import LLM, SamplingParams
@@ -33,7 +33,6 @@ CASES: dict[str, tuple[str, ...]] = {  # and the modules that have adapters
     "gpt-oss": ATTENTION,
     "deepseek-v3": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"),
     "qwen3-next": (*ATTENTION, "in_proj_qkvz", "in_proj_ba", "out_proj"),
-    "llama4": (),  # of prompts
     # And what adapters change beside low-rank products; see `add_kind`.
     "qwen3+dora": (*ALL, "embed_tokens", "lm_head"),
     "qwen3+whole": ALL,
@@ -43,17 +42,14 @@ CASES: dict[str, tuple[str, ...]] = {  # and the modules that have adapters
     "gpt-oss+experts": ATTENTION,
     "llama4+experts": ATTENTION,
 }
-VIRTUAL = 3
 
 
 def answer(config: EngineConfig, adapter: Path, rank: int = 0, rendezvous: str = "") -> dict[str, Any]:
     """Logits of the prompts, with the adapter and without, and the tokens that follow."""
     torch.set_num_threads(1)
     worker = start_worker(config, ModelConfig.from_folder(config.model), rank, rendezvous)
-    assert worker.adapters.load(2, state_of(str(adapter))) in (0, VIRTUAL)
+    assert worker.adapters.load(2, state_of(str(adapter))) == ""
     prompts = FAMILIES[Path(config.model).name]["prompts"] * 2
-    if not CASES[adapter.name]:
-        prompts = [[-1 - VIRTUAL - j for j in range(VIRTUAL)] + p if i < 2 else p for i, p in enumerate(prompts)]
     sampled, hidden = first_step(worker, prompts, [2, 2, 0, 0], adapters=[(2, 1)])
     slots = torch.arange(4).repeat_interleave(torch.tensor([len(p) for p in prompts]))
     logits = worker.logits(hidden, slots) if worker.pipeline.last else None
@@ -72,7 +68,7 @@ def config_of(name: str, size: int = 1, stages: int = 1) -> EngineConfig:
     return EngineConfig(
         str(base_of(name)), dtype="float32", device="cpu", threads=1, block_size=16, max_num_seqs=4,
         max_model_len=64, max_num_batched_tokens=128, tensor_parallel_size=size, pipeline_parallel_size=stages,
-        enable_lora=True, max_loras=2, max_cpu_loras=3, max_prompt_adapter_token=VIRTUAL,
+        enable_lora=True, max_loras=2, max_cpu_loras=3,
     )  # fmt: skip
 
 
@@ -93,11 +89,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Path]:
     def of() -> Path:
         out = tmp_path_factory.mktemp("ranks")
         for name, modules in CASES.items():
-            if modules:
-                make_adapter(out / name, 1, rank=5, modules=modules, base=base_of(name))
-                add_kind(out / name, name.partition("+")[2], base_of(name))
-            else:
-                make_prompt(out / name, torch.randn(VIRTUAL, 64, generator=torch.Generator().manual_seed(1)))
+            make_adapter(out / name, 1, rank=5, modules=modules, base=base_of(name))
+            add_kind(out / name, name.partition("+")[2], base_of(name))
         run_ranks(2, run_rank, out)
         return out
 

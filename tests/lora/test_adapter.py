@@ -17,8 +17,6 @@ from lora.adapter import CONFIG, MOST_CHARS, MOST_KEYS, WEIGHTS, read_adapter
 from lora.registry import state_of
 from sampling_params import LoRARequest
 
-PROMPTS: dict[str, Any] = {"peft_type": "PROMPT_TUNING", "task_type": "CAUSAL_LM", "num_virtual_tokens": 8}
-
 
 def write(folder: Path, **fields: Any) -> str:
     """A folder whose config has these fields, and weights that nobody reads here."""
@@ -30,7 +28,7 @@ def write(folder: Path, **fields: Any) -> str:
 
 def test_a_config_as_peft_writes_it(tmp_path: Path) -> None:
     """All fields of PEFT 0.21's LoraConfig at their defaults, and the rank's pattern."""
-    count, shape_of, _ = read_adapter(
+    shape_of, _ = read_adapter(
         write(
             tmp_path, alora_invocation_tokens=None, alpha_pattern={}, arrow_config=None, auto_mapping=None,
             base_model_name_or_path="some/base", bias="none", corda_config=None, ensure_weight_tying=False,
@@ -43,22 +41,8 @@ def test_a_config_as_peft_writes_it(tmp_path: Path) -> None:
             use_dora=False, use_qalora=False, use_rslora=False, velora_config=None,
         )
     )  # fmt: skip
-    assert count == 0 and shape_of("model.layers.0.self_attn.k_proj") == shape_of("k_proj") == (4, 4)
+    assert shape_of("model.layers.0.self_attn.k_proj") == shape_of("k_proj") == (4, 4)
     assert shape_of("model.layers.0.self_attn.q_proj") == (8, 2)
-
-
-def test_all_that_peft_writes_for_prompt_tuning_is_read(tmp_path: Path) -> None:
-    count, *_ = read_adapter(
-        write(
-            tmp_path, auto_mapping=None, base_model_name_or_path="some/base", inference_mode=True, modules_to_save=None,
-            num_attention_heads=4, num_layers=2, num_transformer_submodules=1, num_virtual_tokens=8,
-            peft_type="PROMPT_TUNING", peft_version="0.21.2", prompt_tuning_init="TEXT",
-            prompt_tuning_init_text="Say it:", revision=None, task_type="CAUSAL_LM", token_dim=64,
-            tokenizer_kwargs=None, tokenizer_name_or_path="some/base",
-        ),
-        most_tokens=8,
-    )  # fmt: skip
-    assert count == 8
 
 
 COUNT, NUMBER = "must be a whole number of at least 1", "must be a number"
@@ -71,9 +55,7 @@ PATTERNS: list[tuple[Any, str]] = [
     ({"a" * (MOST_CHARS + 1): 4}, f"at most {MOST_CHARS} characters and 4 repeats, and no"),
 ]
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    *(({"peft_type": kind}, "must be 'LORA' or 'PROMPT_TUNING'") for kind in ("IA3", ["LORA"], None)),
-    *((PROMPTS | {"num_virtual_tokens": value}, COUNT) for value in (None, 0, True)),
-    (PROMPTS | {"num_virtual_tokens": 9}, "max_prompt_adapter_token is 8, and at most"),
+    *(({"peft_type": kind}, "must be 'LORA'") for kind in ("IA3", "PROMPT_TUNING", ["LORA"], None)),
     *(({"r": value}, COUNT) for value in (0, True, 8.0)),
     *(({"r": value}, "max_lora_rank is 16, and at most 256") for value in (17, 10**400)),
     ({"rank_pattern": {"q_proj": 32}}, "max_lora_rank is 16, and at most 256"),
@@ -88,7 +70,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 def test_a_config_that_is_refused(tmp_path: Path, fields: dict[str, Any], words: str) -> None:
     folder = write(tmp_path, **fields)
     with pytest.raises(ValueError, match=f"{tmp_path}.*{[*fields][-1]} .*{words}") as refused:
-        read_adapter(folder, 16, 8)
+        read_adapter(folder, 16)
     assert "\n" not in str(refused.value) and len(str(refused.value)) < 700
 
 
@@ -136,15 +118,6 @@ def test_a_config_names_tokens_and_parameters(tmp_path: Path) -> None:
     some = read_adapter(write(tmp_path, target_parameters=["mlp.experts.gate_up_proj"]))
     assert some.parameter_of(experts) == f"{experts}.gate_up_proj"
     assert read_adapter(write(tmp_path)).parameter_of(experts) is None
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("num_transformer_submodules", 2), ("task_type", "SEQ_CLS"), ("task_type", None), ("modules_to_save", ["x"])],
-)
-def test_a_prompt_adapter_of_another_kind_is_refused(tmp_path: Path, name: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=f"{name} is .* must be"):
-        read_adapter(write(tmp_path, **PROMPTS | {name: value}))
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '"LORA"', "null", '{"r": 1' + "}" * 9, "[" * 100_000, "\xff\x00"])
@@ -210,7 +183,7 @@ def test_a_path_that_no_system_takes(path: str) -> None:
 def test_a_pattern_matches_the_end_of_a_modules_name(
     tmp_path: Path, patterns: dict[str, int], module: str, found: int
 ) -> None:
-    _, shape_of, _ = read_adapter(write(tmp_path, rank_pattern=patterns))
+    shape_of, _ = read_adapter(write(tmp_path, rank_pattern=patterns))
     assert shape_of(module)[0] == found
 
 
@@ -221,16 +194,16 @@ def test_a_pattern_that_may_take_exponentially_long_is_refused(tmp_path: Path, t
 
 
 def test_the_slowest_repeats_that_are_taken(tmp_path: Path) -> None:
-    _, shape_of, _ = read_adapter(write(tmp_path, rank_pattern={".*.*.*.*b": 4}))
+    shape_of, _ = read_adapter(write(tmp_path, rank_pattern={".*.*.*.*b": 4}))
     assert shape_of("model." + "a" * 44)[0] == 8
     assert shape_of("model." + "a" * 10 + "b")[0] == 4
 
 
 def test_the_scale_is_of_the_modules_own_rank(tmp_path: Path) -> None:
     patterns = {"rank_pattern": {"k_proj": 4}, "alpha_pattern": {"v_proj": 2}}
-    _, plain, _ = read_adapter(write(tmp_path, **patterns))
+    plain, _ = read_adapter(write(tmp_path, **patterns))
     assert [plain(name)[1] for name in ("q_proj", "k_proj", "v_proj")] == [2, 4, 0.25]
-    _, rooted, _ = read_adapter(write(tmp_path, use_rslora=True, **patterns))
+    rooted, _ = read_adapter(write(tmp_path, use_rslora=True, **patterns))
     assert [rooted(name)[1] for name in ("q_proj", "k_proj", "v_proj")] == [16 / 8**0.5, 8, 2 / 8**0.5]
 
 

@@ -39,7 +39,7 @@ def test_logits_are_those_of_a_merged_checkpoint(tmp_path: Path, name: str, back
     add_kind(tmp_path / "a", kind, base)
     prompts = FAMILIES[name]["prompts"] * 2
     worker = make_worker(base, enable_lora=True, max_loras=2, max_cpu_loras=2, backend=backend)
-    assert worker.adapters.load(1, str(tmp_path / "a")) == 0
+    assert worker.adapters.load(1, str(tmp_path / "a")) == ""
     _, hidden = first_step(worker, prompts, [2, 2, 0, 0], adapters=[(1, 1)])
     counts = [len(prompt) for prompt in prompts]
     ours = worker.logits(hidden, torch.arange(4).repeat_interleave(torch.tensor(counts))).split(counts)
@@ -119,7 +119,7 @@ def test_a_step_with_changes_replays_no_graph(folders: dict[str, Path]) -> None:
 
     worker = make_worker(Path(DEMO), enable_lora=True, max_loras=2, max_cpu_loras=2)
     for row, kind in enumerate(("dora", "plain")):
-        assert worker.adapters.load(row, str(folders[kind])) == 0
+        assert worker.adapters.load(row, str(folders[kind])) == ""
     first_step(worker, [[5, 6], [7, 8]], [1, 2], adapters=[(0, 0), (1, 1)])
     ones = np.ones(1, dtype=np.int32)
     worker.graphs = {worker.shape_of(ones, ones): (Graph(), None, None)}
@@ -182,7 +182,7 @@ def test_an_unchanged_table_beside_an_adapter_is_none_of_it(tmp_path: Path) -> N
     name = next(name for name in own if name.endswith("embed_tokens.weight"))
     save_file(tensors | {f"base_model.model.{name}": own[name]}, tmp_path / "a" / WEIGHTS)
     worker = make_worker(Path(DEMO), enable_lora=True, max_loras=1, max_cpu_loras=1)
-    assert worker.adapters.load(0, str(tmp_path / "a")) == 0 and not worker.adapters.read[0].changes
+    assert worker.adapters.load(0, str(tmp_path / "a")) == "" and not worker.adapters.read[0].changes
 
 
 @pytest.mark.parametrize("kind", ["dora", "bias"])

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import oracles
-import reference
 from examples import DRAWN, tried
 from oracles import ints
 
@@ -103,23 +102,6 @@ def test_rope_last(
     oracles.check_error(got[..., -rope:], want, naive)
     assert torch.equal(got[..., :-rope], (x if in_place else out)[..., :-rope])
     assert torch.equal(moved.cpu(), got if in_place else x)
-
-
-@tried(
-    st.sampled_from([1, 5, 70]), st.integers(1, 3), st.sampled_from([(16, 8), (130, 24), (7, 100)]), dtypes,
-    st.booleans(), on=[(5, 2, (130, 24), F32, False), (70, 1, (7, 100), BF16, True)], drawn=12,
-)  # fmt: skip
-def test_head_linear(
-    ops: ModuleType, place: str, tokens: int, heads: int, sizes: tuple[int, int], dtype: torch.dtype, turned: bool
-) -> None:
-    (n, k), x = sizes, torch.randn(tokens, heads, sizes[1]).to(dtype)
-    weight = torch.randn(heads, n + 3, k)[:, :n] * k**-0.5
-    weight = (weight.mT.contiguous().mT if turned else weight).to(dtype)
-    got = ops.head_linear(x.to(place), weight.to(place)).cpu()
-    assert got.is_contiguous() or ops is reference
-    want = torch.einsum("thk,hnk->thn", x.double(), weight.double())
-    naive = torch.einsum("thk,hnk->thn", x, weight)
-    oracles.check_error(got, want, naive)
 
 
 LATENT_DECODE_CASES = (

@@ -170,21 +170,3 @@ def test_neighbouring_adapters_are_multiplied_together_where_that_is_little_more
     assert plan.runs == [cpu_lora.AdapterRun(4, 6, 46)]
     assert [batch[:2] for batch in plan.batches] == [(0, 2), (3, 4), (5, 7)]
     assert [end - begin for _, _, begin, end in plan.batches] == [2 * 23, 1, 2 * 21]
-
-
-PLACES = st.lists(st.integers(-30, 5), min_size=1, max_size=9)
-
-
-@tried(PLACES, st.sampled_from([1, 8, 1025]), DTYPES, on=[([3, -1, -7, 0, -30], 1025, F32)], drawn=6)
-def test_put_prompts(ops: ModuleType, place: str, ids: list[int], size: int, dtype: torch.dtype) -> None:
-    """Of six adapters with five embeddings each, in rows that have more."""
-    x, pool = torch.randn(len(ids), size).to(dtype), torch.randn(6, 64 + 5 * size + 3).to(dtype)
-    prompts = pool[:, 64 : 64 + 5 * size].unflatten(1, (5, size))
-    unused = [i for i in range(30) if -1 - i not in ids]
-    for i in unused:
-        prompts[i // 5, i % 5] = torch.nan
-    pool[:, :64] = pool[:, 64 + 5 * size :] = torch.nan
-    got, there = x.to(place, copy=True), pool.to(place)[:, 64 : 64 + 5 * size].unflatten(1, (5, size))
-    ops.put_prompts(got, torch.tensor(ids).to(place), there)
-    want = [x[t] if i >= 0 else prompts[(-1 - i) // 5, (-1 - i) % 5] for t, i in enumerate(ids)]
-    assert torch.equal(bits(got.cpu()), bits(torch.stack(want)))

@@ -8,11 +8,7 @@ import pytest
 
 from fake_worker import Engine, adapted_seed, expected, prompt
 from integrity import check_integrity
-from plan import PLACEHOLDER, Adapter, StepPlan
-from sampling_params import SamplingParams
-from scheduling.adapters import AdapterSlots
-from scheduling.reports import Timeline, WaitClock
-from sequence import Sequence, SequenceGroup, Status
+from sequence import Status
 
 
 def loads(engine: Engine) -> list[tuple[int, int]]:
@@ -273,16 +269,3 @@ def test_adapters_are_loaded_anew_after_what_went_wrong(lost):
             engine.lose(lost)
     assert times > 5 and swapped
     check(engine, adapters, 6, 20)
-
-
-def test_virtual_tokens_are_where_the_slot_of_their_adapter_is():
-    """The scheduler's own tokens are the same in all slots; those of the plans are not."""
-    slots, plan, tables = AdapterSlots(3, room=8), StepPlan(0), []
-    for i, virtual in enumerate((2, 0, 8)):
-        adapter = Adapter(str(i), i, "", virtual)
-        request = SequenceGroup(str(i), [PLACEHOLDER] * virtual + [5, 6], SamplingParams(), adapter=adapter)
-        seq = Sequence(request, 0, Timeline(WaitClock()))
-        slots.take(seq, plan)
-        tables.append(slots.row_tokens(seq))
-    assert plan.adapters == [(0, 0), (1, 1), (2, 2)]
-    assert tables == [[-1, -2, 5, 6], [5, 6], [*range(-17, -25, -1), 5, 6]]
