@@ -54,15 +54,7 @@ def test_prompts_of_another_salt_do_not_share_cached_prefixes(make_llm):
 
 
 @pytest.mark.parametrize(
-    "bad",
-    [
-        None,
-        [[5, True]],
-        [{"prompt_token_ids": "a"}],
-        {"prompt_token_ids": [2**31]},
-        [["a"]],
-        [[5], []],
-    ],
+    "bad", [None, [[5, True]], [{"prompt_token_ids": "a"}], {"prompt_token_ids": [2**31]}, [["a"]], [[5], []]]
 )
 def test_what_is_no_prompt_is_refused(llm, bad):
     with pytest.raises(ValueError, match="prompt"):

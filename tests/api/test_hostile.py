@@ -116,8 +116,7 @@ LIKE_CHAT = ("completions", "responses")  # most of whose fields are those of a 
 
 
 @pytest.mark.parametrize(
-    "face",
-    [pytest.param(face, marks=[pytest.mark.full] * (face.name in LIKE_CHAT), id=face.name) for face in FACES],
+    "face", [pytest.param(face, marks=[pytest.mark.full] * (face.name in LIKE_CHAT), id=face.name) for face in FACES]
 )
 def test_wrong_types_and_extremes_in_every_field(apps: Apps, face: Face) -> None:
     """A wrong type is a 400 that names the field. An extreme of the right type may be none, but then it works."""

@@ -22,18 +22,7 @@ from api.structure import FORMS
 from config import DEMO
 from processes.child import Board
 from sampling_params import SamplingParams, StructuredOutputsParams
-from scripted import (
-    BODIES,
-    CHAT,
-    COMPLETIONS,
-    FACTS,
-    MISSING,
-    TOKENIZER,
-    ScriptedClient,
-    client_of,
-    post,
-    refusal,
-)
+from scripted import BODIES, CHAT, COMPLETIONS, FACTS, MISSING, TOKENIZER, ScriptedClient, client_of, post, refusal
 from server import create_app
 from text.messages import ITEM_FORMS
 from tokenizer import Tokenizer

@@ -386,10 +386,7 @@ def test_a_dead_engine_is_503(http_client: FlaskClient, engine: ScriptedClient) 
 
 
 def test_our_own_bugs_are_500_and_logged(
-    http_client: FlaskClient,
-    engine: ScriptedClient,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    http_client: FlaskClient, engine: ScriptedClient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*args: Any) -> None:
         raise RuntimeError("/secret/path")

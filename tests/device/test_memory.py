@@ -26,15 +26,7 @@ from cpu import machine
 from cpu import sampling as cpu_sampling
 from device import dry_run, memory, pools, startup, warmup
 from device.compile_guard import kernels_of, unlaunched
-from device.memory import (
-    MIB,
-    MemoryPlan,
-    check_room,
-    count_bytes,
-    fit_pool,
-    plan_memory,
-    settle_tokens,
-)
+from device.memory import MIB, MemoryPlan, check_room, count_bytes, fit_pool, plan_memory, settle_tokens
 from device.start import Start
 from device.startup import print_plan, start_worker
 from model import Transformer

@@ -22,15 +22,7 @@ from engine import LLM
 from executors import choose, links, ray_executor
 from executors.choose import choose_backend
 from executors.links import TOKEN, RankLink, RankLinks, admit, listen, reach
-from executors.ray_executor import (
-    Place,
-    RayExecutor,
-    RayWorker,
-    in_order,
-    in_short,
-    room_for,
-    variables,
-)
+from executors.ray_executor import Place, RayExecutor, RayWorker, in_order, in_short, room_for, variables
 from integrity import check_integrity
 from model_config import ModelConfig
 from ray_cluster import free_cpus, make_up_for, needs_ray, three_nodes

@@ -140,10 +140,7 @@ def test_a_kill_while_it_starts_leaves_nothing(tmp_path: Path) -> None:
     flags = ["--port", "0", "--device", "cpu", "--tensor-parallel-size", "2"]
     for moment in ("server.py", "processes/engine_process.py", "spawn_main", "libtorch_cpu"):
         command = [sys.executable, "server.py", *flags]
-        with (
-            open(log, "w") as file,
-            subprocess.Popen(command, cwd=ROOT, env=environment, stderr=file) as process,
-        ):
+        with open(log, "w") as file, subprocess.Popen(command, cwd=ROOT, env=environment, stderr=file) as process:
             eventually(lambda: any(moment in about(pid) for pid in belongings(log)), 60)  # noqa: B023
             process.kill()
         eventually(lambda: not belongings(log), 30)

@@ -11,17 +11,7 @@ from pathlib import Path
 import pytest
 
 from config import DEMO
-from served import (
-    STREAM,
-    Reader,
-    Server,
-    alive,
-    api_of,
-    engine_of,
-    eventually,
-    serving,
-    worker_of,
-)
+from served import STREAM, Reader, Server, alive, api_of, engine_of, eventually, serving, worker_of
 
 TOKENS = 160  # of a stream, which takes long enough to kill something meanwhile
 
