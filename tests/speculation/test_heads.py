@@ -52,6 +52,7 @@ HEADS = ("mtp", "draft_model", "eagle3")
 PUBLISHED = ("eagle3.1", "eagle3.1-nvidia", "speculators")
 Record = list[tuple[list[int], list[int]]]
 Make = Callable[..., oracle.Made]
+OPEN: list[LLM] = []  # what `tiny` has made
 
 
 def options_of(method: str, head: object = "", most: int = MOST) -> str:
@@ -59,8 +60,10 @@ def options_of(method: str, head: object = "", most: int = MOST) -> str:
 
 
 def tiny(made: oracle.Made, method: str = "", **fields: Any) -> LLM:
+    """An `LLM` on these checkpoints, which `closed` closes after the test."""
     drafts = {"speculative_config": options_of(method, made.head)} if method else {}
-    return LLM(str(made.folder), **TINY | drafts | fields)
+    OPEN.append(LLM(str(made.folder), **TINY | drafts | fields))
+    return OPEN[-1]
 
 
 def answers(llm: LLM, params: Any = GREEDY, prompts: list[list[int]] = IDS) -> list[RequestOutput]:
@@ -82,6 +85,13 @@ def counted(llm: LLM) -> tuple[int, int]:
 def forked() -> Iterator[None]:
     with forked_workers():
         yield
+
+
+@pytest.fixture(autouse=True)
+def closed() -> Iterator[None]:
+    yield
+    while OPEN:
+        OPEN.pop().close()
 
 
 @pytest.fixture(autouse=True)
@@ -151,7 +161,6 @@ def test_drafts_are_those_of_the_formula(name: str, options: dict[str, Any], mad
     counters = llm.client.core.scheduler.counters
     assert (counters["num_preemptions_total"] > 0) == bool(options)
     assert (counters["num_swapped_tokens_total"] > 0) == ("preemption_mode" in options)
-    llm.close()
 
 
 def compare(record: Record, t: dict[str, torch.Tensor], head: Any) -> int:
@@ -208,8 +217,6 @@ def test_a_head_of_experts_is_a_layer_of_its_family(name: str, shared: Path, rec
             assert draft == token
             same += 1
     assert same > 50
-    want.close()
-    llm.close()
 
 
 @pytest.mark.parametrize("lost", [False, pytest.param(True, marks=pytest.mark.full)])
@@ -258,7 +265,6 @@ def test_what_comes_after_drafts_has_the_model_s_distribution(count: int, made: 
     square = float(((pairs - expected) ** 2 / expected.clamp(min=1e-9)).sum())
     freedom = len(expected) - 1
     assert square < freedom + 5 * (2 * freedom) ** 0.5 + 10
-    llm.close()
 
 
 # --- no token changes -------------------------------------------------------------------------------------------------
@@ -307,7 +313,6 @@ def test_tokens_are_those_without_drafts(
     if options.get("schedule_conservativeness") == 0:
         assert llm.client.core.scheduler.counters["num_preemptions_total"] > 0
     check_integrity(llm.client.core.scheduler)
-    llm.close()
 
 
 @pytest.mark.full
@@ -320,7 +325,6 @@ def test_workers_die_with_drafts_in_flight(
     drafted, taken = counted(llm)
     assert drafted > taken > 20 and llm.core.metrics()["num_worker_restarts_total"] == len(killed) == 2
     check_integrity(llm.core.scheduler)
-    llm.close()
 
 
 @pytest.mark.parametrize("name", ["mtp", pytest.param("draft_model", marks=pytest.mark.full)])
@@ -338,8 +342,6 @@ def test_padding_has_no_drafts(name: str, made: Make, monkeypatch: pytest.Monkey
     assert_equal(answers(llm), answers(want))
     assert any(rows == 8 > live for rows, live in sizes)
     assert counted(llm) == counted(want)
-    want.close()
-    llm.close()
 
 
 class CalledAgain:
@@ -398,7 +400,6 @@ def test_steps_without_proposals_change_no_token(
     llm = tiny(made(name), oracle.MAKERS[name][0], sanitize_kv=True)
     assert_equal(every_way(llm), plain(name))
     assert counted(llm)[0] > 50
-    llm.close()
 
 
 @pytest.mark.parametrize("name", ["mtp", "draft_model", pytest.param("eagle3", marks=pytest.mark.full)])
@@ -428,8 +429,6 @@ def test_a_draft_s_vocabulary_may_end_elsewhere(rows: int, made: Make, tmp_path:
     assert_equal(every_way(llm), every_way(want))
     drafted, taken = counted(llm)
     assert drafted > 100 and (taken > 0 or rows < oracle.VOCAB)
-    want.close()
-    llm.close()
 
 
 @pytest.mark.full
@@ -441,8 +440,6 @@ def test_the_interpreted_kernels_make_the_same_drafts(name: str, made: Make, few
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     assert_equal(answers(llm, params, IDS[1:3]), answers(want, params, IDS[1:3]))
     assert counted(llm) == counted(want)
-    want.close()
-    llm.close()
 
 
 # --- other weights ----------------------------------------------------------------------------------------------------
@@ -476,7 +473,6 @@ def test_drafts_after_a_sleep(name: str, backend: str, made: Make) -> None:
         llm.wake_up()
         assert_equal(answers(llm), wanted)
         assert counted(llm) == tuple((level + 1) * count for count in before)
-    llm.close()
 
 
 @pytest.mark.parametrize("backend", ["cpu", pytest.param("reference", marks=pytest.mark.full)])
@@ -501,8 +497,6 @@ def test_a_head_gets_new_weights_with_its_model(
     with pytest.raises(ValueError, match=r"has no tensor model\.mtp\."):
         llm.update_weights(str(tmp_path / "headless"))
     assert_equal(answers(llm), got)
-    want.close()
-    llm.close()
 
 
 def test_a_draft_keeps_its_weights_when_its_model_gets_others(made: Make, other: oracle.Made) -> None:
@@ -513,8 +507,6 @@ def test_a_draft_keeps_its_weights_when_its_model_gets_others(made: Make, other:
     llm.update_weights(str(other.folder))
     assert_equal(answers(llm), answers(want))
     assert counted(llm) == counted(want)
-    want.close()
-    llm.close()
 
 
 @pytest.mark.parametrize("name", ["mtp", *(pytest.param(name, marks=pytest.mark.full) for name in HEADS[1:])])
@@ -526,8 +518,6 @@ def test_weights_that_are_made_up(name: str, made: Make) -> None:
     llm.update_weights(str(made(name).folder))
     assert_equal(answers(llm), answers(want))
     assert name != "mtp" or counted(llm)[1] - before[1] == counted(want)[1] > 20
-    want.close()
-    llm.close()
 
 
 # --- what does not fit ------------------------------------------------------------------------------------------------
@@ -633,8 +623,6 @@ def test_windows_must_fit(made: Make, tmp_path: Path) -> None:
     llm, want = tiny(narrow, "draft_model", sanitize_kv=True), tiny(narrow)
     assert_equal(every_way(llm), every_way(want))
     assert counted(llm)[1] > 20
-    want.close()
-    llm.close()
 
 
 @pytest.mark.parametrize("there", [True, False], ids=["weights", "no weights yet"])
