@@ -92,9 +92,7 @@ def test_small_routes(http_client: FlaskClient, engine: ScriptedClient) -> None:
     assert not engine.added
 
 
-def test_detokenize_takes_as_many_ids_as_the_context_has_and_only_those_of_the_vocabulary(
-    http_client: FlaskClient,
-) -> None:
+def test_detokenize_takes_as_many_ids_as_the_context_has_and_only_those_of_the_vocabulary(http_client: FlaskClient):
     assert post(http_client, "/detokenize", tokens=[5] * 64).status_code == 200
     assert post(http_client, "/detokenize", tokens=[]).json == {"prompt": ""}
     for tokens, words in (([5] * 65, "65 ids; at most 64"), ([5, 1024], "1024; allowed: 0 to 1023"), ([2**31 - 1], "")):

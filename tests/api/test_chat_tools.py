@@ -169,9 +169,7 @@ def test_reasoning_tokens_are_those_between_the_markers(http_client: FlaskClient
     assert "completion_tokens_details" not in talk(http_client)["usage"]
 
 
-def test_reasoning_is_hidden_or_left_in_the_content_where_asked(
-    http_client: FlaskClient, engine: ScriptedClient
-) -> None:
+def test_reasoning_is_hidden_or_left_in_the_content_where_asked(http_client: FlaskClient, engine: ScriptedClient):
     thought, final = "<|channel|>analysis<|message|>hm<|end|>", "<|start|>assistant<|channel|>final<|message|>Hello"
     harmony, kept = {"template": "<|channel|>analysis", "tools": None}, {"reasoning_format": "none"}
     command, plan = {"template": "<|START_THINKING|>", "tools": None}, "<|START_THINKING|>hm<|END_THINKING|>"
@@ -428,9 +426,7 @@ def test_what_nobody_here_can_read_of_a_message_is_named(http_client: FlaskClien
         assert (reply.status_code, reply.headers["X-Manta-Ignored"]) == (200, named)
 
 
-def test_an_answer_goes_on_within_the_reasoning_of_the_last_message(
-    http_client: FlaskClient, engine: ScriptedClient
-) -> None:
+def test_an_answer_goes_on_within_the_reasoning_of_the_last_message(http_client: FlaskClient, engine: ScriptedClient):
     template = (
         "{% for m in messages %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{{ m.content }}<|end|>{% endfor %}"
     )
@@ -445,9 +441,7 @@ def test_an_answer_goes_on_within_the_reasoning_of_the_last_message(
         assert TOKENIZER.decode(engine.added.pop()[0]) == prompt
 
 
-def test_arguments_that_are_no_json_stay_what_the_model_has_written(
-    http_client: FlaskClient, engine: ScriptedClient
-) -> None:
+def test_arguments_that_are_no_json_stay_what_the_model_has_written(http_client: FlaskClient, engine: ScriptedClient):
     for written in ('{"x": ', "[" * 100_000):
         calls = [{"id": "call_5", "type": "function", "function": {"name": "add", "arguments": written}}]
         messages = [{"role": "assistant", "content": None, "tool_calls": calls}]

@@ -146,9 +146,7 @@ def test_a_mistake_loads_nothing(models: Callable[..., Models]) -> None:
     assert not asked
 
 
-def test_a_long_wait_begins_a_stream_with_comments(
-    models: Callable[..., Models], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_wait_begins_a_stream_with_comments(models: Callable[..., Models], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("api.models.COMMENTS", 0.06)
     world = models()
     world.enter("one", STARTING)
@@ -296,9 +294,7 @@ def test_metrics_say_whose_they_are(models: Callable[..., Models]) -> None:
     assert not any(model.tokenizer for model in world.api.served.values())
 
 
-def test_an_engine_that_does_not_answer_does_not_hold_up_metrics(
-    models: Callable[..., Models], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_that_does_not_answer_does_not_hold_up_metrics(models: Callable[..., Models], monkeypatch):
     monkeypatch.setattr("api.models.PATIENCE", 0.2)
     world = models()
     for name in NAMES:
@@ -587,9 +583,7 @@ def test_a_model_killed_in_its_sleep_is_loaded_anew(tmp_path: Path, alone: dict[
 
 
 @pytest.mark.full
-def test_the_sleeper_used_longest_ago_makes_room_in_the_hosts_memory(
-    tmp_path: Path, alone: dict[str, list[str]]
-) -> None:
+def test_the_sleeper_used_longest_ago_makes_room_in_the_hosts_memory(tmp_path: Path, alone: dict[str, list[str]]):
     with serve_three(tmp_path, *ONE_AWAKE) as server:
         for name in ("one", "two", "three"):
             assert answer_of(server, name) == alone[name][0]

@@ -204,18 +204,14 @@ def test_names_that_others_know_are_refused_by_name(
         (CHAT, "messages", [{"role": "user", "content": [{"type": "text", "text": "a", "x": 1}]}], "unknown_parameter"),
     ],
 )
-def test_unknown_names_within_a_field_are_400(
-    engine: ScriptedClient, route: str, name: str, value: Any, code: str
-) -> None:
+def test_unknown_names_within_a_field_are_400(engine: ScriptedClient, route: str, name: str, value: Any, code: str):
     error = refusal(post(client_of(engine), route, stream=True, **{name: value}))
     assert (error["param"], error["code"]) == (name, code)
     lenient = post(client_of(engine, allow_unknown_fields=True), route, stream=True, **{name: value})
     assert lenient.status_code == (200 if code == "unknown_parameter" else 400)
 
 
-def test_what_is_accepted_and_changes_nothing_is_named(
-    engine: ScriptedClient, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_is_accepted_and_changes_nothing_is_named(engine: ScriptedClient, caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.INFO)
     strict, lenient = client_of(engine), client_of(engine, allow_unknown_fields=True)
     options = {"include_usage": True, "a\r\nb": 1}
@@ -301,9 +297,7 @@ STRUCTURED = [  # what a request may say, and what it comes to
 
 
 @pytest.mark.parametrize("route", BODIES)
-def test_structured_outputs_reach_the_engine_whoever_asks(
-    http_client: FlaskClient, engine: ScriptedClient, route: str
-) -> None:
+def test_structured_outputs_reach_the_engine_whoever_asks(http_client: FlaskClient, engine: ScriptedClient, route: str):
     for fields, expected in STRUCTURED:
         assert post(http_client, route, **fields).status_code == 200, fields
         structure = engine.added.pop()[1].structured_outputs
@@ -314,9 +308,7 @@ def test_structured_outputs_reach_the_engine_whoever_asks(
 
 
 @pytest.mark.parametrize("route", BODIES)
-def test_only_one_field_may_say_what_the_answer_must_be(
-    http_client: FlaskClient, engine: ScriptedClient, route: str
-) -> None:
+def test_only_one_field_may_say_what_the_answer_must_be(http_client: FlaskClient, engine: ScriptedClient, route: str):
     both = {"guided_json": SCHEMA, "regex": "a", "response_format": {"type": "text"}}
     error = refusal(post(http_client, route, **both))
     assert error["param"] == "guided_json" and "guided_json and regex are both given" in error["message"]

@@ -315,9 +315,7 @@ def test_a_stop_string_ends_its_own_sample_only(http_client: FlaskClient, engine
     assert cut["usage"]["completion_tokens"] == taken + 8 < free["usage"]["completion_tokens"]
 
 
-def test_when_a_stop_string_ends_the_last_sample_the_request_is_over(
-    http_client: FlaskClient, engine: ScriptedClient
-) -> None:
+def test_when_a_stop_string_ends_the_last_sample_the_request_is_over(http_client: FlaskClient, engine: ScriptedClient):
     id = post(http_client, COMPLETIONS, n=3, max_tokens=12, stop="wör").json["id"]
     assert [index for _, index, _ in engine.aborted] == [2, 1, None] and not engine.open
     assert {(request_id, reason) for request_id, _, reason in engine.aborted} == {(f"{id}-0", "stop")}
@@ -347,9 +345,7 @@ def test_what_the_engine_refuses_is_400_before_the_first_byte(
 
 
 @pytest.mark.parametrize("failure", [EngineDeadError("the engine process has ended"), BROKEN])
-def test_an_error_after_the_first_byte_is_an_event(
-    http_client: FlaskClient, engine: ScriptedClient, failure: Any
-) -> None:
+def test_an_error_after_the_first_byte_is_an_event(http_client: FlaskClient, engine: ScriptedClient, failure: Any):
     engine.script = [told(TOKENIZER.encode("Hi")), failure]
     sent = events(post(http_client, COMPLETIONS, stream=True))
     assert sent[0]["choices"][0]["text"] == "Hi"
@@ -385,9 +381,7 @@ def test_a_dead_engine_is_503(http_client: FlaskClient, engine: ScriptedClient) 
         assert refusal(response, 503)["message"] == "the engine process has ended, says engine.py"
 
 
-def test_our_own_bugs_are_500_and_logged(
-    http_client: FlaskClient, engine: ScriptedClient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_our_own_bugs_are_500_and_logged(http_client: FlaskClient, engine: ScriptedClient, monkeypatch, caplog):
     def fail(*args: Any) -> None:
         raise RuntimeError("/secret/path")
 

@@ -242,9 +242,7 @@ def test_a_response_in_progress_is_known(http_client: FlaskClient, engine: Scrip
     refusal(http_client.get(f"{ASK}/{id}"), 404)  # its end did not bring it back
 
 
-def test_a_response_whose_client_has_gone_is_cancelled(
-    http_client: FlaskClient, engine: ScriptedClient, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_response_whose_client_has_gone_is_cancelled(http_client: FlaskClient, engine: ScriptedClient, caplog):
     """Nobody is told, it is no failure, and what had come is kept."""
     engine.script = [told(TOKENS[:3]), ClientGone()]
     begun, *_, last = typed_events(post(http_client, ASK, stream=True))

@@ -560,9 +560,7 @@ CALLS = {  # a call up to its arguments, a part of these, and the rest
         (TALK, ("end_turn", "stop_sequence", "max_tokens")),
     ],
 )  # fmt: skip
-def test_half_a_call_is_content(
-    served: Any, engine: ScriptedClient, parser: str, path: str, reasons: tuple[str, ...]
-) -> None:
+def test_half_a_call_is_content(served: Any, engine: ScriptedClient, parser: str, path: str, reasons: tuple[str, ...]):
     """Whatever cuts it. A stream has sent its first arguments by then, and its reason says that they are not whole."""
     http_client = served(PLAIN, tool_call_parser=parser, trust_request_chat_template=True)
     before, begun, rest = CALLS[parser]

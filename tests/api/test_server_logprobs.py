@@ -368,9 +368,7 @@ def test_tokens_go_out_with_their_text(http_client: FlaskClient) -> None:
     assert stopped["logprobs"]["text_offset"][4:] == [6, 7, 7, 7]
 
 
-def test_a_token_that_ends_an_answer_is_told_with_the_last_event(
-    http_client: FlaskClient, engine: ScriptedClient
-) -> None:
+def test_a_token_that_ends_an_answer_is_told_with_the_last_event(http_client: FlaskClient, engine: ScriptedClient):
     end = TOKENIZER.encode("<|end|>", add_special_tokens=False)
     engine.script = [told(IDS[:1]), told(end, "stop")]
     for i, output in enumerate(engine.script):

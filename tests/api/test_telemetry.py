@@ -199,9 +199,7 @@ def ask(port: int) -> int:
 
 
 @pytest.mark.full
-def test_a_server_sends_its_spans_before_it_ends(
-    tmp_path: Path, collector: Collector, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_sends_its_spans_before_it_ends(tmp_path: Path, collector: Collector, monkeypatch: pytest.MonkeyPatch):
     """Though the next batch is not due yet, and a connection is still open."""
     monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-token=abc")

@@ -289,9 +289,7 @@ def test_damaged_gguf_files_are_named(tmp_path: Path, unread: None, file: Path) 
 @pytest.mark.parametrize(
     ("kind", "places"), [("Q4_0", [0]), ("Q8_0", [0]), ("Q4_K", [0, 2]), ("Q5_K", [0, 2]), ("Q6_K", [208])]
 )
-def test_factors_of_blocks_that_are_no_numbers_are_named(
-    tmp_path: Path, file: Path, kind: str, places: list[int]
-) -> None:
+def test_factors_of_blocks_that_are_no_numbers_are_named(tmp_path: Path, file: Path, kind: str, places: list[int]):
     """The scale's, and that of what is subtracted."""
     whole = gguf_file(tmp_path, kind)
     made = made_folder(str(file))

@@ -557,9 +557,7 @@ EXPERTS = {"general.architecture": "qwen3moe", "qwen3moe.expert_count": 4}
     ],
     ids=["lists", "values", "experts", "unknown experts"],
 )  # fmt: skip
-def test_a_file_is_not_more_work_than_a_model(
-    tmp_path: Path, values: dict[str, Any], tensors: dict[str, Any], says: str
-):
+def test_a_file_is_not_more_work_than_a_model(tmp_path, values: dict[str, Any], tensors: dict[str, Any], says: str):
     (tmp_path / "x.gguf").write_bytes(of_bytes(values, {"token_embd.weight": (1, 1), **tensors} if tensors else {}))
 
     def read() -> None:

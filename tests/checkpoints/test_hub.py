@@ -118,9 +118,7 @@ def test_overrides_reach_the_process_that_downloads(hub: Hub) -> None:
 
 
 @pytest.mark.full
-def test_a_copy_in_the_cache_serves_without_the_hub(
-    hub: Hub, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
-) -> None:
+def test_a_copy_in_the_cache_serves_without_the_hub(hub: Hub, monkeypatch, capfd):
     config = find_model(EngineConfig("manta/demo"))
     find_model(EngineConfig("manta/sharded"), weights=False)
     capfd.readouterr()
@@ -221,9 +219,7 @@ pathlib.Path.open = full
 @pytest.mark.parametrize(
     ("number", "code"), [pytest.param(signal.SIGINT, 130, marks=pytest.mark.full), (signal.SIGKILL, -9)]
 )
-def test_a_download_ends_with_its_parent_and_leaves_no_part(
-    hub: Hub, tmp_path: Path, number: signal.Signals, code: int
-) -> None:
+def test_a_download_ends_with_its_parent_and_leaves_no_part(hub: Hub, tmp_path, number: signal.Signals, code: int):
     hub.holds = threading.Event()
     command = [sys.executable, "server.py", "--port", "0", "--model", "manta/demo"]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True)
@@ -308,9 +304,7 @@ def test_the_server_and_a_batch_take_an_id(hub: Hub, tmp_path: Path) -> None:
     assert hub.downloaded("manta/demo") == sorted(FILES)
 
 
-def test_a_gguf_file_of_the_hub_is_named_by_its_quantization(
-    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
-) -> None:
+def test_a_gguf_file_of_the_hub_is_named_by_its_quantization(hub: Hub, tmp_path, monkeypatch, capfd):
     """It alone is downloaded, with all its parts; and found in the cache, without the hub."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "made"))
     write_gguf(Path(DEMO), tmp_path / "x.gguf", lambda name: "BF16", lambda w, _: w.add_tokenizer_model("no_vocab"))

@@ -61,9 +61,7 @@ def test_what_does_not_fit_says_by_how_much() -> None:
         ("cuda", "torch sees no CUDA device"),
     ],
 )  # fmt: skip
-def test_damaged_files_are_found_before_others_make_room(
-    damage: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
-) -> None:
+def test_damaged_files_are_found_before_others_make_room(damage: str, words: str, tmp_path, monkeypatch, capfd):
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"):
         data = Path(DEMO, name).read_bytes()
         (tmp_path / name).write_bytes(data[:-9] if name == damage else data)

@@ -107,9 +107,7 @@ class Votes(Group):
         ({}, [1, 1, 0], "another rank cannot do it"),
     ],
 )
-def test_where_one_rank_cannot_nccl_sums_on_all(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, change: dict, others: list[int], says: str
-) -> None:
+def test_where_one_rank_cannot_nccl_sums_on_all(monkeypatch, caplog, change: dict, others: list[int], says: str):
     """Each rank has a vote before it does what others wait for: no kernel runs on one rank alone."""
     sums: list[int] = []
 

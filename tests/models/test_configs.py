@@ -566,9 +566,7 @@ def test_defaults_are_those_of_transformers(oracle: Any, files: dict[str, dict[s
 
 
 @pytest.mark.full
-def test_rope_scaling_beside_rope_parameters_is_read_as_by_transformers(
-    oracle: Any, files: dict[str, dict[str, Any]]
-) -> None:
+def test_rope_scaling_beside_rope_parameters_is_read_as_by_transformers(oracle: Any, files: dict[str, dict[str, Any]]):
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
     for name in ("llama-biases", "qwen3", "mistral", "olmo3", "gemma3", "granite", "glm", "qwen3-next", "deepseek-v3"):
         for scaling in (yarn, yarn | {"rope_theta": 777.0}, {"type": "linear", "factor": 2.0}):

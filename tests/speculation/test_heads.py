@@ -316,9 +316,7 @@ def test_tokens_are_those_without_drafts(
 
 
 @pytest.mark.full
-def test_workers_die_with_drafts_in_flight(
-    made: Make, plain: Callable[[str], list[RequestOutput]], forked: None
-) -> None:
+def test_workers_die_with_drafts_in_flight(made: Make, plain: Callable[[str], list[RequestOutput]], forked: None):
     llm = tiny(made("mtp"), "mtp", tensor_parallel_size=2, distributed_executor_backend="mp")
     killed = kill_with_drafts_in_flight(llm.core)
     assert_equal(every_way(llm), plain("mtp"))
@@ -355,9 +353,7 @@ class CalledAgain:
 
 
 @pytest.mark.parametrize("name", ["mtp", *(pytest.param(name, marks=pytest.mark.full) for name in HEADS[1:])])
-def test_drafts_are_made_by_graphs_where_the_step_has_none(
-    name: str, made: Make, record: Record, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_drafts_are_made_by_graphs_where_the_step_has_none(name: str, made: Make, record: Record, monkeypatch):
     """They are those without graphs, of rows that find their inputs where these lay when the graphs were captured."""
     drafts, large, draft = [], [], Drafter.draft
 
@@ -476,9 +472,7 @@ def test_drafts_after_a_sleep(name: str, backend: str, made: Make) -> None:
 
 
 @pytest.mark.parametrize("backend", ["cpu", pytest.param("reference", marks=pytest.mark.full)])
-def test_a_head_gets_new_weights_with_its_model(
-    backend: str, made: Make, other: oracle.Made, tmp_path: Path, record: Record
-) -> None:
+def test_a_head_gets_new_weights_with_its_model(backend: str, made: Make, other: oracle.Made, tmp_path, record: Record):
     llm = tiny(made("mtp"), "mtp", backend=backend)
     answers(llm, prompts=IDS[:2])
     llm.update_weights(str(other.folder))

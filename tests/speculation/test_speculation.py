@@ -265,9 +265,7 @@ def test_what_another_request_had_is_proposed(
         ({"delta": object()}, torch.float16, 15),
     ],
 )  # fmt: skip
-def test_drafts_that_the_kernels_do_not_take_are_refused(
-    changes: dict[str, Any], dtype: torch.dtype, most: int
-) -> None:
+def test_drafts_that_the_kernels_do_not_take_are_refused(changes: dict[str, Any], dtype: torch.dtype, most: int):
     kernels = pytest.importorskip("kernels")
     model = replace(ModelConfig.from_folder(DEMO), **changes)
     for count in (most, most + 1):
