@@ -162,10 +162,8 @@ def test_reasoning_tokens_are_those_between_the_markers(http_client: FlaskClient
         assert streamed(http_client, template, stream_options=counted)["usage"] == usage
     engine.says = "hm</think>a"  # a stream has sent it as content when its end comes
     assert talk(http_client, THINKS)["usage"]["completion_tokens_details"]["reasoning_tokens"] == len(thought)
-    assert (
-        streamed(http_client, THINKS, stream_options=counted)["usage"]["completion_tokens_details"]["reasoning_tokens"]
-        == 0
-    )
+    usage = streamed(http_client, THINKS, stream_options=counted)["usage"]
+    assert usage["completion_tokens_details"]["reasoning_tokens"] == 0
     assert "completion_tokens_details" not in talk(http_client)["usage"]
 
 
@@ -409,20 +407,14 @@ def test_calls_their_results_and_reasoning_reach_the_template(http_client: Flask
 
 
 def test_what_nobody_here_can_read_of_a_message_is_named(http_client: FlaskClient) -> None:
-    hidden, seal = (
-        [{"type": "reasoning.encrypted", "data": "x"}],
-        {"type": "thinking", "thinking": "", "signature": "x"},
-    )
-    for message in (
-        {"reasoning_details": hidden},
-        {"content": [{"type": "output_text", "text": "a", "annotations": []}, seal]},
+    hidden = [{"type": "reasoning.encrypted", "data": "x"}]
+    seal = {"type": "thinking", "thinking": "", "signature": "x"}
+    parts = [{"type": "output_text", "text": "a", "annotations": []}, seal]
+    for message, named in (
+        ({"reasoning_details": hidden}, "messages.reasoning_details"),
+        ({"content": parts}, "messages.annotations, messages.signature"),
     ):
         reply = post(http_client, CHAT, messages=[{"role": "assistant", "content": "a", **message}])
-        named = (
-            "messages.reasoning_details"
-            if "reasoning_details" in message
-            else "messages.annotations, messages.signature"
-        )
         assert (reply.status_code, reply.headers["X-Manta-Ignored"]) == (200, named)
 
 

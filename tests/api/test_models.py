@@ -71,9 +71,8 @@ class Models:
         entries = {name: ModelEntry(name, EngineConfig(DEMO, scheduling_policy="fcfs"), pin) for name in NAMES}
         board = ModelBoard()
         self.rows = dict(zip(NAMES, board.rows, strict=False))
-        parent = SimpleNamespace(
-            entries=entries, board=board, rows=self.rows, ends={name: (name, None) for name in NAMES}
-        )
+        ends = {name: (name, None) for name in NAMES}
+        parent = SimpleNamespace(entries=entries, board=board, rows=self.rows, ends=ends)
         options = ServerConfig(**config)
         self.api = ModelsApi(parent, options, {name: AdapterNames(options, NAMES) for name in NAMES})
         self.http = create_app(self.api).test_client()
@@ -287,10 +286,8 @@ def test_metrics_say_whose_they_are(models: Callable[..., Models]) -> None:
     assert "num_requests_running" not in world.http.get("/metrics").text
     for name in NAMES:
         world.enter(name, READY)
-    found = re.findall(
-        r'^manta_num_requests_running{engine="0",model_name="(\w+)"} 3.0$', world.http.get("/metrics").text, re.M
-    )
-    assert found == [*NAMES]
+    text = world.http.get("/metrics").text
+    assert re.findall(r'^manta_num_requests_running{engine="0",model_name="(\w+)"} 3.0$', text, re.M) == [*NAMES]
     assert not any(model.tokenizer for model in world.api.served.values())
 
 
@@ -593,14 +590,6 @@ def test_the_sleeper_used_longest_ago_makes_room_in_the_hosts_memory(tmp_path: P
 
 
 @pytest.mark.full
-def test_no_model_sleeps_where_the_hosts_memory_is_too_small(tmp_path: Path, alone: dict[str, list[str]]) -> None:
-    with serve_three(tmp_path, *ONE_AWAKE, "--models-host-memory", "0.3") as server:
-        for name in ("one", "two", "one"):
-            assert answer_of(server, name) == alone[name][0]
-        assert state_of(server, "two") == "unloaded" and times(server, "one", "is started") == 2
-
-
-@pytest.mark.full
 def test_whatever_is_killed_other_models_go_on(tmp_path: Path, alone: dict[str, list[str]]) -> None:
     """An engine, its worker, an API process, the process that plans: only their own requests notice."""
     with serve_three(tmp_path, "--api-server-count", "2", "--step-timeout", "2") as server:
@@ -621,9 +610,8 @@ def test_whatever_is_killed_other_models_go_on(tmp_path: Path, alone: dict[str, 
             assert answer_of(server, "one") == alone["one"][0] and answer_of(server, "two") == alone["two"][0]
         os.kill(api_of(server)[0], signal.SIGKILL)
         eventually(lambda: len(api_of(server)) == 2)
-        assert [answer_of(server, name) for name in ("three", "one", "two")] == [
-            alone[name][0] for name in ("three", "one", "two")
-        ]
+        for name in ("three", "one", "two"):
+            assert answer_of(server, name) == alone[name][0]
         assert server.post("/models/load", {"model": "three"})[0] == 200
 
 

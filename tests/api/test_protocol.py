@@ -53,17 +53,11 @@ BAD = {  # field: values that are refused on both generating routes; test_hostil
                    {str(i): 1 for i in range(1025)}],
     "min_tokens": [-1, 65, 2**31],
     "response_format": [
-        {},
-        {"type": "json"},
-        {"type": "text", "x": 1},
-        {"type": "json_schema"},
-        {"type": "json_object", "x": 1},
-        {"type": "json_schema", "json_schema": {"name": "a"}},
-        {"type": "json_schema", "json_schema": {"schema": "{}"}},
-        {"type": "json_schema", "json_schema": {"schema": {}, "strict": "yes"}},
-        {"type": "json_schema", "json_schema": {"schema": {}, "name": 5}},
-        {"type": "json_object", "schema": [1]},
-        {"type": "json_schema", "json_schema": {"schema": {}, "x": 1}},
+        {}, {"type": "json"}, {"type": "text", "x": 1}, {"type": "json_object", "x": 1},
+        {"type": "json_object", "schema": [1]}, {"type": "json_schema"},
+        *({"type": "json_schema", "json_schema": wrong} for wrong in (
+            {"name": "a"}, {"schema": "{}"}, {"schema": {}, "strict": "yes"}, {"schema": {}, "name": 5},
+            {"schema": {}, "x": 1})),
     ],
     "reasoning_effort": ["x" * 1025],
     "prediction": [{"type": "content", "content": "a"}],
@@ -76,16 +70,8 @@ BAD = {  # field: values that are refused on both generating routes; test_hostil
     "tools": [[{"type": "function"}]],
     "tool_choice": ["required", {"type": "function"}, 5],
     "structured_outputs": [
-        {},
-        {"regex": None},
-        {"regex": ""},
-        {"regex": "a", "grammar": "b"},
-        {"choice": []},
-        {"json": 5},
-        {"rgx": "a"},
-        {"regex": "a", "disable_any_whitespace": 1},
-        {"json_object": False},
-        {"json": {}, "whitespace_pattern": 5},
+        {}, {"regex": None}, {"regex": ""}, {"regex": "a", "grammar": "b"}, {"choice": []}, {"json": 5}, {"rgx": "a"},
+        {"regex": "a", "disable_any_whitespace": 1}, {"json_object": False}, {"json": {}, "whitespace_pattern": 5},
     ],
     "priority": [1, -1],
     "chat_template": ["{{ messages }}", "x" * 2**17],
@@ -411,9 +397,8 @@ def test_a_requests_own_chat_template_and_what_it_is_given(engine: ScriptedClien
             error = refusal(http_client.post(route, json=BODIES[CHAT] | choice | {"chat_template": source}))
             assert words in error["message"]
             assert error["param"] == ("chat_template" if "compile" in words else "messages")
-    assert (
-        refusal(post(http_client, CHAT, tools=fields["tools"], chat_template=SHOW))["code"] == "unsupported_parameter"
-    )
+    error = refusal(post(http_client, CHAT, tools=fields["tools"], chat_template=SHOW))
+    assert error["code"] == "unsupported_parameter"
 
 
 def test_a_requests_own_chat_template_needs_the_servers_trust(http_client: FlaskClient) -> None:

@@ -234,9 +234,8 @@ def ranked(tokens: list[tuple[int, float]]) -> list[EngineOutput | Exception]:
     for step in range(max(count for count, _ in tokens)):
         for i, (count, logprob) in enumerate(tokens):
             if step < count:
-                news.append(
-                    told([ids[i]], "length" if step == count - 1 else None, i, None, logprob * (step + 1) / count)
-                )
+                end = "length" if step == count - 1 else None
+                news.append(told([ids[i]], end, i, None, logprob * (step + 1) / count))
     news[-1].finished = True
     return news
 
@@ -336,10 +335,8 @@ def test_what_the_engine_refuses_is_400_before_the_first_byte(
     http_client: FlaskClient, engine: ScriptedClient, route: str, stream: bool
 ) -> None:
     engine.script = [told([], "error", error="larger than the KV pool, says '/home/me/manta/engine.py' at 1/2")]
-    assert (
-        refusal(post(http_client, route, stream=stream))["message"]
-        == "larger than the KV pool, says 'engine.py' at 1/2"
-    )
+    message = refusal(post(http_client, route, stream=stream))["message"]
+    assert message == "larger than the KV pool, says 'engine.py' at 1/2"
     engine.script = None
     assert post(http_client, route).status_code == 200
 
@@ -399,11 +396,8 @@ def test_a_full_queue_is_429(engine: ScriptedClient) -> None:
     for fields in ({"n": 3}, {"best_of": 3}, {"use_beam_search": True, "beam_width": 3}):
         message = refusal(post(http_client, COMPLETIONS, **fields), 429)["message"]
         assert "3" in message and "2 (max_queue)" in message
-    for fields in (
-        {"prompt": ["a", "b"]},
-        {"n": 2},
-        {"prompt": ["a", "b"]},
-    ):  # given back after answers, errors, streams
+    two = {"prompt": ["a", "b"]}
+    for fields in (two, {"n": 2}, two):  # given back after answers, errors, streams
         assert post(http_client, COMPLETIONS, **fields).status_code == 200
         events(post(http_client, COMPLETIONS, stream=True, **fields))
         engine.script = [told([], "error", error="no")]

@@ -189,9 +189,8 @@ def test_complaints_are_few(caplog: pytest.LogCaptureFixture) -> None:
 def ask(port: int) -> int:
     """The status of a request that keeps its connection open, as clients do."""
     connection = HTTPConnection("127.0.0.1", port, timeout=30)
-    connection.request(
-        "POST", COMPLETIONS, '{"prompt": "Once", "max_tokens": 4}', {"traceparent": f"00-{TRACE}-{PARENT}-01"}
-    )
+    parent = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
+    connection.request("POST", COMPLETIONS, '{"prompt": "Once", "max_tokens": 4}', parent)
     reply = connection.getresponse()
     reply.read()
     connection.close()
