@@ -57,12 +57,12 @@ class Server:
 
         return below(self.process.pid)
 
-    def client(self) -> Any:
+    def client(self, key: str = "none") -> Any:
         """An `openai.OpenAI`."""
         import openai  # here, because it takes a second
 
         url = f"http://127.0.0.1:{self.port}/v1"
-        self.clients.append(openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60))
+        self.clients.append(openai.OpenAI(base_url=url, api_key=key, max_retries=0, timeout=60))
         return self.clients[-1]
 
     def get(self, path: str) -> tuple[int, str]:

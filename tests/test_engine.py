@@ -287,10 +287,8 @@ def answers_of(output) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def logprob(llm):
     """Log-probability of an answer, from the model's logits of prompt and answer in one go, without the engine."""
-    config = EngineConfig(
-        DEMO, dtype="float32", device="cpu", block_size=64, max_num_seqs=1, num_gpu_blocks_override=16
-    )
-    worker = start_worker(config, llm.core.model_config)
+    options = {"dtype": "float32", "device": "cpu", "block_size": 64, "max_num_seqs": 1, "num_gpu_blocks_override": 16}
+    worker = start_worker(EngineConfig(DEMO, **options), llm.core.model_config)
     seen, forward = [], worker.model.forward
     worker.model.forward = lambda *args: seen.append(forward(*args)) or seen[-1]
 

@@ -57,34 +57,26 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """A hub, which this process and its children use, with a cache that is empty."""
     configs = {name: FILES[name] for name in CONFIGS}
     unknown = as_json(CONFIG | {"architectures": ["Nonesuch"]})
+    more = {name: b"{}" + b" " * i for i, name in enumerate([*JUNK, *SMALL])}
+    embedder = {
+        "modules.json": as_json([{"type": f"models.{kind}", "path": path} for kind, path in KINDS.items()]),
+        "1_Pooling/config.json": b'{"pooling_mode": "mean"}',
+        "2_Dense/config.json": as_json({"in_features": CONFIG["hidden_size"], "out_features": 8}),
+        "2_Dense/pytorch_model.bin": b"x", "2_Dense/README.md": b"y",
+    }  # fmt: skip
+    tiktoken = {"tiktoken.model": b"", "tokenizer_config.json": b'{"tokenizer_class": "HYTokenizer"}'}
+    modelopt = {"quant_method": "modelopt", **PACKED}
     made = Hub(
         {
             "manta/demo": Repo(FILES),
             "manta/gated": Repo(FILES, gated=True),
             "manta/private": Repo(FILES, private=True),
-            "manta/sharded": Repo(
-                configs | shards() | {name: b"{}" + b" " * i for i, name in enumerate([*JUNK, *SMALL])}
-            ),
+            "manta/sharded": Repo(configs | shards() | more),
             "manta/unknown": Repo(FILES | {"config.json": unknown}),
-            "manta/embedder": Repo(
-                FILES
-                | {
-                    "modules.json": as_json([{"type": f"models.{kind}", "path": path} for kind, path in KINDS.items()]),
-                    "1_Pooling/config.json": b'{"pooling_mode": "mean"}',
-                    "2_Dense/config.json": as_json({"in_features": CONFIG["hidden_size"], "out_features": 8}),
-                    "2_Dense/pytorch_model.bin": b"x",
-                    "2_Dense/README.md": b"y",
-                }
-            ),
-            "manta/tiktoken": Repo(
-                {name: FILES[name] for name in FILES if name != "tokenizer.json"}
-                | {"tiktoken.model": b"", "tokenizer_config.json": b'{"tokenizer_class": "HYTokenizer"}'}
-            ),
+            "manta/embedder": Repo(FILES | embedder),
+            "manta/tiktoken": Repo({name: FILES[name] for name in FILES if name != "tokenizer.json"} | tiktoken),
             "manta/packed": Repo(FILES | {"hf_quant_config.json": as_json({"quantization": PACKED})}),
-            "manta/modelopt": Repo(
-                FILES
-                | {"config.json": as_json(CONFIG | {"quantization_config": {"quant_method": "modelopt", **PACKED}})}
-            ),
+            "manta/modelopt": Repo(FILES | {"config.json": as_json(CONFIG | {"quantization_config": modelopt})}),
             "manta/bin": Repo(configs | {"pytorch_model.bin": b""}),
             "manta/huge": Repo(FILES, sizes={"model.safetensors": 10**18}),
         },

@@ -194,9 +194,8 @@ def test_a_head_of_experts_is_a_layer_of_its_family(name: str, shared: Path, rec
            "hnorm.weight": norms[1], "shared_head.norm.weight": norms[2], "embed_tokens.weight": torch.ones(3),
            "shared_head.head.weight": tensors["lm_head.weight"]}  # fmt: skip
     raw |= {"dtype": "float32"}
-    oracle.save(
-        tmp_path / "model", raw, tensors | {last + name: x.clone() for name, x in (head_tensors | layer).items()}
-    )
+    head_tensors = {last + name: x.clone() for name, x in (head_tensors | layer).items()}
+    oracle.save(tmp_path / "model", raw, tensors | head_tensors)
     single = {f"model.layers.0.{name}": x for name, x in layer.items()} | {"lm_head.weight": tensors["lm_head.weight"]}
     single |= {"model.embed_tokens.weight": embedding, "model.norm.weight": norms[2]}
     oracle.save(tmp_path / "single", raw | {"num_hidden_layers": 1, "first_k_dense_replace": 0}, single)
@@ -207,9 +206,8 @@ def test_a_head_of_experts_is_a_layer_of_its_family(name: str, shared: Path, rec
     params = SamplingParams(temperature=0, max_tokens=MOST, ignore_eos=True, logprobs=2)
     want = tiny(oracle.Made(tmp_path / "single", "", {}))
     same = 0
-    for (_, drafts), output in zip(
-        compared, answers(want, params, [prefix[1:] for prefix, _ in compared]), strict=True
-    ):
+    continued = answers(want, params, [prefix[1:] for prefix, _ in compared])
+    for (_, drafts), output in zip(compared, continued, strict=True):
         for draft, token, two in zip(drafts, output.outputs[0].token_ids, output.outputs[0].logprobs, strict=True):
             best, second, *_ = sorted((entry.logprob for entry in two.values()), reverse=True)
             if best - second <= 1e-3:
@@ -241,10 +239,8 @@ def test_what_comes_after_drafts_has_the_model_s_distribution(count: int, made: 
     """The second and the third token at temperature 1, against the exact probabilities of all pairs."""
     checkpoints, few = made("draft_model"), [0, 5, 11, 17, 22]
     llm = tiny(checkpoints, "draft_model", max_num_seqs=32)
-    params = [
-        SamplingParams(temperature=1, seed=i, max_tokens=4, ignore_eos=True, allowed_token_ids=few)
-        for i in range(count)
-    ]
+    asked: dict[str, Any] = {"temperature": 1, "max_tokens": 4, "ignore_eos": True, "allowed_token_ids": few}
+    params = [SamplingParams(seed=i, **asked) for i in range(count)]
     outputs = answers(llm, params, [IDS[2]] * count)
     drafted, taken = counted(llm)
     assert 0.05 * drafted < taken < 0.9 * drafted

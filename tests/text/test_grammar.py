@@ -143,11 +143,8 @@ def test_other_parameters_are_checked():
 def test_formats_that_are_kept_are_those_that_are_checked(grammars):
     others = ("binary", "path", "int32", "color", "regex", "iri", "date time")
     for name in (*FORMATS, *others):
-        schema = {
-            "type": "object",
-            "properties": {"format": {"type": "string", "format": name}},
-            "required": ["format"],
-        }
+        properties = {"format": {"type": "string", "format": name}}
+        schema = {"type": "object", "properties": properties, "required": ["format"]}
         assert (plain(schema) == schema) == (name in FORMATS)
         assert grammars.compile(StructuredOutputsParams(json=schema)).result()
         text = grammar_text(StructuredOutputsParams(json={"type": "string", "format": name}))
@@ -470,10 +467,9 @@ def test_an_end_comes_even_where_it_is_ignored(llm):
 def test_a_bad_grammar_is_refused_before_anything_runs(llm):
     with pytest.raises(ValueError, match="unclosed group"):
         llm.generate("To be", SamplingParams(structured_outputs={"regex": "("}), use_tqdm=False)
+    params = SamplingParams(allowed_token_ids=(900,), structured_outputs={"choice": ["yes"]})
     with pytest.raises(ValueError, match="leave no token"):
-        llm.generate(
-            "a", SamplingParams(allowed_token_ids=(900,), structured_outputs={"choice": ["yes"]}), use_tqdm=False
-        )
+        llm.generate("a", params, use_tqdm=False)
     assert not llm.core.has_work()
 
 
@@ -571,9 +567,8 @@ def test_an_answer_without_a_next_token_ends_with_an_error_once_and_no_token_of_
     assert sorted(ends) == [("fine", "length"), ("stuck", "error")]
     (why,) = {output.error for output in news if output.error}
     assert "leave no token" in why
-    assert {*(id for output in news if output.request_id == "stuck" for id in output.token_ids)} <= {
-        *stuck.allowed_token_ids
-    }
+    said = {id for output in news if output.request_id == "stuck" for id in output.token_ids}
+    assert said <= {*stuck.allowed_token_ids}
 
 
 def test_who_has_left_is_not_told_that_its_answer_cannot_go_on(llm, stuck):
