@@ -142,10 +142,8 @@ def test_texts_are_scored_in_pairs_or_one_against_all(make_llm):
 
 
 def test_a_text_is_a_conversation_whose_answer_may_fill_the_context(llm, monkeypatch):
-    prompts = [
-        llm.chat(talk, GREEDY, use_tqdm=False)[0].prompt_token_ids for talk in (QUESTION, QUESTION[0]["content"])
-    ]
-    assert prompts[0] == prompts[1]
+    text = llm.chat(QUESTION[0]["content"], GREEDY, use_tqdm=False)[0]
+    assert text.prompt_token_ids == llm.chat(QUESTION, GREEDY, use_tqdm=False)[0].prompt_token_ids
     monkeypatch.setattr(llm, "generate", lambda ids, params, *rest: params)
     assert llm.chat("Hi").max_tokens is None
     monkeypatch.setitem(llm.client.facts, "default_sampling", {"max_tokens": 5})

@@ -398,9 +398,8 @@ def test_who_does_not_ask_for_an_interim_reply_gets_none_and_who_does_one(server
 
 def test_no_reply_names_the_server(server: Server) -> None:
     long, tea = b"GET /" + b"x" * 100_000, b"GET /health HTTP/1.1\r\nHost: localhost\r\nExpect: tea\r\n\r\n"
-    good = [
-        (raw + b" HTTP/1.1\r\nHost: localhost\r\n\r\n", 0) for raw in (b"GET /health", b"GET /nope", b"DELETE /health")
-    ]
+    routes = b"GET /health", b"GET /nope", b"DELETE /health"
+    good = [(raw + b" HTTP/1.1\r\nHost: localhost\r\n\r\n", 0) for raw in routes]
     for raw, status in (*good, (long + b" HTTP/1.1\r\n\r\n", 414), (tea, 417), (b"nonsense\r\n\r\n", 400)):
         got, headers, rest = exchange(server, raw)
         assert "server" not in headers and b"gunicorn" not in rest and headers["x-request-id"]

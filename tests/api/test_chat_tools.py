@@ -113,11 +113,6 @@ def without_ids(choice: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture
-def engine() -> ScriptedClient:
-    return ScriptedClient()
-
-
-@pytest.fixture
 def http_client(engine: ScriptedClient) -> FlaskClient:
     return client_of(engine, ROOM, trust_request_chat_template=True)
 

@@ -262,9 +262,8 @@ def test_they_are_the_models_own(llm):
 
 
 def test_ranking_and_stop_strings_keep_them_with_their_tokens(llm):
-    params = replace(
-        ASKED, temperature=1.0, seed=5, n=2, best_of=4, max_tokens=20, stop=("a", "e", "o"), prompt_logprobs=None
-    )
+    asked = {"temperature": 1.0, "seed": 5, "n": 2, "best_of": 4, "max_tokens": 20, "stop": ("a", "e", "o")}
+    params = replace(ASKED, **asked, prompt_logprobs=None)
     (output,) = llm.generate("ROMEO:\nWhat light", params, use_tqdm=False)
     assert len(output.outputs) == 2 and output.prompt_logprobs is None
     for answer in output.outputs:

@@ -23,11 +23,6 @@ EDITOR = {"type": "text_editor_20250728", "name": "str_replace_based_edit_tool"}
 
 
 @pytest.fixture
-def engine() -> ScriptedClient:
-    return ScriptedClient()
-
-
-@pytest.fixture
 def http_client(engine: ScriptedClient) -> FlaskClient:
     return client_of(engine, FACTS | {"max_model_len": 1024})
 

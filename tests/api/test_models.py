@@ -488,10 +488,7 @@ def serve_three(folder: Path, *flags: str) -> Iterator[Server]:
         folder, "--models", str(folder / "models.toml"), *options, "--enable-control-routes", *flags
     ) as server:
         yield server
-        server.pids = [*{*server.pids, *server.family()}]
-        server.process.terminate()
-        server.process.wait(30)
-    server.assert_gone()
+        server.end()
 
 
 def answer_of(server: Server, name: str) -> str:
@@ -620,16 +617,10 @@ def test_nothing_is_left_of_a_server_that_is_killed(tmp_path: Path) -> None:
     (tmp_path / "models.toml").write_text(TABLE)
     flags = ("--models", str(tmp_path / "models.toml"), "--threads", "1", "--enforce-eager")
     with serving(tmp_path, *flags) as server:
-        server.pids = server.family()  # with the process that plans
-        server.process.kill()
-        server.process.wait(30)
-        server.assert_gone()
+        server.end(signal.SIGKILL)  # with the process that plans
     with serving(tmp_path, *flags) as server:
         answer_of(server, "one")
-        server.pids = [*{*server.pids, *server.family()}]
-        server.process.kill()
-        server.process.wait(30)
-        server.assert_gone()
+        server.end(signal.SIGKILL)
 
 
 @pytest.mark.full

@@ -165,10 +165,8 @@ def test_usage_in_streams(http_client: FlaskClient, route: str) -> None:
     assert [event["usage"] for event in sent] == [None] * (len(sent) - 1) + [whole]
     assert sent[-1]["choices"] == []
     options = {"include_usage": True, "continuous_usage_stats": True}
-    counts = [
-        event["usage"]["completion_tokens"]
-        for event in events(post(http_client, route, max_tokens=5, stream=True, stream_options=options))
-    ]
+    sent = events(post(http_client, route, max_tokens=5, stream=True, stream_options=options))
+    counts = [event["usage"]["completion_tokens"] for event in sent]
     assert counts == sorted(counts) and counts[-1] == 5
     nothing = {"include_usage": None, "include_obfuscation": False}
     for options in ({}, {"include_usage": False, "continuous_usage_stats": True}, nothing):

@@ -148,10 +148,8 @@ def test_who_asks_for_log_probabilities_is_told_where_they_are(served: Any, fiel
 
 READ = {"type": "function", "name": "read", "parameters": {"type": "object", "properties": {"x": {"type": "string"}}}}
 PATCH: dict[str, Any] = {"type": "custom", "name": "patch", "description": "Edits files."}
-SPACES = [
-    {"type": "namespace", "name": name, "description": "d", "tools": [READ | {"defer_loading": True}]}
-    for name in ("mcp__a__", "b")
-]
+SPACE = {"type": "namespace", "description": "d", "tools": [READ | {"defer_loading": True}]}
+SPACES = [SPACE | {"name": name} for name in ("mcp__a__", "b")]
 READ_OF_B = {"type": "function", "name": "read", "namespace": "b"}
 LARK = {"type": "grammar", "syntax": "lark", "definition": "start: /.+/"}
 SAID = 'é"\\\n\t</tool_call>日本𝄞'

@@ -493,9 +493,6 @@ def test_a_file_that_is_damaged_is_one_line(small: Path):
     ],
 )  # fmt: skip
 def test_what_manta_has_not_is_named(tmp_path: Path, more: Any, says: str):
-    plain = tmp_path / "plain"
-    write(plain, SHAPE | CONFIGS["qwen3"], {"model.embed_tokens.weight": torch.zeros(97, 256)})
-
     def change(writer: gguf.GGUFWriter, kind: str) -> None:
         no_vocabulary(writer, kind)
         for name in [name for name in writer.kv_data[0] if name in ("general.architecture", "tokenizer.ggml.model")]:
@@ -509,9 +506,8 @@ def test_what_manta_has_not_is_named(tmp_path: Path, more: Any, says: str):
             del writer.kv_data[0]["tokenizer.ggml.model"]
         more(writer)
 
-    write_gguf(plain, tmp_path / "x.gguf", more=change)
     with pytest.raises(ValueError, match=says) as caught:
-        ModelConfig.from_folder(made_folder(str(tmp_path / "x.gguf")))
+        ModelConfig.from_folder(str(tiny(tmp_path, change)))
     assert "\n" not in str(caught.value)
 
 
@@ -634,8 +630,5 @@ def test_yarn_s_own_factor_is_kept(tmp_path: Path):
         writer.add_rope_scaling_factor(4.0)
         writer.add_float32("qwen3.rope.scaling.yarn_attn_factor", 1.0)
 
-    plain = tmp_path / "plain"
-    write(plain, SHAPE | CONFIGS["qwen3"], {"model.embed_tokens.weight": torch.zeros(97, 256)})
-    write_gguf(plain, tmp_path / "x.gguf", more=more)
-    folder = made_folder(str(tmp_path / "x.gguf"))
-    assert json.loads(Path(folder, "config.json").read_text())["rope_parameters"]["attention_factor"] == 1.0
+    folder = tiny(tmp_path, more)
+    assert json.loads((folder / "config.json").read_text())["rope_parameters"]["attention_factor"] == 1.0

@@ -104,11 +104,9 @@ def random_ints(n: int, k: int, group: int, bits: int, middle: bool = False) -> 
     """Codes [N, K], zeros and scales [N, groups]."""
     count = -(-k // group)
     zeros = torch.randint(1, 2**bits, (n, count))
-    return (
-        torch.randint(0, 2**bits, (n, k)),
-        torch.full_like(zeros, 2 ** (bits - 1)) if middle else zeros,
-        (torch.rand(n, count) + 0.1).half(),
-    )
+    codes = torch.randint(0, 2**bits, (n, k))
+    zeros = torch.full_like(zeros, 2 ** (bits - 1)) if middle else zeros
+    return codes, zeros, (torch.rand(n, count) + 0.1).half()
 
 
 def formula(codes: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
@@ -256,10 +254,8 @@ def checkpoints(
             packed |= {saved.removesuffix("weight") + ending: tensor for ending, tensor in encoded.items()}
         else:
             packed[saved] = numbers[saved] = torch.randn(part.shape)
-    return (
-        write(tmp_path / "packed", raw | {"quantization_config": config}, packed, files=3),
-        write(tmp_path / "plain", raw, numbers),
-    )
+    folder = write(tmp_path / "packed", raw | {"quantization_config": config}, packed, files=3)
+    return folder, write(tmp_path / "plain", raw, numbers)
 
 
 CASES: dict[str, tuple[dict[str, Any], Callable[[int, int], Encoded]]] = {
@@ -351,11 +347,8 @@ def test_any_part_is_that_of_the_whole(data: st.DataObject) -> None:
     n, k = 8 * data.draw(st.integers(1, 3)), 32 * data.draw(st.integers(1, 3))
     config = GPTQ | {"bits": bits, "group_size": group, "desc_act": data.draw(st.booleans())}
     encoded, numbers = gptq(config)(n, k)
-    packed = unpack_gptq(
-        encoded["qweight"],
-        Format("gptq", bits, (1, group), False, 1),
-        *(encoded[name] for name in ("qzeros", "scales", "g_idx")),
-    )
+    beside = (encoded[name] for name in ("qzeros", "scales", "g_idx"))
+    packed = unpack_gptq(encoded["qweight"], Format("gptq", bits, (1, group), False, 1), *beside)
     if data.draw(st.booleans()):
         packed, numbers = packed.view((2, n // 2, k)), numbers.view(2, n // 2, k)
     elif data.draw(st.booleans()):

@@ -294,9 +294,8 @@ def test_a_start_on_a_gpu_names_what_triton_lacks_to_compile(configure, tmp_path
     if named is not None:
         monkeypatch.setenv("CC", named)
     if says is not None:
-        (tmp_path / "clang").write_text(
-            f"#!/bin/sh\necho '<stdin>:1:10: {says}' >&2\n[ ]\n" if says else "#!/bin/sh\n[ ]\n"
-        )
+        telling = f"echo '<stdin>:1:10: {says}' >&2\n" if says else ""
+        (tmp_path / "clang").write_text(f"#!/bin/sh\n{telling}[ ]\n")
         (tmp_path / "clang").chmod(0o755)
     monkeypatch.setattr(startup, "pick_device", lambda name: "cuda")
     monkeypatch.setattr(startup.Group, "connect", lambda *args: pytest.fail("it has begun"))

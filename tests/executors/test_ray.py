@@ -264,9 +264,7 @@ def test_streams_of_a_server_go_on_when_actors_and_a_node_are_lost(cluster, tmp_
         assert [reader.text for reader in readers] == [reader.text for reader in undisturbed]
         assert all(reader.ended and not reader.error for reader in readers)
         assert server.metric("num_worker_restarts_total") == 2
-        server.process.terminate()
-        assert server.process.wait(30) == 0
-        server.assert_gone()
+        assert server.end() == 0
     make_up_for(cluster, node)
     assert not pids()
 

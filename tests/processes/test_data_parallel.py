@@ -535,10 +535,7 @@ def test_two_engines_serve_and_one_survives_the_other(tmp_path: Path) -> None:
             assert not alive(coordinator)
         status, story = server.get("/explain/none")
         assert status == 404 and story
-        server.pids = server.family()
-        server.process.terminate()
-        assert server.process.wait(20) == 0
-        server.assert_gone()
+        assert server.end() == 0
 
 
 @pytest.mark.full

@@ -362,10 +362,7 @@ def test_engines_come_and_go_under_streams(tmp_path: Path) -> None:
         for (_, reader), other in zip(some, again, strict=True):  # none has anything twice
             other.join(60)
             assert other.text == reader.text
-        server.pids = server.family()
-        server.process.terminate()
-        assert server.process.wait(20) == 0
-        server.assert_gone()
+        assert server.end() == 0
 
 
 ASKED = {"prompt": "ROMEO:\n", "max_tokens": 12, "temperature": 0, "ignore_eos": True}

@@ -61,9 +61,7 @@ def test_kill_of_the_parent_leaves_nothing_and_its_port_is_free(tmp_path: Path) 
     with serving(tmp_path) as server:
         sock = server.connect("POST", "/v1/completions", LONG | {"stream": True})
         eventually(lambda: server.running() > 0)
-        server.process.kill()
-        server.process.wait()
-        server.assert_gone()
+        server.end(signal.SIGKILL)
         sock.close()
         with socket.socket() as again:
             again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -115,9 +115,8 @@ def test_the_best_class_does_not_wait_for_one_that_never_comes_back(mode):
 
 def test_a_slot_that_a_preemption_has_freed_goes_to_the_first_in_line():
     """One is preempted whose adapter nobody else has, while a step is planned."""
-    engine = Engine(
-        12, 40, max_loras=1, max_num_batched_tokens=64, scheduling_policy="priority", enable_prefix_caching=False
-    )
+    options = {"max_num_batched_tokens": 64, "scheduling_policy": "priority", "enable_prefix_caching": False}
+    engine = Engine(12, 40, max_loras=1, **options)
     engine.add("a", prompt(8), adapter=0, priority=5, max_tokens=30, ignore_eos=True)
     engine.step()
     engine.add("b", prompt(3), adapter=1, priority=5, max_tokens=2, ignore_eos=True)

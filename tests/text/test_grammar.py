@@ -260,9 +260,8 @@ def test_the_end_of_reasoning_that_was_begun_is_not_written_twice(constraint, to
 
 def test_own_lists_hold_beside_the_grammar(constraint, tokenizer):
     digits = [tokenizer.encode(str(n), False)[0] for n in range(10)]
-    c = constraint(
-        {"regex": r"\d{1,4}"}, allowed_token_ids=digits[:5], min_tokens=2, bad_word_ids=((digits[1], digits[2]),)
-    )
+    barred = ((digits[1], digits[2]),)
+    c = constraint({"regex": r"\d{1,4}"}, allowed_token_ids=digits[:5], min_tokens=2, bad_word_ids=barred)
     assert allowed(c) == set(digits[:5])
     c.advance([digits[1]])
     assert allowed(c) == set(digits[:5]) - {digits[2]}
@@ -418,11 +417,8 @@ def test_answers_are_the_same_whatever_happens(make_llm, undisturbed, fields):
 def test_samples_and_beams(llm):
     form = StructuredOutputsParams(regex="(yes|no|maybe), [ab]{3}")
     drawn = llm.generate("To be", SamplingParams(n=8, seed=1, max_tokens=30, structured_outputs=form), use_tqdm=False)
-    outputs = llm.generate(
-        "To be",
-        SamplingParams(n=4, use_beam_search=True, temperature=0, max_tokens=30, structured_outputs=form),
-        use_tqdm=False,
-    )
+    params = SamplingParams(n=4, use_beam_search=True, temperature=0, max_tokens=30, structured_outputs=form)
+    outputs = llm.generate("To be", params, use_tqdm=False)
     texts = [answer.text for out in (*drawn, *outputs) for answer in out.outputs]
     assert len(texts) == 12 and all(re.fullmatch(form.regex, text) for text in texts)
     assert len({answer.text for answer in drawn[0].outputs}) > 1

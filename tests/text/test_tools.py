@@ -261,10 +261,8 @@ def random_walk(parser, required, parallel, special, rng):
     At times the walk writes a text of the format's own, because nobody writes one by chance.
     """
     tokenizer = Bytes(special)
-    matcher = LLMatcher(
-        LLTokenizer(TokenizerWrapper(tokenizer)),
-        call_grammar(parser, WRITTEN_TOOLS, required, parallel, tokenizer.ids.get),
-    )
+    grammar = call_grammar(parser, WRITTEN_TOOLS, required, parallel, tokenizer.ids.get)
+    matcher = LLMatcher(LLTokenizer(TokenizerWrapper(tokenizer)), grammar)
     assert not matcher.get_error()
     syntax = [tokenizer.encode(before + text) for text in TOOL_PARSERS[parser].syntax for before in ("", "\n") if text]
     walked = []
@@ -413,9 +411,8 @@ def test_only_definitions_that_are_referred_to_are_written_and_equal_ones_once(p
     grammar = call_grammar(parser, tools, True, True, lambda text: None)
     assert grammar.count("DEFINED") == 1 and "UNUSED" not in grammar
     assert not LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(grammar))
-    tools = a_tool(
-        {f"p{i}": {"anyOf": [{"$ref": "#/$defs/c"}, {"const": [i]}]} for i in range(9)}, definitions={"d": 1}
-    )
+    properties = {f"p{i}": {"anyOf": [{"$ref": "#/$defs/c"}, {"const": [i]}]} for i in range(9)}
+    tools = a_tool(properties, definitions={"d": 1})
     tools[0]["function"]["parameters"]["$defs"] = definitions
     with pytest.raises(ValueError, match=r"definitions have \d{6} characters or more; at most 262144 are allowed"):
         call_grammar(parser, tools, True, True, lambda text: None)

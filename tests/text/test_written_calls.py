@@ -31,10 +31,8 @@ TYPES = {
     "text": {"type": "string"}, "path": {"type": "string"}, "items": {"type": "array"}, "opts": {"type": "object"},
     "n": {"type": "integer"}, "x": {"type": "number"}, "b": {"type": "boolean"}, "any": {},
 }  # fmt: skip
-TOOLS = [
-    {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": TYPES}}}
-    for name in ("write", "read")
-]
+SHAPE = {"type": "object", "properties": TYPES}
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": SHAPE}} for name in ("write", "read")]
 
 
 def read(pieces: list[str], parser: str) -> tuple[str, list[list[str]]]:
