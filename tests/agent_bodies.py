@@ -83,9 +83,8 @@ CLAUDE_SYSTEM: list[Json] = [
     {"type": "text", "text": BILLING}, {"type": "text", "text": "You are an agent in a terminal.", **CACHED},
     {"type": "text", "text": PROMPT, **CACHED},
 ]  # fmt: skip
-SAFEGUARDS = [
-    {"type": "dangerous_tool_use", "classifier_context": {"v": 1, "permission_mode": "auto", "rules": {"allow": []}}}
-]
+CONTEXT = {"v": 1, "permission_mode": "auto", "rules": {"allow": []}}
+SAFEGUARDS = [{"type": "dangerous_tool_use", "classifier_context": CONTEXT}]
 
 TITLE = {"type": "object", "properties": {"title": TEXT}, "required": ["title"], "additionalProperties": False}
 CLAUDE_FORMAT = {"type": "json_schema", "schema": TITLE}  # of the title that it gives a session

@@ -16,10 +16,7 @@ from playwright.sync_api import Browser, Page, Route, expect
 from served import Server, serving
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-MARKS = [
-    pytest.mark.full,
-    pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on the path"),
-]
+MARKS = [pytest.mark.full, pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on the path")]
 QUIET = [
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
     "--disable-background-networking", "--disable-component-update",

@@ -324,7 +324,16 @@ class Engine:
         self.answers[request_id] = {i: [] for i in range(request.params.n)}
         return request.seqs[0]
 
-    def step(self) -> StepPlan:
+    def serve(self, request_id: str, prompt: list[int], *args, **params) -> Sequence:
+        """Add a request, and run all to their ends."""
+        seq = self.add(request_id, prompt, *args, **params)
+        self.run()
+        return seq
+
+    def step(self, times: int = 1) -> StepPlan:
+        """So many steps; returns the last one's plan."""
+        for _ in range(times - 1):
+            self.step()
         waits = self.flying or self.scheduler.awaiting_masks or self.scheduler.space.has_moves()
         plan = self.scheduler.schedule()
         assert plan.rows or plan.new or waits or plan.disk_in, "a step with work to do runs something"

@@ -66,11 +66,16 @@ def write_gguf(
         data = random_blocks(weight.shape, told) if told.name.endswith("_K") else gguf.quantize(weight, told)
         numbers[name] = gguf.dequantize(data, told)
         writer.add_tensor(name, data, raw_dtype=told)
+    finish(writer)
+    return numbers
+
+
+def finish(writer: gguf.GGUFWriter) -> None:
+    """Write the file, whose metadata and tensors the writer knows."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return numbers
 
 
 def dequantized(raw: np.ndarray, kind: str) -> np.ndarray:

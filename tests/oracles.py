@@ -463,10 +463,8 @@ def drafted(vocab: int, width: int, rows: int | None = None) -> Drafted:
     guesses = torch.randint(0, min(vocab, 5), (4, width))[owner]  # few tokens, so that some come several times
     drafts = guesses.masked_fill(torch.arange(width) >= after[:, None], -1).int()
     drafts[slots < 0] = 2**31 - 1  # nobody may read these
-    fields, state = (
-        adjustments([7, 0, 7, 7], vocab, width + 1),
-        (columns(heats, top_ks, top_ps, min_ps), seeds, lengths),
-    )
+    fields = adjustments([7, 0, 7, 7], vocab, width + 1)
+    state = columns(heats, top_ks, top_ps, min_ps), seeds, lengths
     sampled = [x[owner] for x in fields]
     sampled[2] = sampled[2] + 2 * (drafts[:, :, None] == torch.arange(vocab)).sum(1, dtype=torch.int32)
     sampled[5] = sampled[5][torch.arange(len(slots)), after][:, None]

@@ -67,11 +67,8 @@ class ScriptedClient:
         id, params = request.request_id, request.params
         if request.pooling is not None:
             self.pooled.append((request.prompt_token_ids, request.pooling))
-            stream.put(
-                EngineOutput(
-                    id, [], "stop", finished=True, pooled=vector_of(request.prompt_token_ids), time_in_queue=0.0
-                )
-            )
+            vector = vector_of(request.prompt_token_ids)
+            stream.put(EngineOutput(id, [], "stop", finished=True, pooled=vector, time_in_queue=0.0))
             return stream
         self.added.append((request.prompt_token_ids, params, request.salt))
         self.clients.append(request.client)

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -57,12 +58,12 @@ class Server:
 
         return below(self.process.pid)
 
-    def client(self) -> Any:
+    def client(self, key: str = "none") -> Any:
         """An `openai.OpenAI`."""
         import openai  # here, because it takes a second
 
         url = f"http://127.0.0.1:{self.port}/v1"
-        self.clients.append(openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60))
+        self.clients.append(openai.OpenAI(base_url=url, api_key=key, max_retries=0, timeout=60))
         return self.clients[-1]
 
     def get(self, path: str) -> tuple[int, str]:
@@ -107,6 +108,14 @@ class Server:
         sock = socket.create_connection(("127.0.0.1", self.port), timeout=30)
         sock.sendall(head.encode() + b"\r\n\r\n" + payload)
         return sock
+
+    def end(self, number: int = signal.SIGTERM) -> int:
+        """Send it a signal; returns its exit code, once nothing of it is left."""
+        self.pids = [*{*self.pids, *self.family()}]
+        self.process.send_signal(number)
+        code = self.process.wait(30)
+        self.assert_gone()
+        return code
 
     def assert_gone(self, seconds: float = 15) -> None:
         """Nothing of it is left: no process, no shared memory, no file."""

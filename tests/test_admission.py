@@ -39,8 +39,7 @@ def test_preempted_requests_give_the_same_tokens(host, fields):
 def test_the_last_to_arrive_is_preempted_first_and_resumes_first():
     engine = Engine(num_blocks=8, max_model_len=32)
     requests = [engine.add(str(i), prompt(4, i), max_tokens=20, ignore_eos=True) for i in range(3)]
-    last = engine.add("late", prompt(4, 9), max_tokens=2, ignore_eos=True)
-    engine.run()
+    last = engine.serve("late", prompt(4, 9), max_tokens=2, ignore_eos=True)
     assert requests[0].num_preemptions == 0 < requests[2].num_preemptions
     assert len(last.tokens) == 6
 
@@ -114,8 +113,7 @@ def test_a_preempted_request_comes_back_before_later_ones(mode):
 def test_classic_order_runs_whole_prompts_first_and_alone():
     engine = Engine(enable_chunked_prefill=False, max_num_batched_tokens=64)
     engine.add("first", prompt(5), max_tokens=20, ignore_eos=True)
-    engine.step()
-    engine.step()
+    engine.step(2)
     engine.add("long", prompt(40, 2), max_tokens=20, ignore_eos=True)
     engine.add("short", prompt(3, 3), max_tokens=20, ignore_eos=True)
     engine.add("too much", prompt(30, 4), max_tokens=20, ignore_eos=True)
@@ -197,19 +195,16 @@ def test_samples_share_the_prompt_and_copy_the_block_they_go_on_in(caching):
 def test_one_token_of_each_sample_computes_the_prompt_once():
     """The first sample ends before the others begin; its request keeps the prompt's blocks for them."""
     engine = Engine(enable_prefix_caching=False, max_num_seqs=2)
-    engine.add("a", prompt(30), n=5, max_tokens=1, ignore_eos=True)
-    engine.run()
+    engine.serve("a", prompt(30), n=5, max_tokens=1, ignore_eos=True)
     assert engine.scheduler.counters["num_computed_tokens_total"] == 30 + 4
-    assert [tokens for tokens in engine.answers["a"].values()] == [
-        expected(prompt(30), 1, 64, seed=sample_seed(i)) for i in range(5)
-    ]
+    wanted = [expected(prompt(30), 1, 64, seed=sample_seed(i)) for i in range(5)]
+    assert [*engine.answers["a"].values()] == wanted
 
 
 def test_samples_enter_as_room_permits():
     """A request for more samples than there is room for runs them a few at a time."""
     engine = Engine(num_blocks=10, max_model_len=40, max_num_seqs=3)
-    engine.add("a", prompt(20), n=7, max_tokens=12, ignore_eos=True)
-    engine.run()
+    engine.serve("a", prompt(20), n=7, max_tokens=12, ignore_eos=True)
 
 
 @pytest.mark.parametrize("caching", [True, False], ids=["prefix cache", "no prefix cache"])
@@ -238,8 +233,7 @@ def test_auto_does_not_swap_what_others_have():
     for start, how in ((1, "recompute"), (5, "swap")):
         engine = Engine(64, 64, 64, swap_cost=3.0, scheduling_policy="priority", max_num_seqs=2)
         engine.add("first", prompt(20), max_tokens=30, ignore_eos=True)
-        engine.step()
-        engine.step()
+        engine.step(2)
         low = engine.add("low", prompt(20, start), priority=1, max_tokens=8, ignore_eos=True)
         while low.num_tokens < 22:
             engine.step()
@@ -313,11 +307,9 @@ def test_a_newcomer_waits_at_most_for_a_budget_and_a_request_of_each_client(othe
 def test_a_newcomer_takes_the_slot_of_who_has_most_of_them():
     engine = Engine(600, 128, max_num_seqs=16, max_num_batched_tokens=32, scheduling_policy="fair")
     engine.add("many", prompt(8), client="a", n=40, max_tokens=100, ignore_eos=True)
-    for _ in range(30):
-        engine.step()
+    engine.step(30)
     engine.add("few", prompt(4, 3), client="b", max_tokens=2, ignore_eos=True)
-    engine.step()
-    engine.step()
+    engine.step(2)
     assert engine.finished == ["few"] and engine.scheduler.counters["num_preemptions_total"] == 1
     engine.run()
     assert engine.scheduler.counters["num_preemptions_total"] == 1
@@ -401,12 +393,8 @@ def test_one_client_alone_is_served_as_by_arrival(seed):
     order = {}
     for policy in ("fcfs", "fair"):
         rng = random.Random(seed)
-        engine = Engine(
-            600,
-            scheduling_policy=policy,
-            max_num_seqs=rng.choice((4, 6, 8)),
-            max_num_batched_tokens=rng.choice((8, 16)),
-        )
+        slots, tokens = rng.choice((4, 6, 8)), rng.choice((8, 16))
+        engine = Engine(600, scheduling_policy=policy, max_num_seqs=slots, max_num_batched_tokens=tokens)
         for i in range(30):
             length, n = rng.randint(2, 9), rng.choice((1, 1, 2, 3, 4))
             engine.add(str(i), prompt(length, i), max_tokens=rng.randint(1, 50), n=n)
@@ -419,10 +407,8 @@ def test_one_client_alone_is_served_as_by_arrival(seed):
 def test_nobody_is_preempted_for_less_than_a_steps_tokens():
     engine = Engine(max_num_seqs=3, scheduling_policy="fair")  # 16 tokens a step
     engine.add("three", prompt(2), client="a", n=3, max_tokens=4, ignore_eos=True)
-    engine.step()
-    engine.step()
-    engine.add("one", prompt(2, 3), client="b", max_tokens=4, ignore_eos=True)
-    engine.run()
+    engine.step(2)
+    engine.serve("one", prompt(2, 3), client="b", max_tokens=4, ignore_eos=True)
     assert engine.scheduler.counters["num_preemptions_total"] == 0
 
 
@@ -509,12 +495,10 @@ def test_blocks_of_several_make_way_where_all_of_them_do(shared, policy):
     for name in ("a", "b", "c") if not shared else ("a",):
         engine.add(name, prompt(160), **low, **shared)
         engine.step()
-    for _ in range(4):
-        engine.step()
+    engine.step(4)
     assert engine.scheduler.blocks.num_free < 25
     engine.add("urgent", prompt(200, 3), priority=0, client="urgent", max_tokens=2, ignore_eos=True)
-    for _ in range(5):
-        engine.step()
+    engine.step(5)
     assert "urgent" in engine.finished and "a" not in engine.finished
     engine.run()
 
@@ -540,8 +524,7 @@ def test_nobody_makes_way_for_what_the_prefix_cache_has():
     engine.step()
     assert engine.scheduler.blocks.num_free < 10
     engine.add("same prompt", prompt(80), priority=1, max_tokens=2, ignore_eos=True)
-    for _ in range(2):
-        engine.step()
+    engine.step(2)
     assert "same prompt" in engine.finished and engine.scheduler.counters["num_preemptions_total"] == 0
 
 
@@ -551,12 +534,10 @@ def test_prompts_kept_for_samples_make_way_first():
                     max_num_batched_tokens=140)  # fmt: skip
     engine.add("high", prompt(8, 4), priority=0, max_tokens=40, ignore_eos=True)
     engine.add("samples", prompt(100), priority=9, n=4, max_tokens=4, ignore_eos=True)
-    for _ in range(2):
-        engine.step()
+    engine.step(2)
     assert engine.scheduler.admission.samples.holders
     engine.add("urgent", prompt(120, 3), priority=1, max_tokens=2, ignore_eos=True)
-    for _ in range(2):
-        engine.step()
+    engine.step(2)
     assert "urgent" in engine.finished and "samples" not in engine.finished
     engine.run()
 
@@ -565,8 +546,7 @@ def test_a_prompt_that_another_has_computed_has_its_share_of_a_step():
     """Under `fair` the first in line shares a step where it fits, and blocks that it shares take no room."""
     engine = Engine(num_blocks=56, max_model_len=130, scheduling_policy="fair")
     engine.add("first", prompt(80), client="a", max_tokens=30, ignore_eos=True)
-    for _ in range(6):
-        engine.step()
+    engine.step(6)
     engine.add("long", prompt(100, 3), client="b", max_tokens=2, ignore_eos=True)
     engine.step()
     engine.add("shares", [*prompt(80), 5, 6], client="c", max_tokens=2, ignore_eos=True)

@@ -54,10 +54,8 @@ def packed(name: str, numbers: torch.Tensor, kind: str) -> tuple[dict[str, torch
         scales = (scales / whole).to(torch.float8_e4m3fn)
     steps = scales.float() * whole
     codes = (groups[..., None] / steps[..., None, None] - table).abs().argmin(-1)
-    rounded, pairs = (
-        (table[codes] * steps[..., None]).flatten(1),
-        codes.to(torch.uint8).flatten(1).unflatten(1, (-1, 2)),
-    )
+    rounded = (table[codes] * steps[..., None]).flatten(1)
+    pairs = codes.to(torch.uint8).flatten(1).unflatten(1, (-1, 2))
     if kind == "fp4":
         stored = {"": pairs[..., 0] | pairs[..., 1] << 4, "_scale": scales, "_scale_2": whole}
     else:

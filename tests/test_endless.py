@@ -89,9 +89,8 @@ class Endless:
             adapter, rank = rng.randrange(self.slots, NUM_ADAPTERS), rng.randrange(CLASSES)
         ids, most = prompt(rng.randint(1, MOST_PROMPT), rng.randrange(9)), rng.randint(1, MOST_OUTPUT)
         self.asked[name] = ids, most, adapter
-        seq = self.engine.add(
-            name, ids, priority=rank, client=str(rank), adapter=adapter, max_tokens=most, ignore_eos=True
-        )
+        whose = {"priority": rank, "client": str(rank), "adapter": adapter}
+        seq = self.engine.add(name, ids, **whose, max_tokens=most, ignore_eos=True)
         self.expect(seq.group)
         for other in scheduler.requests.values():
             if self.policy == "priority" and other.seqs[0].key[0] > rank:

@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from config import DEMO, EngineConfig
-from device.startup import start_worker
+from config import DEMO
 from engine import LLM, SamplingParams
 from executor import WorkerError
 from integrity import check_integrity
 from observe.logs import start_log
 from outputs import Choices, Generation
-from plan import EngineCoreRequest, EngineOutput, NewRow, StepPlan
+from plan import EngineCoreRequest, EngineOutput
+from test_logprobs import forced
 
 GREEDY = SamplingParams(temperature=0, max_tokens=48)
 
@@ -30,8 +30,6 @@ def tokens(outputs) -> list[list[int]]:
 
 
 STORY = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
-
-
 FEW = {"num_gpu_blocks_override": 256, "block_size": 4, "schedule_conservativeness": 0.0}
 
 
@@ -214,10 +212,7 @@ def test_min_p_and_top_k_of_one_are_greedy(llm):
 
 def test_an_option_that_is_none_and_a_backend_that_is_not_there_are_refused(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    for fields, message in (
-        ({"nonsense": 1}, "nonsense; .*block_size"),
-        ({"backend": "triton"}, "TRITON_INT|no triton"),
-    ):
+    for fields, message in (({"nonsense": 1}, "nonsense; .*block_size"), ({"backend": "triton"}, "TRITON_I|no triton")):
         with pytest.raises(ValueError, match=message):
             LLM(DEMO, device="cpu", **fields)
 
@@ -262,14 +257,8 @@ def test_start_log_says_what_fits(llm):
     text = start_log(llm.core.facts, llm.core.executor.note())
     assert len(text.splitlines()) <= 6
     assert "  note      what may surprise\n" in start_log(llm.core.facts | {"notes": ["what may surprise"]}, "")
-    for fact in (
-        "Qwen3ForCausalLM",
-        "parameters, activations in float32",
-        "cpu, backend cpu",
-        "blocks of 64",
-        "full length of 1,024",
-    ):
-        assert fact in text
+    said = ["Qwen3ForCausalLM", "parameters, activations in float32", "cpu, backend cpu", "blocks of 64"]
+    assert all(fact in text for fact in [*said, "full length of 1,024"])
     assert list(llm.core.facts["startup"]) == ["imports", "weights", "KV pool", "warm-up"]
     assert all(f"{phase} {seconds:.2f} s" in text for phase, seconds in llm.core.facts["startup"].items())
 
@@ -287,19 +276,10 @@ def answers_of(output) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def logprob(llm):
-    """Log-probability of an answer, from the model's logits of prompt and answer in one go, without the engine."""
-    config = EngineConfig(
-        DEMO, dtype="float32", device="cpu", block_size=64, max_num_seqs=1, num_gpu_blocks_override=16
-    )
-    worker = start_worker(config, llm.core.model_config)
-    seen, forward = [], worker.model.forward
-    worker.model.forward = lambda *args: seen.append(forward(*args)) or seen[-1]
+    """Log-probability of an answer, from the model's logits of prompt and answer in one go, past the scheduler."""
 
     def total(prompt: str, answer: list[int]) -> float:
-        ids = llm.tokenizer.encode(prompt) + answer
-        row = NewRow(slot=0, token_ids=ids, blocks=[list(range(-(-len(ids) // 64)))])
-        worker.step(StepPlan(0, rows=[(0, len(ids))], new=[row]))
-        logprobs = worker.model.logits(seen.pop()).double().log_softmax(-1)[-len(answer) - 1 : -1]
+        logprobs = forced(llm, llm.tokenizer.encode(prompt) + answer)[-len(answer) - 1 : -1]
         return float(logprobs[torch.arange(len(answer)), answer].sum())
 
     return total
@@ -354,9 +334,8 @@ def test_beams_are_scored_by_the_model(llm, logprob, penalty):
 def test_a_beam_search_is_as_wide_as_n_and_may_be_too_wide(llm, make_llm):
     params = SamplingParams(use_beam_search=True, n=3, max_tokens=8)
     same = replace(params, beam_width=3)
-    assert answers_of(llm.generate("Enter", params, use_tqdm=False)[0]) == answers_of(
-        llm.generate("Enter", same, use_tqdm=False)[0]
-    )
+    beams = [llm.generate("Enter", asked, use_tqdm=False)[0] for asked in (params, same)]
+    assert answers_of(beams[0]) == answers_of(beams[1])
     narrow = make_llm(max_num_seqs=2)
     with pytest.raises(ValueError, match=r"beam_width is 3; it must be at most 2.*max_num_seqs"):
         narrow.generate(["Exit", "Enter"], [GREEDY, params], use_tqdm=False)

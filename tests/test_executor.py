@@ -97,9 +97,8 @@ def answers(llm):
 def test_the_same_tokens_from_a_worker_process(mp_llm, answers):
     assert tokens(mp_llm.generate(PROMPTS, MIXED, use_tqdm=False)) == answers
     assert mp_llm.core.metrics()["num_worker_restarts_total"] == 0
-    assert mp_llm.core.workers.collective_rpc("block_bytes") == [
-        mp_llm.core.facts["kv_bytes"] // mp_llm.core.facts["num_blocks"]
-    ]
+    facts = mp_llm.core.facts
+    assert mp_llm.core.workers.collective_rpc("block_bytes") == [facts["kv_bytes"] // facts["num_blocks"]]
 
 
 @pytest.mark.parametrize(

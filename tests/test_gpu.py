@@ -124,9 +124,8 @@ def test_cuda_gives_the_cpus_logprobs():
     assert cpu.token_ids == cuda.token_ids and list(cpu.logprobs) == list(cuda.logprobs) == [0, 2, 3]
     for i, ours in cuda.logprobs.items():
         assert ours.ids == cpu.logprobs[i].ids and (not ours.ids or ours.values[0] == ours.sampled)  # greedy
-        assert [ours.sampled, *ours.values] == pytest.approx(
-            [cpu.logprobs[i].sampled, *cpu.logprobs[i].values], abs=1e-3
-        )
+        theirs = cpu.logprobs[i]
+        assert [ours.sampled, *ours.values] == pytest.approx([theirs.sampled, *theirs.values], abs=1e-3)
     assert worker.host_pool.is_pinned() and facts["num_host_blocks"] > 0 and facts["swap_cost"] > 0
 
 

@@ -135,8 +135,7 @@ def test_random_traffic_keeps_the_books():
 
 def test_fully_cached_prompt_computes_its_last_token_only():
     engine = Engine()
-    engine.add("first", prompt(16), max_tokens=3, ignore_eos=True)
-    engine.run()
+    engine.serve("first", prompt(16), max_tokens=3, ignore_eos=True)
     request = engine.add("again", prompt(16), max_tokens=3, ignore_eos=True)
     plan = engine.step()
     assert request.group.num_cached == 15 and [count for _, count in plan.rows] == [1]
@@ -156,20 +155,17 @@ def test_fully_cached_prompt_in_use_copies_its_last_block():
 
 def test_stale_hash_after_reuse_is_not_found():
     engine = Engine(num_blocks=8, max_model_len=32)
-    engine.add("first", prompt(16), max_tokens=2, ignore_eos=True)
-    engine.run()
+    engine.serve("first", prompt(16), max_tokens=2, ignore_eos=True)
     engine.add("other", prompt(28, 9), max_tokens=2, ignore_eos=True)  # takes seven of the eight blocks
     engine.run()
-    again = engine.add("again", prompt(16), max_tokens=2, ignore_eos=True)
-    engine.run()
+    again = engine.serve("again", prompt(16), max_tokens=2, ignore_eos=True)
     assert again.group.num_cached < 15
 
 
 def test_prefix_caching_can_be_off():
     engine = Engine(enable_prefix_caching=False)
     for name in ("first", "again"):
-        engine.add(name, prompt(16), max_tokens=3)
-        engine.run()
+        engine.serve(name, prompt(16), max_tokens=3)
     assert engine.scheduler.reports.metrics()["prefix_cache_hits_total"] == 0
 
 
@@ -193,24 +189,21 @@ def test_prefixes_come_back_from_host_memory():
     """What the device overwrites is kept by the host, and fetched when it is asked for again."""
     engine = Engine(num_blocks=8, max_model_len=32, num_host_blocks=16, preemption_mode="recompute")
     for name, start in (("first", 1), ("other", 9), ("more", 17)):
-        engine.add(name, prompt(28, start), max_tokens=2, ignore_eos=True)
-        engine.run()
+        engine.serve(name, prompt(28, start), max_tokens=2, ignore_eos=True)
     again = engine.add("again", prompt(28), max_tokens=2, ignore_eos=True)
     plan = engine.step()
     assert again.group.num_cached == 27 and len(plan.swap_in) > 3
     engine.run()
     assert engine.scheduler.reports.metrics()["host_cache_hits_total"] > 0
     engine.scheduler.space.reset_prefix_cache()
-    forgotten = engine.add("forgotten", prompt(28), max_tokens=2, ignore_eos=True)
-    engine.run()
+    forgotten = engine.serve("forgotten", prompt(28), max_tokens=2, ignore_eos=True)
     assert forgotten.group.num_cached == 0
 
 
 def test_blocks_that_will_be_reused_next_are_copied_to_the_host_before_that():
     """A lone sequence grows over what another one has left. Each step may copy a few blocks that it does not write."""
     engine = Engine(num_blocks=40, max_model_len=150, num_host_blocks=64)
-    engine.add("first", prompt(120), max_tokens=1)
-    engine.run()
+    engine.serve("first", prompt(120), max_tokens=1)
     engine.add("other", prompt(20, 7), max_tokens=110, ignore_eos=True)
     begin, host = len(engine.plans), engine.scheduler.space.host
     engine.run()
@@ -218,8 +211,7 @@ def test_blocks_that_will_be_reused_next_are_copied_to_the_host_before_that():
     assert all(len(plan.swap_out) <= COPIES + sum(count for _, count in plan.rows) // 4 for plan in plans)
     assert sum(plan.num_beside for plan in plans) == sum(len(plan.swap_out) for plan in plans) > 20
     assert len(host.block_of) > 20
-    again = engine.add("again", prompt(120), max_tokens=2, ignore_eos=True)
-    engine.run()
+    again = engine.serve("again", prompt(120), max_tokens=2, ignore_eos=True)
     assert again.group.num_cached == 119
 
 
@@ -229,8 +221,7 @@ def test_nothing_is_copied_to_the_host_that_nobody_asks_for():
     prompts = [[rng.randrange(VOCAB) for _ in range(50)] for _ in range(12)]
     counts = []
     for i, ids in enumerate([*prompts, prompts[8], prompts[0]]):
-        engine.add(str(i), ids, max_tokens=2, ignore_eos=True)
-        engine.run()
+        engine.serve(str(i), ids, max_tokens=2, ignore_eos=True)
         counts.append(sum(len(plan.swap_out) for plan in engine.plans))
     assert counts[7] == counts[11] == 24 < counts[12]
     assert len(engine.scheduler.space.uncopied) <= 24
@@ -240,13 +231,11 @@ def test_swapped_blocks_can_be_found_by_others():
     engine = Engine(num_blocks=8, max_model_len=32, num_host_blocks=16, preemption_mode="swap",
                     scheduling_policy="priority")  # fmt: skip
     engine.add("low", prompt(20), priority=1, max_tokens=8, ignore_eos=True)
-    engine.step()
-    engine.step()
+    engine.step(2)
     engine.add("urgent", prompt(24, 9), priority=0, max_tokens=2, ignore_eos=True)
     engine.step()
     assert engine.scheduler.swapped
-    twin = engine.add("twin", prompt(20), priority=0, max_tokens=2, ignore_eos=True)
-    engine.run()
+    twin = engine.serve("twin", prompt(20), priority=0, max_tokens=2, ignore_eos=True)
     assert twin.group.num_cached == 19
 
 
@@ -254,8 +243,7 @@ def test_swapped_blocks_can_be_found_by_others():
 def test_blocks_that_a_window_has_passed_are_given_back(fields):
     engine = Engine(num_blocks=22, max_model_len=80, num_host_blocks=30, windows=(9,), **fields)
     seqs = [engine.add(str(i), prompt(20, i), n=1 + i % 2, max_tokens=50, ignore_eos=True) for i in range(8)]
-    for _ in range(12):
-        engine.step()
+    engine.step(12)
     for seq in engine.scheduler.running:
         assert sum(block >= 0 for block in seq.tables[0]) <= (9 + 4) // 4 + 1 or seq.num_computed < 20
     engine.run()
@@ -294,8 +282,7 @@ def test_preempted_while_its_swap_in_is_pending():
     engine = Engine(num_blocks=8, max_model_len=32, num_host_blocks=32, preemption_mode="swap",
                     scheduling_policy="priority")  # fmt: skip
     low = engine.add("low", prompt(20), priority=1, max_tokens=8, ignore_eos=True)
-    engine.step()
-    engine.step()
+    engine.step(2)
     for i in range(4):
         engine.add(str(i), prompt(20, 2 + i), priority=0, max_tokens=2, ignore_eos=True)
         while low.status is not Status.SWAPPED:
@@ -343,11 +330,9 @@ def interrupt(engine, wanted) -> None:
 
 def test_what_a_step_was_to_bring_back_is_not_found_where_it_never_came():
     engine = Engine(num_blocks=10, max_model_len=36, num_host_blocks=40)
-    engine.add("first", prompt(20), max_tokens=1)
-    engine.run()
+    engine.serve("first", prompt(20), max_tokens=1)
     for i in range(4):  # these push the first one's blocks out, to host memory
-        engine.add(str(i), prompt(24, 2 + i), max_tokens=1)
-        engine.run()
+        engine.serve(str(i), prompt(24, 2 + i), max_tokens=1)
     again = engine.add("again", prompt(20), max_tokens=6, ignore_eos=True)
     interrupt(engine, lambda plan: plan.swap_in)
     assert again.status is Status.WAITING
@@ -356,22 +341,19 @@ def test_what_a_step_was_to_bring_back_is_not_found_where_it_never_came():
 
 def test_what_a_step_was_to_keep_in_host_memory_is_not_found_there():
     engine = Engine(num_blocks=10, max_model_len=36, num_host_blocks=40)
-    engine.add("first", prompt(20), max_tokens=1)
-    engine.run()
+    engine.serve("first", prompt(20), max_tokens=1)
     engine.add("other", prompt(36 - 1, 3), max_tokens=1)
     interrupt(engine, lambda plan: plan.swap_out)
     assert not engine.scheduler.space.host.block_of
     engine.run()
-    engine.add("again", prompt(20), max_tokens=6, ignore_eos=True)
-    engine.run()
+    engine.serve("again", prompt(20), max_tokens=6, ignore_eos=True)
 
 
 def test_who_was_to_be_swapped_out_by_a_step_computes_its_tokens_again():
     engine = Engine(num_blocks=8, max_model_len=32, num_host_blocks=32, preemption_mode="swap",
                     scheduling_policy="priority")  # fmt: skip
     low = engine.add("low", prompt(20), priority=1, max_tokens=8, ignore_eos=True)
-    engine.step()
-    engine.step()
+    engine.step(2)
     engine.add("urgent", prompt(20, 2), priority=0, max_tokens=2, ignore_eos=True)
     interrupt(engine, lambda plan: low.status is Status.SWAPPED)
     assert low.status is Status.WAITING and engine.scheduler.space.host.num_free == 32

@@ -54,15 +54,7 @@ def test_prompts_of_another_salt_do_not_share_cached_prefixes(make_llm):
 
 
 @pytest.mark.parametrize(
-    "bad",
-    [
-        None,
-        [[5, True]],
-        [{"prompt_token_ids": "a"}],
-        {"prompt_token_ids": [2**31]},
-        [["a"]],
-        [[5], []],
-    ],
+    "bad", [None, [[5, True]], [{"prompt_token_ids": "a"}], {"prompt_token_ids": [2**31]}, [["a"]], [[5], []]]
 )
 def test_what_is_no_prompt_is_refused(llm, bad):
     with pytest.raises(ValueError, match="prompt"):
@@ -150,10 +142,8 @@ def test_texts_are_scored_in_pairs_or_one_against_all(make_llm):
 
 
 def test_a_text_is_a_conversation_whose_answer_may_fill_the_context(llm, monkeypatch):
-    prompts = [
-        llm.chat(talk, GREEDY, use_tqdm=False)[0].prompt_token_ids for talk in (QUESTION, QUESTION[0]["content"])
-    ]
-    assert prompts[0] == prompts[1]
+    text = llm.chat(QUESTION[0]["content"], GREEDY, use_tqdm=False)[0]
+    assert text.prompt_token_ids == llm.chat(QUESTION, GREEDY, use_tqdm=False)[0].prompt_token_ids
     monkeypatch.setattr(llm, "generate", lambda ids, params, *rest: params)
     assert llm.chat("Hi").max_tokens is None
     monkeypatch.setitem(llm.client.facts, "default_sampling", {"max_tokens": 5})
@@ -178,9 +168,8 @@ def test_the_options_show_to_editors_and_an_engine_takes_them_as_a_record(llm):
     assert inspect.signature(LLM) == inspect.signature(EngineConfig).replace(return_annotation=inspect.Signature.empty)
     made = LLM.from_engine_args(EngineArgs(DEMO, dtype="float32", device="cpu", max_num_seqs=4, block_size=16))
     assert made.config.max_num_seqs == 4 and made.core.facts["block_size"] == 16
-    assert tokens(made.generate("To be", GREEDY, use_tqdm=False)) == tokens(
-        llm.generate("To be", GREEDY, use_tqdm=False)
-    )
+    outputs = [each.generate("To be", GREEDY, use_tqdm=False) for each in (made, llm)]
+    assert tokens(outputs[0]) == tokens(outputs[1])
     with pytest.raises(TypeError, match="positional"):
         LLM(DEMO, "float32")
     with pytest.raises(TypeError, match="positional"):

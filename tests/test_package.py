@@ -132,9 +132,8 @@ def test_the_package_names_its_classes(installed: Path, elsewhere: Path) -> None
 @pytest.mark.long
 def test_type_checkers_see_the_package(installed: Path, elsewhere: Path) -> None:
     (elsewhere / "typed.py").write_text("from manta import LLM\n\nLLM('demo', max_num_seqs='3')\n")
-    done = run(
-        installed, elsewhere, "from mypy.main import main; main(clean_exit=True)", "typed.py", "--no-incremental"
-    )
+    code = "from mypy.main import main; main(clean_exit=True)"
+    done = run(installed, elsewhere, code, "typed.py", "--no-incremental")
     assert 'Argument "max_num_seqs" to "LLM" has incompatible type "str"; expected "int"' in done.stdout, done
 
 

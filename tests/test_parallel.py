@@ -72,9 +72,8 @@ def checkpoints(tmp_path_factory) -> Path:
 
 def make_worker(folder: Path, rank: int = 0, rendezvous: str = "", **fields) -> Worker:
     options = {"dtype": "float32", "device": "cpu", "block_size": BLOCK_SIZE, "max_num_seqs": 8, "swap_space": 0.01}
-    return start_worker(
-        EngineConfig(str(folder), **options | fields), ModelConfig.from_folder(str(folder)), rank, rendezvous
-    )
+    config = EngineConfig(str(folder), **options | fields)
+    return start_worker(config, ModelConfig.from_folder(str(folder)), rank, rendezvous)
 
 
 def answers(worker: Worker) -> dict:

@@ -327,9 +327,7 @@ def test_a_stage_lets_go_of_what_the_next_one_has(forked: None, make_llm: Callab
     llm.core.close()
 
 
-def test_requests_of_one_token_leave_nothing_on_the_way(
-    make_llm: Callable[..., LLM], answers: list[list[list[int]]]
-) -> None:
+def test_requests_of_one_token_leave_nothing_on_the_way(make_llm: Callable[..., LLM], answers: list[list[list[int]]]):
     """No later step of theirs takes what the last stage has sampled, which would wait for that."""
     llm = make_llm(threads=1, pipeline_parallel_size=2, step_timeout=20.0)
     one = SamplingParams(temperature=0, max_tokens=1)

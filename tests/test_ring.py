@@ -68,11 +68,7 @@ def send(count: int, readers: int, slow: bool) -> list[bytes]:
 
 @pytest.mark.parametrize(
     ("readers", "count"),
-    [
-        pytest.param(1, 5000, marks=pytest.mark.full),
-        (2, 5000),
-        pytest.param(4, 20_000, marks=pytest.mark.long),
-    ],
+    [pytest.param(1, 5000, marks=pytest.mark.full), (2, 5000), pytest.param(4, 20_000, marks=pytest.mark.long)],
 )
 def test_nothing_is_lost_torn_or_reordered(readers, count):
     assert send(count, readers, slow=True) == [b"all right"] * readers

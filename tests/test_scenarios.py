@@ -11,16 +11,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from fake_worker import (
-    NUM_ADAPTERS,
-    NUM_MOVES,
-    Engine,
-    adapted_seed,
-    expected,
-    prompt,
-    salt_of,
-    sample_seed,
-)
+from fake_worker import NUM_ADAPTERS, NUM_MOVES, Engine, adapted_seed, expected, prompt, salt_of, sample_seed
 from integrity import check_integrity, disk_tables
 from models.kv_layout import most_blocks
 from plan import StepPlan

@@ -68,15 +68,13 @@ def test_request_larger_than_the_pool_is_refused():
     engine = Engine(num_blocks=8, max_model_len=64)
     with pytest.raises(ValueError, match=r"may grow to 54 tokens, 14 KV blocks of 4; the whole pool has 8"):
         engine.add("a", prompt(4), max_tokens=50)
-    engine.add("b", prompt(4), max_tokens=29)  # 33 tokens, of which the last is never computed: 8 blocks
-    engine.run()
+    engine.serve("b", prompt(4), max_tokens=29)  # 33 tokens, of which the last is never computed: 8 blocks
     assert "b" in engine.reasons
 
 
 def test_prompt_exactly_at_the_limit():
     engine = Engine(num_blocks=16, max_model_len=64)
-    engine.add("a", prompt(63), max_tokens=10)
-    engine.run()
+    engine.serve("a", prompt(63), max_tokens=10)
     assert len(engine.outputs["a"]) == 1
 
 
@@ -124,8 +122,7 @@ def test_a_sample_can_be_aborted_alone():
     engine = Engine()
     engine.add("a", prompt(14), n=3, max_tokens=10, ignore_eos=True)
     engine.scheduler.abort("a", 0)  # the one that the others wait for
-    engine.step()
-    engine.step()
+    engine.step(2)
     engine.scheduler.abort("a", 1)
     engine.run()
     assert engine.finished == ["a"] and len(engine.answers["a"][2]) == 10 > len(engine.answers["a"][1])
@@ -134,8 +131,7 @@ def test_a_sample_can_be_aborted_alone():
 
 def test_log_probabilities_are_added_up():
     engine = Engine()
-    engine.add("a", prompt(9), n=3, logprobs=0, max_tokens=6, ignore_eos=True)
-    engine.run()
+    engine.serve("a", prompt(9), n=3, logprobs=0, max_tokens=6, ignore_eos=True)
     for index, tokens in engine.answers["a"].items():
         ids = prompt(9) + tokens
         wanted = sum(next_logprobs(ids[:i])[ids[i]] for i in range(9, len(ids)))
@@ -147,13 +143,11 @@ def test_beam_search_finds_the_same_beams_however_it_is_scheduled(width):
     wanted = expected_beams(prompt(9), 14, 40, width, width)
     for fields in ({}, {"num_blocks": 12 + 2 * width}, {"enable_prefix_caching": False}):
         for mode in ("recompute", "swap", "auto"):
-            engine = Engine(
-                **{"num_blocks": 64, "max_model_len": 40, "num_host_blocks": 40, "preemption_mode": mode} | fields
-            )
+            options = {"num_blocks": 64, "max_model_len": 40, "num_host_blocks": 40, "preemption_mode": mode}
+            engine = Engine(**options | fields)
             engine.add("first", prompt(6, 3), max_tokens=24, ignore_eos=True)
             engine.add("a", prompt(9), n=width, use_beam_search=True, max_tokens=14)
-            engine.add("b", prompt(9), n=1, beam_width=width, use_beam_search=True, max_tokens=14)
-            engine.run()
+            engine.serve("b", prompt(9), n=1, beam_width=width, use_beam_search=True, max_tokens=14)
             assert list(engine.answers["a"].values()) == wanted
             assert engine.answers["b"][0] == wanted[0]
             assert engine.scheduler.blocks.num_free == engine.scheduler.blocks.num_blocks
@@ -192,8 +186,7 @@ def test_an_aborted_search_leaves_nothing_behind():
     engine = Engine()
     for steps in range(12):
         engine.add("a", prompt(30), n=4, use_beam_search=True, max_tokens=20, ignore_eos=True)
-        for _ in range(steps):
-            engine.step()
+        engine.step(steps)
         assert engine.scheduler.reports.explain("a")["finished"] is False
         engine.searches.abort("a")
         while engine.flying or engine.scheduler.has_work():
@@ -220,13 +213,11 @@ def test_a_decode_step_looks_at_who_needs_it(depth):
     """Between two blocks a plan has the rows of the one before, as an object, and nothing else; so have its news."""
     engine = Engine(depth=depth, max_num_batched_tokens=64)
     seqs = [engine.add(str(i), prompt(6, i), max_tokens=40, ignore_eos=True) for i in range(5)]
-    for _ in range(10):
-        engine.step()
+    engine.step(10)
     looked, first = [], len(engine.plans)
     look = engine.scheduler.lanes.all[0].decodes.expect
     engine.scheduler.lanes.all[0].decodes.expect = lambda seq: looked.append((engine.scheduler.step, seq)) or look(seq)
-    for _ in range(8):
-        engine.step()
+    engine.step(8)
     plans = engine.plans[first:]
     grown = [plan for plan in plans if plan.new_blocks]
     assert len(grown) == 2 and all(len(plan.new_blocks) == 5 for plan in grown)
@@ -263,8 +254,7 @@ def test_what_a_step_in_flight_samples_is_sampled_again_after_a_preemption():
         engine = Engine(num_blocks=16, max_model_len=48, depth=2, **fields)
         for i in range(8):
             engine.add(str(i), prompt(6 + i, i), max_tokens=30, ignore_eos=True)
-        engine.add("beams", prompt(6, 9), use_beam_search=True, n=2, max_tokens=8, beam_width=2)
-        engine.run()
+        engine.serve("beams", prompt(6, 9), use_beam_search=True, n=2, max_tokens=8, beam_width=2)
         assert engine.scheduler.reports.metrics()["num_preemptions_total"] > 5
 
 
@@ -311,8 +301,7 @@ def test_no_more_are_preempted_than_make_room():
     engine = Engine(num_blocks=8, max_model_len=32, max_num_batched_tokens=32)
     first = engine.add("first", prompt(12), max_tokens=3, ignore_eos=True)
     second, last = (engine.add(name, prompt(length, length), max_tokens=2) for name, length in (("b", 14), ("c", 2)))
-    engine.step()
-    engine.step()
+    engine.step(2)
     assert (first.num_preemptions, second.num_preemptions, last.num_preemptions) == (0, 0, 1)
     engine.run()
 
@@ -348,10 +337,8 @@ def test_a_request_has_begun_once_a_part_of_an_answer_is_computed():
 def test_long_lists_of_tokens_travel_as_bits():
     """Each sample has them: as numbers, the list of a whole vocabulary of 152,000 would take 700 KB for each."""
     engine = Engine()
-    engine.add(
-        "a", prompt(5), n=8, max_tokens=2, ignore_eos=True, allowed_token_ids=[*range(50)], stop_token_ids=[3, 40]
-    )
-    engine.run()
+    lists = {"allowed_token_ids": [*range(50)], "stop_token_ids": [3, 40]}
+    engine.serve("a", prompt(5), n=8, max_tokens=2, ignore_eos=True, **lists)
     rows = [row for plan in engine.plans for row in plan.new]
     assert len(rows) >= 8
     assert all(row.allowed == {0: 2**32 - 1, 1: 2**18 - 1} and row.stops == {0: 1 << 3, 1: 1 << 8} for row in rows)
@@ -474,6 +461,5 @@ def test_explain_forgets_the_oldest(monkeypatch):
     monkeypatch.setattr("scheduling.reports.MAX_REPORTS", 2)
     engine = Engine()
     for i in range(3):
-        engine.add(str(i), [1], max_tokens=1)
-        engine.run()
+        engine.serve(str(i), [1], max_tokens=1)
     assert [engine.scheduler.reports.explain(str(i)) is None for i in range(3)] == [True, False, False]

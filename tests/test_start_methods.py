@@ -226,9 +226,8 @@ def test_what_comes_of_a_request_that_has_ended_is_left_out(llm, monkeypatch):
     monkeypatch.setattr(llm.client, "get_output", lambda stream: outputs.pop() if outputs else get_output(stream))
     answers = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     assert not outputs
-    assert [output.outputs for output in answers] == [
-        output.outputs for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)
-    ]
+    again = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert [output.outputs for output in answers] == [output.outputs for output in again]
 
 
 @pytest.mark.parametrize(

@@ -67,8 +67,7 @@ def test_worker_processes_are_refused_on_windows(monkeypatch, options: dict[str,
 
 
 def test_the_server_says_that_it_is_not_for_windows() -> None:
-    done = run(
-        "import sys; sys.platform = 'win32'; sys.modules['fcntl'] = None; sys.argv = ['server.py']; import server"
-    )
+    windows = "sys.platform = 'win32'; sys.modules['fcntl'] = None"
+    done = run(f"import sys; {windows}; sys.argv = ['server.py']; import server")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("server.py: error: Windows has no fork; ") and done.stderr.count("\n") == 1

@@ -587,10 +587,8 @@ def test_the_last_phase_of_a_trace_has_happened_once_a_step_is_done(make, monkey
     monkeypatch.setattr(torch.cuda, "Event", Event)
     worker.device, worker.clock = "cuda", object()
     launched = worker.launch(StepPlan(0, rows=[(0, 2)], new=[row(0, [1, 2])]))
-    assert (
-        recorded == [event for _, _, event in launched.phases.marks] + [launched.done]
-        and launched.phases.marks[-1][0] == ""
-    )
+    marks = launched.phases.marks
+    assert recorded == [event for _, _, event in marks] + [launched.done] and marks[-1][0] == ""
 
 
 def test_what_is_copied_beside_a_step_lies_between_the_steps_around_it(make, monkeypatch):

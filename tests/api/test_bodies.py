@@ -161,9 +161,7 @@ def test_others_are_served_between_the_parts_of_a_body(monkeypatch: pytest.Monke
     assert len(fields["prompt"]) == 20 and len(pauses) > 2 * len(body) // JSON_PART
 
 
-def test_a_long_text_is_tokenized_in_another_thread(
-    http_client: FlaskClient, engine: ScriptedClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_text_is_tokenized_in_another_thread(http_client: FlaskClient, engine: ScriptedClient, monkeypatch):
     threads: dict[bool, list[int]] = {False: [], True: []}  # by whether the text is long
     encode = TOKENIZER.encode
 
@@ -251,9 +249,7 @@ def test_bodies_in_flight_are_capped_across_processes(engine: ScriptedClient, bo
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_body_counts_until_it_is_a_request(
-    engine: ScriptedClient, board: Board, monkeypatch: pytest.MonkeyPatch, stream: bool
-) -> None:
+def test_a_body_counts_until_it_is_a_request(engine: ScriptedClient, board: Board, monkeypatch, stream: bool):
     seen: list[int] = []
     monkeypatch.setattr(
         serving_routes, "read_fields", lambda *args: seen.append(sum(board.bytes)) or read_fields(*args)

@@ -113,11 +113,6 @@ def without_ids(choice: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture
-def engine() -> ScriptedClient:
-    return ScriptedClient()
-
-
-@pytest.fixture
 def http_client(engine: ScriptedClient) -> FlaskClient:
     return client_of(engine, ROOM, trust_request_chat_template=True)
 
@@ -162,16 +157,12 @@ def test_reasoning_tokens_are_those_between_the_markers(http_client: FlaskClient
         assert streamed(http_client, template, stream_options=counted)["usage"] == usage
     engine.says = "hm</think>a"  # a stream has sent it as content when its end comes
     assert talk(http_client, THINKS)["usage"]["completion_tokens_details"]["reasoning_tokens"] == len(thought)
-    assert (
-        streamed(http_client, THINKS, stream_options=counted)["usage"]["completion_tokens_details"]["reasoning_tokens"]
-        == 0
-    )
+    usage = streamed(http_client, THINKS, stream_options=counted)["usage"]
+    assert usage["completion_tokens_details"]["reasoning_tokens"] == 0
     assert "completion_tokens_details" not in talk(http_client)["usage"]
 
 
-def test_reasoning_is_hidden_or_left_in_the_content_where_asked(
-    http_client: FlaskClient, engine: ScriptedClient
-) -> None:
+def test_reasoning_is_hidden_or_left_in_the_content_where_asked(http_client: FlaskClient, engine: ScriptedClient):
     thought, final = "<|channel|>analysis<|message|>hm<|end|>", "<|start|>assistant<|channel|>final<|message|>Hello"
     harmony, kept = {"template": "<|channel|>analysis", "tools": None}, {"reasoning_format": "none"}
     command, plan = {"template": "<|START_THINKING|>", "tools": None}, "<|START_THINKING|>hm<|END_THINKING|>"
@@ -411,26 +402,18 @@ def test_calls_their_results_and_reasoning_reach_the_template(http_client: Flask
 
 
 def test_what_nobody_here_can_read_of_a_message_is_named(http_client: FlaskClient) -> None:
-    hidden, seal = (
-        [{"type": "reasoning.encrypted", "data": "x"}],
-        {"type": "thinking", "thinking": "", "signature": "x"},
-    )
-    for message in (
-        {"reasoning_details": hidden},
-        {"content": [{"type": "output_text", "text": "a", "annotations": []}, seal]},
+    hidden = [{"type": "reasoning.encrypted", "data": "x"}]
+    seal = {"type": "thinking", "thinking": "", "signature": "x"}
+    parts = [{"type": "output_text", "text": "a", "annotations": []}, seal]
+    for message, named in (
+        ({"reasoning_details": hidden}, "messages.reasoning_details"),
+        ({"content": parts}, "messages.annotations, messages.signature"),
     ):
         reply = post(http_client, CHAT, messages=[{"role": "assistant", "content": "a", **message}])
-        named = (
-            "messages.reasoning_details"
-            if "reasoning_details" in message
-            else "messages.annotations, messages.signature"
-        )
         assert (reply.status_code, reply.headers["X-Manta-Ignored"]) == (200, named)
 
 
-def test_an_answer_goes_on_within_the_reasoning_of_the_last_message(
-    http_client: FlaskClient, engine: ScriptedClient
-) -> None:
+def test_an_answer_goes_on_within_the_reasoning_of_the_last_message(http_client: FlaskClient, engine: ScriptedClient):
     template = (
         "{% for m in messages %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{{ m.content }}<|end|>{% endfor %}"
     )
@@ -445,9 +428,7 @@ def test_an_answer_goes_on_within_the_reasoning_of_the_last_message(
         assert TOKENIZER.decode(engine.added.pop()[0]) == prompt
 
 
-def test_arguments_that_are_no_json_stay_what_the_model_has_written(
-    http_client: FlaskClient, engine: ScriptedClient
-) -> None:
+def test_arguments_that_are_no_json_stay_what_the_model_has_written(http_client: FlaskClient, engine: ScriptedClient):
     for written in ('{"x": ', "[" * 100_000):
         calls = [{"id": "call_5", "type": "function", "function": {"name": "add", "arguments": written}}]
         messages = [{"role": "assistant", "content": None, "tool_calls": calls}]

@@ -257,6 +257,11 @@ def complete(server: Server, **more: Any) -> dict[str, Any]:
     return json.loads(text)
 
 
+def stream_of(server: Server, max_tokens: int = 900) -> Any:
+    fields: dict[str, Any] = {"model": "demo", "prompt": "ROMEO:\n", "extra_body": {"ignore_eos": True}}
+    return server.client().completions.create(max_tokens=max_tokens, stream=True, **fields)
+
+
 @pytest.mark.full
 def test_a_server_profiles(server: Server, folder: Path) -> None:
     assert server.post("/start_profile", {})[0] == 200
@@ -299,12 +304,7 @@ def test_a_server_sleeps_and_takes_other_weights(server: Server, tmp_path: Path)
 
 
 def test_a_server_aborts_requests(server: Server) -> None:
-    streams = [
-        server.client().completions.create(
-            model="demo", prompt="ROMEO:\n", max_tokens=900, stream=True, extra_body={"ignore_eos": True}
-        )
-        for _ in range(3)
-    ]
+    streams = [stream_of(server) for _ in range(3)]
     first = next(streams[0]).id
     for ids, number in (["cmpl-none"], 0), ([first], 1), ([], 2):
         assert json.loads(server.post("/abort_requests", {"request_ids": ids})[1]) == {"num_aborted": number}
@@ -316,16 +316,7 @@ def test_a_server_aborts_requests(server: Server) -> None:
 
 @pytest.mark.full
 def test_a_server_lets_streams_end_before_it_sleeps_or_says_that_it_ends_them(server: Server) -> None:
-    client = server.client()
-
-    def stream(max_tokens: int) -> Any:
-        opened = client.completions.create(
-            model="demo", prompt="ROMEO:\n", max_tokens=max_tokens, stream=True, extra_body={"ignore_eos": True}
-        )
-        next(opened)
-        return opened
-
-    long = stream(900)
+    next(long := stream_of(server))
     status, text = server.post("/sleep?timeout=0", {})
     assert status == 503 and "1 requests have not ended in 0 s" in text
     assert json.loads(server.get("/is_sleeping")[1]) == {"is_sleeping": False} and next(long)
@@ -333,7 +324,7 @@ def test_a_server_lets_streams_end_before_it_sleeps_or_says_that_it_ends_them(se
     with pytest.raises(Exception, match="the engine was put to sleep"):
         list(long)
     server.post("/wake_up", {})
-    short = stream(200)
+    next(short := stream_of(server, 200))
     assert server.post("/sleep", {})[0] == 200
     assert [*short][-1].choices[0].finish_reason == "length"
     server.post("/wake_up", {})

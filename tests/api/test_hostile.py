@@ -116,8 +116,7 @@ LIKE_CHAT = ("completions", "responses")  # most of whose fields are those of a 
 
 
 @pytest.mark.parametrize(
-    "face",
-    [pytest.param(face, marks=[pytest.mark.full] * (face.name in LIKE_CHAT), id=face.name) for face in FACES],
+    "face", [pytest.param(face, marks=[pytest.mark.full] * (face.name in LIKE_CHAT), id=face.name) for face in FACES]
 )
 def test_wrong_types_and_extremes_in_every_field(apps: Apps, face: Face) -> None:
     """A wrong type is a 400 that names the field. An extreme of the right type may be none, but then it works."""
@@ -335,9 +334,8 @@ def test_hostile_paths(http_client: FlaskClient, path: str) -> None:
     check_refused(response, path)
     assert "X-A" not in response.headers
     for id in ("\0", "x" * 4000):  # in the query
-        check_refused(
-            http_client.get("/v1/responses/a/input_items", query_string={"after": id, "order": id}), path, [404]
-        )
+        query = {"after": id, "order": id}
+        check_refused(http_client.get("/v1/responses/a/input_items", query_string=query), path, [404])
     assert http_client.get("/v1/models").status_code == 200
 
 

@@ -14,16 +14,7 @@ from api.http import Refusals
 from api.options import ServerConfig
 from api.routes import Api
 from processes.child import Board
-from scripted import (
-    BODIES,
-    CHAT,
-    COMPLETIONS,
-    FACTS,
-    TOKENIZER,
-    ScriptedClient,
-    client_of,
-    refusal,
-)
+from scripted import BODIES, CHAT, COMPLETIONS, FACTS, TOKENIZER, ScriptedClient, client_of, refusal
 from server import create_app
 
 

@@ -181,8 +181,7 @@ def test_nothing_is_noted_while_nobody_asks() -> None:
     engine.step()
     assert len(engine.look(before)["steps"]) == 1
     engine.now += LINGER + 0.1
-    for _ in range(3):
-        engine.step()
+    engine.step(3)
     assert not engine.recorder.recording and not engine.recorder.flying
     assert len(engine.look(before)["steps"]) == 1
     engine.step()
@@ -355,8 +354,7 @@ def test_a_key_sees_the_ids_of_its_own_requests_alone(watching: Any) -> None:
         for _ in range(2):
             engine.ticks.release()
             (seen,), (other,) = next(mine)["engines"], next(theirs)["engines"]
-            for _ in range(3):
-                engine.engines[0].step()
+            engine.engines[0].step(3)
         for part, name in (("requests", "runs"), ("finished", "ends")):
             assert [row["id"] for row in seen[part]] == [f"{name}-one", None]
             assert [row["id"] for row in other[part]] == [None, f"{name}-two"]
@@ -427,8 +425,7 @@ def test_a_successor_of_the_engine_tells_what_it_has_done_itself(watching: Any) 
         for _ in range(2):
             engine.ticks.release()
             (seen,) = next(stream)["engines"]
-            for _ in range(steps):
-                engine.engines[0].step()
+            engine.engines[0].step(steps)
         engine.engines = (second,)
     assert len(seen["steps"]) == 3
 

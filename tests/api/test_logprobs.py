@@ -62,8 +62,7 @@ def test_the_cache_is_not_read_for_what_must_be_scored_but_is_written():
     engine = Engine(num_blocks=64)
     ids = prompt(24)
     for name, wanted in (("first", {"prompt_logprobs": 0}), ("second", {"prompt_logprobs": 0}), ("third", {})):
-        engine.add(name, ids, max_tokens=2, ignore_eos=True, **wanted)
-        engine.run()
+        engine.serve(name, ids, max_tokens=2, ignore_eos=True, **wanted)
         report = engine.scheduler.reports.explain(name)
         assert report["cached_tokens"] == (23 if name == "third" else 0)
         notes = [stay.get("prefix_cache") for stay in report["answers"][0]["stays"] if stay["state"] == "running"]
@@ -75,15 +74,13 @@ def test_the_cache_is_not_read_for_what_must_be_scored_but_is_written():
 def test_what_was_sent_is_not_sent_again_after_a_step_is_lost(lost):
     engine, ids = Engine(num_host_blocks=8, max_num_batched_tokens=8), prompt(40)
     engine.add("a", ids, max_tokens=8, ignore_eos=True, prompt_logprobs=2, logprobs=1)
-    for _ in range(3):
-        engine.step()
+    engine.step(3)
     assert len(engine.scores["a"]) == 24
     engine.lose(lost)
     before = engine.scheduler.counters["num_computed_tokens_total"]
     engine.step()
     assert engine.scheduler.counters["num_computed_tokens_total"] == before + 8
-    for _ in range(6):
-        engine.step()
+    engine.step(6)
     engine.lose(lost)
     engine.run()
     assert engine.scores["a"] == scores_of(ids, 2)
@@ -95,10 +92,8 @@ def test_a_preempted_prompt_goes_on_where_its_scores_end():
     """Of what was scored the cache is read again, although it was not at first."""
     engine, ids = Engine(scheduling_policy="priority", max_num_seqs=1, max_num_batched_tokens=8), prompt(40)
     engine.add("a", ids, max_tokens=4, ignore_eos=True, prompt_logprobs=0, priority=1)
-    for _ in range(3):
-        engine.step()
-    engine.add("b", prompt(20, 9), max_tokens=4, ignore_eos=True)
-    engine.run()
+    engine.step(3)
+    engine.serve("b", prompt(20, 9), max_tokens=4, ignore_eos=True)
     assert engine.scheduler.reports.metrics()["num_preemptions_total"] == 1
     assert engine.scores["a"] == scores_of(ids, 0)
     (answer,) = engine.scheduler.reports.explain("a")["answers"]
@@ -110,8 +105,7 @@ def test_a_preempted_prompt_goes_on_where_its_scores_end():
 def test_a_request_is_aborted_amid_its_scores(index):
     engine, ids = Engine(depth=2, max_num_batched_tokens=8), prompt(40)
     engine.add("a", ids, n=3, max_tokens=4, ignore_eos=True, prompt_logprobs=1)
-    for _ in range(3):
-        engine.step()
+    engine.step(3)
     assert 0 < (sent := len(engine.scores["a"])) < 39
     engine.scheduler.abort("a", index)
     engine.run()
@@ -124,8 +118,7 @@ def test_a_request_is_aborted_amid_its_scores(index):
 
 def test_samples_share_a_prompt_that_is_scored_once():
     engine, ids = Engine(max_num_batched_tokens=16), prompt(30)
-    engine.add("a", ids, n=4, max_tokens=6, ignore_eos=True, prompt_logprobs=3, logprobs=2)
-    engine.run()
+    engine.serve("a", ids, n=4, max_tokens=6, ignore_eos=True, prompt_logprobs=3, logprobs=2)
     assert engine.scores["a"] == scores_of(ids, 3)
     assert engine.scheduler.counters["num_computed_tokens_total"] < 30 + 4 * 7 + 3
     for index in range(4):
@@ -138,8 +131,7 @@ def test_no_tokens_of_output_may_be_asked_for(length):
     """Even where the prompt fills the context, and though the token that is dropped may be the end of sequence."""
     for start in range(4):
         engine, ids = Engine(num_blocks=17, max_model_len=64), prompt(length, start)
-        engine.add("a", ids, n=2, max_tokens=0, prompt_logprobs=2, logprobs=1)
-        engine.run()
+        engine.serve("a", ids, n=2, max_tokens=0, prompt_logprobs=2, logprobs=1)
         assert engine.scores["a"] == scores_of(ids, 2) and engine.reasons == {"a": "length"}
         assert engine.answers["a"] == {0: [], 1: []} and not engine.token_logprobs["a", 0]
         report, counters = engine.scheduler.reports.explain("a"), engine.scheduler.counters
@@ -170,8 +162,7 @@ def test_rows_that_want_none_decode_in_the_batch():
     engine = Engine()
     engine.add("a", prompt(9), max_tokens=20, ignore_eos=True, prompt_logprobs=0)
     engine.add("b", prompt(9), max_tokens=20, ignore_eos=True, logprobs=0)
-    for _ in range(4):
-        engine.step()
+    engine.step(4)
     assert [seq.name for seq in engine.scheduler.lanes.all[0].decodes.current.seqs] == ["a"]
     engine.run()
 

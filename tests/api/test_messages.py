@@ -23,11 +23,6 @@ EDITOR = {"type": "text_editor_20250728", "name": "str_replace_based_edit_tool"}
 
 
 @pytest.fixture
-def engine() -> ScriptedClient:
-    return ScriptedClient()
-
-
-@pytest.fixture
 def http_client(engine: ScriptedClient) -> FlaskClient:
     return client_of(engine, FACTS | {"max_model_len": 1024})
 
@@ -144,9 +139,8 @@ def test_what_changes_nothing_is_accepted_and_named(http_client: FlaskClient, en
         ({"type": "adaptive", **binding}, {"thinking.block_binding"}),
     ):  # fmt: skip
         assert ignored(http_client, thinking=thinking) == named
-    answer = http_client.post(
-        f"{TALK}?beta=true", json={"messages": HI, "max_tokens": 9}, headers={"anthropic-beta": "a"}
-    )
+    body = {"messages": HI, "max_tokens": 9}
+    answer = http_client.post(f"{TALK}?beta=true", json=body, headers={"anthropic-beta": "a"})
     assert answer.json["content"] == plain and len({str(params) for _, params, _ in engine.added}) == 1
 
 

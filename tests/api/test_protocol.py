@@ -22,18 +22,7 @@ from api.structure import FORMS
 from config import DEMO
 from processes.child import Board
 from sampling_params import SamplingParams, StructuredOutputsParams
-from scripted import (
-    BODIES,
-    CHAT,
-    COMPLETIONS,
-    FACTS,
-    MISSING,
-    TOKENIZER,
-    ScriptedClient,
-    client_of,
-    post,
-    refusal,
-)
+from scripted import BODIES, CHAT, COMPLETIONS, FACTS, MISSING, TOKENIZER, ScriptedClient, client_of, post, refusal
 from server import create_app
 from text.messages import ITEM_FORMS
 from tokenizer import Tokenizer
@@ -64,17 +53,11 @@ BAD = {  # field: values that are refused on both generating routes; test_hostil
                    {str(i): 1 for i in range(1025)}],
     "min_tokens": [-1, 65, 2**31],
     "response_format": [
-        {},
-        {"type": "json"},
-        {"type": "text", "x": 1},
-        {"type": "json_schema"},
-        {"type": "json_object", "x": 1},
-        {"type": "json_schema", "json_schema": {"name": "a"}},
-        {"type": "json_schema", "json_schema": {"schema": "{}"}},
-        {"type": "json_schema", "json_schema": {"schema": {}, "strict": "yes"}},
-        {"type": "json_schema", "json_schema": {"schema": {}, "name": 5}},
-        {"type": "json_object", "schema": [1]},
-        {"type": "json_schema", "json_schema": {"schema": {}, "x": 1}},
+        {}, {"type": "json"}, {"type": "text", "x": 1}, {"type": "json_object", "x": 1},
+        {"type": "json_object", "schema": [1]}, {"type": "json_schema"},
+        *({"type": "json_schema", "json_schema": wrong} for wrong in (
+            {"name": "a"}, {"schema": "{}"}, {"schema": {}, "strict": "yes"}, {"schema": {}, "name": 5},
+            {"schema": {}, "x": 1})),
     ],
     "reasoning_effort": ["x" * 1025],
     "prediction": [{"type": "content", "content": "a"}],
@@ -87,16 +70,8 @@ BAD = {  # field: values that are refused on both generating routes; test_hostil
     "tools": [[{"type": "function"}]],
     "tool_choice": ["required", {"type": "function"}, 5],
     "structured_outputs": [
-        {},
-        {"regex": None},
-        {"regex": ""},
-        {"regex": "a", "grammar": "b"},
-        {"choice": []},
-        {"json": 5},
-        {"rgx": "a"},
-        {"regex": "a", "disable_any_whitespace": 1},
-        {"json_object": False},
-        {"json": {}, "whitespace_pattern": 5},
+        {}, {"regex": None}, {"regex": ""}, {"regex": "a", "grammar": "b"}, {"choice": []}, {"json": 5}, {"rgx": "a"},
+        {"regex": "a", "disable_any_whitespace": 1}, {"json_object": False}, {"json": {}, "whitespace_pattern": 5},
     ],
     "priority": [1, -1],
     "chat_template": ["{{ messages }}", "x" * 2**17],
@@ -214,18 +189,14 @@ def test_names_that_others_know_are_refused_by_name(
         (CHAT, "messages", [{"role": "user", "content": [{"type": "text", "text": "a", "x": 1}]}], "unknown_parameter"),
     ],
 )
-def test_unknown_names_within_a_field_are_400(
-    engine: ScriptedClient, route: str, name: str, value: Any, code: str
-) -> None:
+def test_unknown_names_within_a_field_are_400(engine: ScriptedClient, route: str, name: str, value: Any, code: str):
     error = refusal(post(client_of(engine), route, stream=True, **{name: value}))
     assert (error["param"], error["code"]) == (name, code)
     lenient = post(client_of(engine, allow_unknown_fields=True), route, stream=True, **{name: value})
     assert lenient.status_code == (200 if code == "unknown_parameter" else 400)
 
 
-def test_what_is_accepted_and_changes_nothing_is_named(
-    engine: ScriptedClient, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_is_accepted_and_changes_nothing_is_named(engine: ScriptedClient, caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.INFO)
     strict, lenient = client_of(engine), client_of(engine, allow_unknown_fields=True)
     options = {"include_usage": True, "a\r\nb": 1}
@@ -311,9 +282,7 @@ STRUCTURED = [  # what a request may say, and what it comes to
 
 
 @pytest.mark.parametrize("route", BODIES)
-def test_structured_outputs_reach_the_engine_whoever_asks(
-    http_client: FlaskClient, engine: ScriptedClient, route: str
-) -> None:
+def test_structured_outputs_reach_the_engine_whoever_asks(http_client: FlaskClient, engine: ScriptedClient, route: str):
     for fields, expected in STRUCTURED:
         assert post(http_client, route, **fields).status_code == 200, fields
         structure = engine.added.pop()[1].structured_outputs
@@ -324,9 +293,7 @@ def test_structured_outputs_reach_the_engine_whoever_asks(
 
 
 @pytest.mark.parametrize("route", BODIES)
-def test_only_one_field_may_say_what_the_answer_must_be(
-    http_client: FlaskClient, engine: ScriptedClient, route: str
-) -> None:
+def test_only_one_field_may_say_what_the_answer_must_be(http_client: FlaskClient, engine: ScriptedClient, route: str):
     both = {"guided_json": SCHEMA, "regex": "a", "response_format": {"type": "text"}}
     error = refusal(post(http_client, route, **both))
     assert error["param"] == "guided_json" and "guided_json and regex are both given" in error["message"]
@@ -429,9 +396,8 @@ def test_a_requests_own_chat_template_and_what_it_is_given(engine: ScriptedClien
             error = refusal(http_client.post(route, json=BODIES[CHAT] | choice | {"chat_template": source}))
             assert words in error["message"]
             assert error["param"] == ("chat_template" if "compile" in words else "messages")
-    assert (
-        refusal(post(http_client, CHAT, tools=fields["tools"], chat_template=SHOW))["code"] == "unsupported_parameter"
-    )
+    error = refusal(post(http_client, CHAT, tools=fields["tools"], chat_template=SHOW))
+    assert error["code"] == "unsupported_parameter"
 
 
 def test_a_requests_own_chat_template_needs_the_servers_trust(http_client: FlaskClient) -> None:

@@ -165,10 +165,8 @@ def test_usage_in_streams(http_client: FlaskClient, route: str) -> None:
     assert [event["usage"] for event in sent] == [None] * (len(sent) - 1) + [whole]
     assert sent[-1]["choices"] == []
     options = {"include_usage": True, "continuous_usage_stats": True}
-    counts = [
-        event["usage"]["completion_tokens"]
-        for event in events(post(http_client, route, max_tokens=5, stream=True, stream_options=options))
-    ]
+    sent = events(post(http_client, route, max_tokens=5, stream=True, stream_options=options))
+    counts = [event["usage"]["completion_tokens"] for event in sent]
     assert counts == sorted(counts) and counts[-1] == 5
     nothing = {"include_usage": None, "include_obfuscation": False}
     for options in ({}, {"include_usage": False, "continuous_usage_stats": True}, nothing):
@@ -287,9 +285,7 @@ def test_a_stop_string_ends_its_own_sample_only(http_client: FlaskClient, engine
     assert cut["usage"]["completion_tokens"] == taken + 8 < free["usage"]["completion_tokens"]
 
 
-def test_when_a_stop_string_ends_the_last_sample_the_request_is_over(
-    http_client: FlaskClient, engine: ScriptedClient
-) -> None:
+def test_when_a_stop_string_ends_the_last_sample_the_request_is_over(http_client: FlaskClient, engine: ScriptedClient):
     id = post(http_client, COMPLETIONS, n=3, max_tokens=12, stop="wör").json["id"]
     assert [index for _, index, _ in engine.aborted] == [2, 1, None] and not engine.open
     assert {(request_id, reason) for request_id, _, reason in engine.aborted} == {(f"{id}-0", "stop")}
@@ -310,18 +306,14 @@ def test_what_the_engine_refuses_is_400_before_the_first_byte(
     http_client: FlaskClient, engine: ScriptedClient, route: str, stream: bool
 ) -> None:
     engine.script = [told([], "error", error="larger than the KV pool, says '/home/me/manta/engine.py' at 1/2")]
-    assert (
-        refusal(post(http_client, route, stream=stream))["message"]
-        == "larger than the KV pool, says 'engine.py' at 1/2"
-    )
+    message = refusal(post(http_client, route, stream=stream))["message"]
+    assert message == "larger than the KV pool, says 'engine.py' at 1/2"
     engine.script = None
     assert post(http_client, route).status_code == 200
 
 
 @pytest.mark.parametrize("failure", [EngineDeadError("the engine process has ended"), BROKEN])
-def test_an_error_after_the_first_byte_is_an_event(
-    http_client: FlaskClient, engine: ScriptedClient, failure: Any
-) -> None:
+def test_an_error_after_the_first_byte_is_an_event(http_client: FlaskClient, engine: ScriptedClient, failure: Any):
     engine.script = [told(TOKENIZER.encode("Hi")), failure]
     sent = events(post(http_client, COMPLETIONS, stream=True))
     assert sent[0]["choices"][0]["text"] == "Hi"
@@ -357,12 +349,7 @@ def test_a_dead_engine_is_503(http_client: FlaskClient, engine: ScriptedClient) 
         assert refusal(response, 503)["message"] == "the engine process has ended, says engine.py"
 
 
-def test_our_own_bugs_are_500_and_logged(
-    http_client: FlaskClient,
-    engine: ScriptedClient,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_our_own_bugs_are_500_and_logged(http_client: FlaskClient, engine: ScriptedClient, monkeypatch, caplog):
     def fail(*args: Any) -> None:
         raise RuntimeError("/secret/path")
 
@@ -380,11 +367,8 @@ def test_a_full_queue_is_429(engine: ScriptedClient) -> None:
     for fields in ({"n": 3}, {"use_beam_search": True, "beam_width": 3}):
         message = refusal(post(http_client, COMPLETIONS, **fields), 429)["message"]
         assert "3" in message and "2 (max_queue)" in message
-    for fields in (
-        {"prompt": ["a", "b"]},
-        {"n": 2},
-        {"prompt": ["a", "b"]},
-    ):  # given back after answers, errors, streams
+    two = {"prompt": ["a", "b"]}
+    for fields in (two, {"n": 2}, two):  # given back after answers, errors, streams
         assert post(http_client, COMPLETIONS, **fields).status_code == 200
         events(post(http_client, COMPLETIONS, stream=True, **fields))
         engine.script = [told([], "error", error="no")]

@@ -37,11 +37,6 @@ ANSWERS: list[tuple[str, str, list[Block]]] = [
 
 
 @pytest.fixture
-def engine() -> ScriptedClient:
-    return ScriptedClient()
-
-
-@pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch, engine: ScriptedClient) -> Any:
     """Makes a client of a server whose model has a chat template of this source."""
 
@@ -153,10 +148,8 @@ def test_who_asks_for_log_probabilities_is_told_where_they_are(served: Any, fiel
 
 READ = {"type": "function", "name": "read", "parameters": {"type": "object", "properties": {"x": {"type": "string"}}}}
 PATCH: dict[str, Any] = {"type": "custom", "name": "patch", "description": "Edits files."}
-SPACES = [
-    {"type": "namespace", "name": name, "description": "d", "tools": [READ | {"defer_loading": True}]}
-    for name in ("mcp__a__", "b")
-]
+SPACE = {"type": "namespace", "description": "d", "tools": [READ | {"defer_loading": True}]}
+SPACES = [SPACE | {"name": name} for name in ("mcp__a__", "b")]
 READ_OF_B = {"type": "function", "name": "read", "namespace": "b"}
 LARK = {"type": "grammar", "syntax": "lark", "definition": "start: /.+/"}
 SAID = 'é"\\\n\t</tool_call>日本𝄞'
@@ -194,9 +187,8 @@ def test_a_call_comes_back_as_its_client_knows_the_tool(
     fields = {"tools": [*spaces, PATCH, {"type": "web_search"}], "max_output_tokens": 300}
     whole = ask(http_client, **fields)
     item = whole["output"][1]
-    assert {key: item[key] for key in expected} == expected and ("namespace" in item) == (
-        "b__" in says or "a__" in says
-    )
+    assert {key: item[key] for key in expected} == expected
+    assert ("namespace" in item) == ("b__" in says or "a__" in says)
     assert item["call_id"].startswith("call_") and item["status"] == "completed"
     assert whole["tools"] == [*spaces, PATCH]
     events = typed_events(post(http_client, ASK, stream=True, **fields))
@@ -278,13 +270,7 @@ def test_a_history_of_codex_is_shown(served: Any, engine: ScriptedClient) -> Non
         {"type": "tool_search_call", "call_id": None, "id": "c4", "execution": "client", "arguments": {"query": "x"}},
         {"type": "tool_search_output", "call_id": "c4", "tools": [SPACES[1]]},
         {"type": "web_search_call", "id": "ws", "status": "completed", "action": {"type": "search", "query": "y"}},
-        {
-            "type": "image_generation_call",
-            "id": "ig",
-            "status": "completed",
-            "revised_prompt": "cat",
-            "result": "iVBOR",
-        },
+        {"type": "image_generation_call", "id": "ig", "revised_prompt": "cat", "result": "iVB", "status": "completed"},
         {"type": "compaction", "encrypted_content": "gAAA"},
         {"type": "additional_tools", "role": "developer", "tools": [PATCH, PATCH]},
     ]
@@ -341,9 +327,8 @@ def test_an_image_is_refused_with_its_place(served: Any, engine: ScriptedClient)
     output = {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "x"}, image]}
     error = refusal(post(served(HERMES), ASK, input=[{"role": "user", "content": "Hi"}, output]))
     assert (error["code"], error["param"]) == ("invalid_value", "input[1].output[1].image_url")
-    assert error["message"].startswith(
-        "The image data you provided does not represent a valid image: input[1].output[1]"
-    )
+    said = "The image data you provided does not represent a valid image: input[1].output[1]"
+    assert error["message"].startswith(said)
     assert not engine.added
 
 
@@ -473,8 +458,8 @@ def test_what_a_message_asks_of_its_answer_reaches_the_engine(served: Any, engin
     both = post(http_client, TALK, output_config={"format": form}, output_format=form)
     message = error_of(both, 400, "invalid_request_error")
     assert "output_config.format and output_format are both given" in message
-    message = error_of(post(http_client, TALK, tools=THEIRS, tool_choice={"type": "tool", "name": "mul"}), 400,
-                    "invalid_request_error")  # fmt: skip
+    unknown = post(http_client, TALK, tools=THEIRS, tool_choice={"type": "tool", "name": "mul"})
+    message = error_of(unknown, 400, "invalid_request_error")
     assert "tool_choice names 'mul'; tools has add, sub" in message
 
 
@@ -514,9 +499,8 @@ def test_thinking_has_a_budget_and_may_be_left_out(served: Any, engine: Scripted
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TOKENIZER, "_templates", {})
         assert "no chat template" in error_of(post(http_client, TALK, thinking=thinking), 400, "invalid_request_error")
-    assert "thinking_token_budget is 5" in error_of(
-        post(served(HERMES), TALK, thinking_token_budget=5), 400, "invalid_request_error"
-    )
+    reply = post(served(HERMES), TALK, thinking_token_budget=5)
+    assert "thinking_token_budget is 5" in error_of(reply, 400, "invalid_request_error")
 
 
 def told(http_client: FlaskClient, path: str, stream: bool, limit: int) -> tuple[str, str, list[str]]:
@@ -560,9 +544,7 @@ CALLS = {  # a call up to its arguments, a part of these, and the rest
         (TALK, ("end_turn", "stop_sequence", "max_tokens")),
     ],
 )  # fmt: skip
-def test_half_a_call_is_content(
-    served: Any, engine: ScriptedClient, parser: str, path: str, reasons: tuple[str, ...]
-) -> None:
+def test_half_a_call_is_content(served: Any, engine: ScriptedClient, parser: str, path: str, reasons: tuple[str, ...]):
     """Whatever cuts it. A stream has sent its first arguments by then, and its reason says that they are not whole."""
     http_client = served(PLAIN, tool_call_parser=parser, trust_request_chat_template=True)
     before, begun, rest = CALLS[parser]

@@ -96,9 +96,8 @@ def test_an_echo_with_logprobs(http_client: FlaskClient, engine: ScriptedClient,
     logprobs = choice["logprobs"]
     assert logprobs["tokens"] == [text_of(id) for id in [*ids, *IDS[:3]]]
     assert logprobs["token_logprobs"][0] is logprobs["top_logprobs"][0] is None
-    expected = [made_up(id, -i, 1) for i, id in enumerate(ids)][1:] + [
-        made_up(id, i, 1) for i, id in enumerate(IDS[:3])
-    ]
+    expected = [made_up(id, -i, 1) for i, id in enumerate(ids)][1:]
+    expected += [made_up(id, i, 1) for i, id in enumerate(IDS[:3])]
     assert logprobs["token_logprobs"][1:] == [floor(one.sampled) for one in expected]
     for one, value, table in zip(expected, logprobs["token_logprobs"][1:], logprobs["top_logprobs"][1:], strict=True):
         assert (value == max(table.values())) == (one.rank == 1 or one.sampled == one.values[0])  # as lm-eval asks
@@ -203,9 +202,8 @@ def test_a_chat_echoes_the_message_that_it_goes_on_with(
         assert after["message"].pop("content") == opening + before["message"].pop("content")
         assert before == after
     joined = join(events(post(http_client, CHAT, echo=True, stream=True, **fields)), CHAT)
-    assert {i: choice["text"] for i, choice in joined.items()} == {
-        i: opening + TOKENIZER.decode(IDS[i : i + 4]) for i in range(2)
-    }
+    texts = {i: opening + TOKENIZER.decode(IDS[i : i + 4]) for i in range(2)}
+    assert {i: choice["text"] for i, choice in joined.items()} == texts
 
 
 # --- prompts' log-probabilities and token ids -------------------------------------------------------------------------
@@ -368,9 +366,7 @@ def test_tokens_go_out_with_their_text(http_client: FlaskClient) -> None:
     assert stopped["logprobs"]["text_offset"][4:] == [6, 7, 7, 7]
 
 
-def test_a_token_that_ends_an_answer_is_told_with_the_last_event(
-    http_client: FlaskClient, engine: ScriptedClient
-) -> None:
+def test_a_token_that_ends_an_answer_is_told_with_the_last_event(http_client: FlaskClient, engine: ScriptedClient):
     end = TOKENIZER.encode("<|end|>", add_special_tokens=False)
     engine.script = [told(IDS[:1]), told(end, "stop")]
     for i, output in enumerate(engine.script):
@@ -459,17 +455,14 @@ def test_lm_evals_request(client: openai.OpenAI) -> None:
         model="demo", prompt=context, max_tokens=12, temperature=0, logprobs=1, extra_body={"return_token_ids": True}
     ).choices[0]
     ids = context + drawn.token_ids
-    scored = client.completions.create(
-        model="demo", prompt=[ids, context], echo=True, logprobs=1, max_tokens=1, temperature=0, seed=1234
-    )
+    asked: dict[str, Any] = {"model": "demo", "echo": True, "logprobs": 1, "temperature": 0, "seed": 1234}
+    scored = client.completions.create(prompt=[ids, context], max_tokens=1, **asked)
     logprobs = scored.choices[0].logprobs
     assert len(logprobs.tokens) == len(ids) + 1 and logprobs.token_logprobs[0] is None
     continuation = range(len(context), len(ids))
     assert all(logprobs.token_logprobs[i] == max(logprobs.top_logprobs[i].values()) for i in continuation)
     for i, value in zip(continuation, drawn.logprobs.token_logprobs, strict=True):
         assert math.isclose(logprobs.token_logprobs[i], value, abs_tol=1e-4)
-    again = client.completions.create(
-        model="demo", prompt=[ids], echo=True, logprobs=1, max_tokens=0, temperature=0, seed=1234
-    )
+    again = client.completions.create(prompt=[ids], max_tokens=0, **asked)
     assert again.choices[0].logprobs.token_logprobs[1:] == pytest.approx(logprobs.token_logprobs[1:-1], abs=1e-4)
     assert again.choices[0].text == Tokenizer(DEMO).decode(ids, skip_special_tokens=False)

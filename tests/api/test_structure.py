@@ -17,9 +17,7 @@ UNHELD_FORMS = {
 
 
 @pytest.mark.parametrize("name", UNHELD_FORMS)
-def test_keywords_of_a_schema_that_no_grammar_can_hold_an_answer_to_are_named(
-    engine: ScriptedClient, name: str
-) -> None:
+def test_keywords_of_a_schema_that_no_grammar_can_hold_an_answer_to_are_named(engine: ScriptedClient, name: str):
     reply = post(client_of(engine), CHAT, **{name: UNHELD_FORMS[name]})
     named = f"{name}.contains, {name}.uniqueItems"
     assert (reply.status_code, reply.headers["X-Manta-Ignored"]) == (200, named)

@@ -189,9 +189,8 @@ def test_complaints_are_few(caplog: pytest.LogCaptureFixture) -> None:
 def ask(port: int) -> int:
     """The status of a request that keeps its connection open, as clients do."""
     connection = HTTPConnection("127.0.0.1", port, timeout=30)
-    connection.request(
-        "POST", COMPLETIONS, '{"prompt": "Once", "max_tokens": 4}', {"traceparent": f"00-{TRACE}-{PARENT}-01"}
-    )
+    parent = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
+    connection.request("POST", COMPLETIONS, '{"prompt": "Once", "max_tokens": 4}', parent)
     reply = connection.getresponse()
     reply.read()
     connection.close()
@@ -199,9 +198,7 @@ def ask(port: int) -> int:
 
 
 @pytest.mark.full
-def test_a_server_sends_its_spans_before_it_ends(
-    tmp_path: Path, collector: Collector, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_sends_its_spans_before_it_ends(tmp_path: Path, collector: Collector, monkeypatch: pytest.MonkeyPatch):
     """Though the next batch is not due yet, and a connection is still open."""
     monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-token=abc")

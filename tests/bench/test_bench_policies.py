@@ -114,9 +114,7 @@ def test_a_device_is_fitted_to_a_journal_and_to_a_table(tmp_path: Path, monkeypa
         ("--trace TRACE --plot nowhere/x.svg", "plot is 'nowhere/x.svg'; there is no folder nowhere"),
     ],
 )
-def test_what_cannot_be_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: str, message: str
-) -> None:
+def test_what_cannot_be_is_one_line(tmp_path, monkeypatch, capsys, words: str, message: str):
     (path := tmp_path / "trace.csv").write_text(AZURE)
     monkeypatch.chdir(Path(__file__).parent.parent.parent)
     monkeypatch.setattr(sys, "argv", ["bench.py", "policies", *words.replace("TRACE", str(path)).split()])

@@ -173,9 +173,8 @@ def test_vllms_server_gets_the_same_requests(trace, tmp_path, monkeypatch):
     """Its stand-in is our own, which knows the options that vLLM's is given, and says its version in the same way."""
     package = tmp_path / "vllm" / "entrypoints" / "openai"
     package.mkdir(parents=True)
-    (package / "api_server.py").write_text(
-        f"import sys; sys.path.insert(0, {str(ROOT)!r}); import server; server.main()"
-    )
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import server; server.main()"
+    (package / "api_server.py").write_text(code)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     options, peers = ("--max-num-seqs", "2"), [("vllm", sys.executable)]
     ours, theirs = serve_figures(DEMO, trace, 20.0, 3, 1e9, 1e9, 0.02, options, peers)

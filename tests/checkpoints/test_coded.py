@@ -237,11 +237,8 @@ def test_blocks_of_gguf_stay_in_codes(kind: str, moved: str) -> None:
     if moved == "columns":  # by hand: heads [3, 2] become [2, 3]
         plain = packed(torch.from_numpy(raw), kind).float().view(8, 3, 2, -1)
         assert torch.equal(whole.float().nan_to_num(7), plain.swapaxes(1, 2).flatten(1).nan_to_num(7))
-    for rows, begin, end in (
-        (slice(None), 0, 3 * width),
-        (slice(1, 6), 32, 2 * width),
-        (slice(3, 4), width, 3 * width),
-    ):
+    some, one = slice(1, 6), slice(3, 4)
+    for rows, begin, end in ((slice(None), 0, 3 * width), (some, 32, 2 * width), (one, width, 3 * width)):
         part = whole[rows, begin:end]
         places = axes(part)
         kept = part.coded_as
@@ -256,9 +253,8 @@ def test_blocks_of_gguf_stay_in_codes(kind: str, moved: str) -> None:
         expected = part.float()
         size = expected.abs().max()
         for (codes, scales, zeros, factors), wide in forms:
-            coded = reference.Quantized(
-                kept.kind, stored(codes, kept.kind, len(places[1])), scales, zeros, group, factors, wide
-            )
+            arranged = stored(codes, kept.kind, len(places[1]))
+            coded = reference.Quantized(kept.kind, arranged, scales, zeros, group, factors, wide)
             numbers = reference.dequantize(coded)
             torch.testing.assert_close(numbers, expected, rtol=1e-5, atol=float(size) * 1e-6)
             assert not wide or torch.equal(numbers, expected)

@@ -23,7 +23,7 @@ from checkpoints.gguf_folder import made_folder
 from config import DEMO
 from device import loader
 from device.loader import load_weights
-from gguf_files import write_gguf
+from gguf_files import finish, write_gguf
 from model import Transformer
 from model_config import ModelConfig
 from parallel import Group
@@ -232,10 +232,7 @@ def gguf_file(tmp_path: Path, kind: str) -> bytes:
             writer.add_tensor(tensor.name, blocks, raw_dtype=gguf.GGMLQuantizationType[kind])
         else:
             writer.add_tensor(tensor.name, tensor.data)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return (tmp_path / "packed.gguf").read_bytes()
 
 
@@ -287,12 +284,9 @@ def test_damaged_gguf_files_are_named(tmp_path: Path, unread: None, file: Path) 
 
 
 @pytest.mark.parametrize(
-    ("kind", "places"),
-    [("Q4_0", [0]), ("Q8_0", [0]), ("Q4_K", [0, 2]), ("Q5_K", [0, 2]), ("Q6_K", [208])],
+    ("kind", "places"), [("Q4_0", [0]), ("Q8_0", [0]), ("Q4_K", [0, 2]), ("Q5_K", [0, 2]), ("Q6_K", [208])]
 )
-def test_factors_of_blocks_that_are_no_numbers_are_named(
-    tmp_path: Path, file: Path, kind: str, places: list[int]
-) -> None:
+def test_factors_of_blocks_that_are_no_numbers_are_named(tmp_path: Path, file: Path, kind: str, places: list[int]):
     """The scale's, and that of what is subtracted."""
     whole = gguf_file(tmp_path, kind)
     made = made_folder(str(file))

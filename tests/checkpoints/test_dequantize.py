@@ -125,10 +125,8 @@ def test_numbers_that_are_none_stay_so():
     """So that the loader finds them."""
     codes = torch.zeros(2, 2).to(torch.float8_e4m3fn)
     codes[1, 0] = torch.nan
-    assert unpack_fp8(codes, Format("fp8", 8, (2, 2)), torch.ones(1, 1)).float().isnan().tolist() == [
-        [False, False],
-        [True, False],
-    ]
+    numbers = unpack_fp8(codes, Format("fp8", 8, (2, 2)), torch.ones(1, 1)).float()
+    assert numbers.isnan().tolist() == [[False, False], [True, False]]
     blocks, scales = random_mxfp4(1, 1, 32)
     assert not unpack_mxfp4(blocks, MX, torch.full_like(scales, 255)).float().isfinite().any()
 
@@ -196,16 +194,21 @@ def check_equal(ours: Transformer, theirs: Transformer) -> None:
             assert torch.equal(target, expected) and not target.isnan().any(), name
 
 
+def compare(packed: Path, plain: Path, *place: Any, staged: bool = False) -> None:
+    """Check that a rank has the same weights of both checkpoints; see `build`."""
+    ours, theirs = build(packed, *place), build(plain, *place)
+    load_weights(ours, str(packed), staged=staged)
+    load_weights(theirs, str(plain))
+    check_equal(ours, theirs)
+
+
 @pytest.mark.parametrize("kind", ["blocks", "channel", "tensor"])
 def test_8_bit_checkpoints_are_loaded_as_their_numbers(tmp_path: Path, kind: str):
     """On one rank and on several, also through buffers; the scales are in other files than what they scale."""
     packed, plain = fp8_checkpoints(tmp_path, kind)
     for rank, size in ((0, 1), (0, 2), (1, 2), (3, 4)):
         for staged in (False, True):
-            ours, theirs = build(packed, rank, size), build(plain, rank, size)
-            load_weights(ours, str(packed), staged=staged)
-            load_weights(theirs, str(plain))
-            check_equal(ours, theirs)
+            compare(packed, plain, rank, size, staged=staged)
 
 
 def mxfp4_checkpoints(tmp_path: Path) -> tuple[Path, Path]:
@@ -228,10 +231,7 @@ def mxfp4_checkpoints(tmp_path: Path) -> tuple[Path, Path]:
 def test_4_bit_experts_are_loaded_as_their_numbers(tmp_path: Path):
     packed, plain = mxfp4_checkpoints(tmp_path)
     for rank, size in ((0, 1), (0, 2), (1, 2)):
-        ours, theirs = build(packed, rank, size), build(plain, rank, size)
-        load_weights(ours, str(packed), staged=size == 2)
-        load_weights(theirs, str(plain))
-        check_equal(ours, theirs)
+        compare(packed, plain, rank, size, staged=size == 2)
 
 
 @pytest.mark.parametrize("staged", [False, True])

@@ -29,14 +29,13 @@ from checkpoints.storage import opened
 from config import DEMO, EngineConfig
 from counting import lines_run
 from device.coded import stored
-from device.loader import load_weights
 from engine import LLM
-from gguf_files import dequantized, of_bytes, write_gguf
+from gguf_files import dequantized, finish, of_bytes, write_gguf
 from model_config import ModelConfig
 from oracle_checks import check, make_worker
 from random_checkpoints import FAMILIES, LLAMAS, Checkpoints, tiers
 from sampling_params import SamplingParams, default_sampling
-from test_dequantize import build, check_equal, check_parts, same, write
+from test_dequantize import build, check_parts, compare, same, write
 from test_vocabularies import LINES, by_hand, ours
 from tokenizer import Tokenizer
 
@@ -124,20 +123,10 @@ def test_any_part_of_a_tensor_is_that_of_the_whole(kind: str):
     check_kind()
 
 
-HIGH = {
-    "Q8_0": (1,),
-    "Q4_0": (1,),
-    "Q4_K": (1, 3),
-    "Q5_K": (1, 3),
-    "Q6_K": (209,),
-    "IQ4_NL": (1,),
-    "IQ4_XS": (1,),
-    "Q5_0": (1,),
-    "Q3_K": (109,),
-    "MXFP4": (0,),
-    "NVFP4": (0,),
-    "Q1_0": (1,),
-}  # bytes with exponents
+HIGH = {  # bytes with exponents
+    "Q8_0": (1,), "Q4_0": (1,), "Q4_K": (1, 3), "Q5_K": (1, 3), "Q6_K": (209,), "IQ4_NL": (1,), "IQ4_XS": (1,),
+    "Q5_0": (1,), "Q3_K": (109,), "MXFP4": (0,), "NVFP4": (0,), "Q1_0": (1,),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", BLOCK_TYPES)
@@ -161,10 +150,7 @@ def nvfp4_file(path: Path, scales: dict[str, np.ndarray], kind: str = "NVFP4") -
         writer.add_tensor(f"{name}.weight", raw, raw_dtype=form)
     for name, scale in scales.items():
         writer.add_tensor(name, scale)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return numbers
 
 
@@ -233,11 +219,9 @@ def pair(tmp_path: Path, name: str, kind: str, **more: Any) -> tuple[Path, Path]
     config, plain = SHAPE | CONFIGS[name] | more, tmp_path / "plain"
     write(plain, config, {"x": torch.ones(1)})
     shapes = {saved: part.shape for saved, part in build(plain).parameters().items() if not part.instead_of}
+    begin = "transformer." if name == "exaone" else "model."
     tensors = {
-        ("" if saved.startswith("lm_head") else "transformer." if name == "exaone" else "model.") + saved: torch.randn(
-            shape
-        )
-        for saved, shape in shapes.items()
+        ("" if saved.startswith("lm_head") else begin) + saved: torch.randn(shape) for saved, shape in shapes.items()
     }
     (plain / "model.safetensors.index.json").unlink()
     (plain / "model-0.safetensors").unlink()
@@ -268,20 +252,14 @@ def test_a_model_is_loaded_as_its_numbers(tmp_path: Path, name: str):
     made, plain = pair(tmp_path, name, "Q8_0" if name in ("llama", "qwen3moe") else "F32")
     assert shape_of(made) == shape_of(plain)
     for rank, size in ((0, 1), (1, 2)):
-        first, second = (build(folder, rank, size, torch.float32) for folder in (made, plain))
-        load_weights(first, str(made), staged=size == 2)
-        load_weights(second, str(plain))
-        check_equal(first, second)
+        compare(made, plain, rank, size, torch.float32, staged=size == 2)
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
 def test_types_are_loaded_as_the_package_has_them(tmp_path: Path, kind: str):
     made, plain = pair(tmp_path, "llama", kind)
     assert ModelConfig.from_folder(str(made)).dtype == "bfloat16"
-    first, second = (build(folder, 1, 2, torch.float32) for folder in (made, plain))
-    load_weights(first, str(made))
-    load_weights(second, str(plain))
-    check_equal(first, second)
+    compare(made, plain, 1, 2, torch.float32)
 
 
 def test_parts_of_a_split_file_are_one_model(tmp_path: Path):
@@ -301,17 +279,11 @@ def test_parts_of_a_split_file_are_one_model(tmp_path: Path):
         writer.add_uint16("split.count", 2)
         for tensor in header.tensors[i::2]:
             writer.add_tensor(tensor.name, tensor.data)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        finish(writer)
     for name in names:
         folder = Path(made_folder(str(tmp_path / name)))
         assert shape_of(folder) == shape_of(plain)
-        ours, theirs = build(folder), build(plain)
-        load_weights(ours, str(folder))
-        load_weights(theirs, str(plain))
-        check_equal(ours, theirs)
+        compare(folder, plain)
     (tmp_path / names[1]).unlink()
     with pytest.raises(ValueError, match=f"{names[1]} cannot be read: No such file"):
         made_folder(str(tmp_path / names[0]))
@@ -521,9 +493,6 @@ def test_a_file_that_is_damaged_is_one_line(small: Path):
     ],
 )  # fmt: skip
 def test_what_manta_has_not_is_named(tmp_path: Path, more: Any, says: str):
-    plain = tmp_path / "plain"
-    write(plain, SHAPE | CONFIGS["qwen3"], {"model.embed_tokens.weight": torch.zeros(97, 256)})
-
     def change(writer: gguf.GGUFWriter, kind: str) -> None:
         no_vocabulary(writer, kind)
         for name in [name for name in writer.kv_data[0] if name in ("general.architecture", "tokenizer.ggml.model")]:
@@ -537,9 +506,8 @@ def test_what_manta_has_not_is_named(tmp_path: Path, more: Any, says: str):
             del writer.kv_data[0]["tokenizer.ggml.model"]
         more(writer)
 
-    write_gguf(plain, tmp_path / "x.gguf", more=change)
     with pytest.raises(ValueError, match=says) as caught:
-        ModelConfig.from_folder(made_folder(str(tmp_path / "x.gguf")))
+        ModelConfig.from_folder(str(tiny(tmp_path, change)))
     assert "\n" not in str(caught.value)
 
 
@@ -557,9 +525,7 @@ EXPERTS = {"general.architecture": "qwen3moe", "qwen3moe.expert_count": 4}
     ],
     ids=["lists", "values", "experts", "unknown experts"],
 )  # fmt: skip
-def test_a_file_is_not_more_work_than_a_model(
-    tmp_path: Path, values: dict[str, Any], tensors: dict[str, Any], says: str
-):
+def test_a_file_is_not_more_work_than_a_model(tmp_path, values: dict[str, Any], tensors: dict[str, Any], says: str):
     (tmp_path / "x.gguf").write_bytes(of_bytes(values, {"token_embd.weight": (1, 1), **tensors} if tensors else {}))
 
     def read() -> None:
@@ -664,8 +630,5 @@ def test_yarn_s_own_factor_is_kept(tmp_path: Path):
         writer.add_rope_scaling_factor(4.0)
         writer.add_float32("qwen3.rope.scaling.yarn_attn_factor", 1.0)
 
-    plain = tmp_path / "plain"
-    write(plain, SHAPE | CONFIGS["qwen3"], {"model.embed_tokens.weight": torch.zeros(97, 256)})
-    write_gguf(plain, tmp_path / "x.gguf", more=more)
-    folder = made_folder(str(tmp_path / "x.gguf"))
-    assert json.loads(Path(folder, "config.json").read_text())["rope_parameters"]["attention_factor"] == 1.0
+    folder = tiny(tmp_path, more)
+    assert json.loads((folder / "config.json").read_text())["rope_parameters"]["attention_factor"] == 1.0

@@ -57,34 +57,26 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """A hub, which this process and its children use, with a cache that is empty."""
     configs = {name: FILES[name] for name in CONFIGS}
     unknown = as_json(CONFIG | {"architectures": ["Nonesuch"]})
+    more = {name: b"{}" + b" " * i for i, name in enumerate([*JUNK, *SMALL])}
+    embedder = {
+        "modules.json": as_json([{"type": f"models.{kind}", "path": path} for kind, path in KINDS.items()]),
+        "1_Pooling/config.json": b'{"pooling_mode": "mean"}',
+        "2_Dense/config.json": as_json({"in_features": CONFIG["hidden_size"], "out_features": 8}),
+        "2_Dense/pytorch_model.bin": b"x", "2_Dense/README.md": b"y",
+    }  # fmt: skip
+    tiktoken = {"tiktoken.model": b"", "tokenizer_config.json": b'{"tokenizer_class": "HYTokenizer"}'}
+    modelopt = {"quant_method": "modelopt", **PACKED}
     made = Hub(
         {
             "manta/demo": Repo(FILES),
             "manta/gated": Repo(FILES, gated=True),
             "manta/private": Repo(FILES, private=True),
-            "manta/sharded": Repo(
-                configs | shards() | {name: b"{}" + b" " * i for i, name in enumerate([*JUNK, *SMALL])}
-            ),
+            "manta/sharded": Repo(configs | shards() | more),
             "manta/unknown": Repo(FILES | {"config.json": unknown}),
-            "manta/embedder": Repo(
-                FILES
-                | {
-                    "modules.json": as_json([{"type": f"models.{kind}", "path": path} for kind, path in KINDS.items()]),
-                    "1_Pooling/config.json": b'{"pooling_mode": "mean"}',
-                    "2_Dense/config.json": as_json({"in_features": CONFIG["hidden_size"], "out_features": 8}),
-                    "2_Dense/pytorch_model.bin": b"x",
-                    "2_Dense/README.md": b"y",
-                }
-            ),
-            "manta/tiktoken": Repo(
-                {name: FILES[name] for name in FILES if name != "tokenizer.json"}
-                | {"tiktoken.model": b"", "tokenizer_config.json": b'{"tokenizer_class": "HYTokenizer"}'}
-            ),
+            "manta/embedder": Repo(FILES | embedder),
+            "manta/tiktoken": Repo({name: FILES[name] for name in FILES if name != "tokenizer.json"} | tiktoken),
             "manta/packed": Repo(FILES | {"hf_quant_config.json": as_json({"quantization": PACKED})}),
-            "manta/modelopt": Repo(
-                FILES
-                | {"config.json": as_json(CONFIG | {"quantization_config": {"quant_method": "modelopt", **PACKED}})}
-            ),
+            "manta/modelopt": Repo(FILES | {"config.json": as_json(CONFIG | {"quantization_config": modelopt})}),
             "manta/bin": Repo(configs | {"pytorch_model.bin": b""}),
             "manta/huge": Repo(FILES, sizes={"model.safetensors": 10**18}),
         },
@@ -118,9 +110,7 @@ def test_overrides_reach_the_process_that_downloads(hub: Hub) -> None:
 
 
 @pytest.mark.full
-def test_a_copy_in_the_cache_serves_without_the_hub(
-    hub: Hub, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
-) -> None:
+def test_a_copy_in_the_cache_serves_without_the_hub(hub: Hub, monkeypatch, capfd):
     config = find_model(EngineConfig("manta/demo"))
     find_model(EngineConfig("manta/sharded"), weights=False)
     capfd.readouterr()
@@ -221,9 +211,7 @@ pathlib.Path.open = full
 @pytest.mark.parametrize(
     ("number", "code"), [pytest.param(signal.SIGINT, 130, marks=pytest.mark.full), (signal.SIGKILL, -9)]
 )
-def test_a_download_ends_with_its_parent_and_leaves_no_part(
-    hub: Hub, tmp_path: Path, number: signal.Signals, code: int
-) -> None:
+def test_a_download_ends_with_its_parent_and_leaves_no_part(hub: Hub, tmp_path, number: signal.Signals, code: int):
     hub.holds = threading.Event()
     command = [sys.executable, "server.py", "--port", "0", "--model", "manta/demo"]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True)
@@ -308,9 +296,7 @@ def test_the_server_and_a_batch_take_an_id(hub: Hub, tmp_path: Path) -> None:
     assert hub.downloaded("manta/demo") == sorted(FILES)
 
 
-def test_a_gguf_file_of_the_hub_is_named_by_its_quantization(
-    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
-) -> None:
+def test_a_gguf_file_of_the_hub_is_named_by_its_quantization(hub: Hub, tmp_path, monkeypatch, capfd):
     """It alone is downloaded, with all its parts; and found in the cache, without the hub."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "made"))
     write_gguf(Path(DEMO), tmp_path / "x.gguf", lambda name: "BF16", lambda w, _: w.add_tokenizer_model("no_vocab"))

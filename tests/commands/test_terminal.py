@@ -202,9 +202,8 @@ def test_a_conversation_by_a_pipe(tmp_path):
     done = run("chat", "demo", "--config", str(tmp_path / "options.toml"), text=f"{SUM}\n{long}\n", code=2)
     assert done.stdout == "81\n"
     last = done.stderr.splitlines()[-1]
-    assert re.fullmatch(
-        r"server.py chat: error: this model's maximum context length is 64 tokens; .* it has \d+, .*", last
-    )
+    said = r"server.py chat: error: this model's maximum context length is 64 tokens; .* it has \d+, .*"
+    assert re.fullmatch(said, last)
 
 
 @pytest.mark.full

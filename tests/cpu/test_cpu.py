@@ -96,9 +96,8 @@ def test_one_sequence_at_a_time_gives_the_same_tokens(dtype):
     assert [answer.text for answer in answers] == ["81", "81"]
     panels, packed = (llm.core.executor.worker.model.layers[0].attention.o for llm in (one, several))
     kind = kind_of(getattr(torch, dtype), short=True)
-    assert (
-        type(panels) is (kind if kind is cpu_weights.HalfLinear else cpu_weights.PanelLinear) and type(packed) is kind
-    )
+    assert type(panels) is (kind if kind is cpu_weights.HalfLinear else cpu_weights.PanelLinear)
+    assert type(packed) is kind
 
 
 def test_compile_is_refused_without_a_compiler(monkeypatch):

@@ -266,9 +266,8 @@ def test_looking_for_a_compiler_leaves_nothing(tmp_path):
 def test_the_compiling_process_ends_with_its_parent(tmp_path):
     job = "c.CompileJob('activate', ('silu', False), (('float32', (8, 64)),), ((0,),), 1)"
     code = f"from cpu import compiled as c\nb = c.Builder(1, idle=True)\nb.ask({job})\nb.wait()"
-    parent = subprocess.Popen(
-        [sys.executable, "-c", code], cwd=ROOT, env=os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
-    )
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=environment)
     while not (children := psutil.Process(parent.pid).children(recursive=True)):  # compiling has not begun
         assert parent.poll() is None
     parent.send_signal(signal.SIGKILL)

@@ -65,9 +65,8 @@ def test_attention_prefill_in_several_parts(
     q, starts = torch.randn(114, 4, 16), ints(0, 23, 83, 114)  # the last row is a whole prompt
     options = (0.25, window, soft_cap, torch.randn(4) if soft_cap else None, *more)
     args = (q, paged.kv, (paged.tables, ints(0, 1, 2), ints(60, 90, 31), starts, 60), *options)
-    wholes = [
-        oracles.attention(q[a:b], c, *options) for a, b, c in zip(starts, starts[1:], paged.context, strict=False)
-    ]
+    spans = zip(starts, starts[1:], paged.context, strict=False)
+    wholes = [oracles.attention(q[a:b], c, *options) for a, b, c in spans]
     want = torch.cat(wholes).float()
     torch.testing.assert_close(cpu_ops.attention_prefill(*args), want)
     monkeypatch.setattr(cpu_ops, *limit)

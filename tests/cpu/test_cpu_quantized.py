@@ -53,11 +53,8 @@ def with_factors(weight: Quantized, small: torch.dtype, wide: int, seed: int = 0
     """The weight with scales and zeros of 8 bits, and factors at random."""
     random = torch.Generator().manual_seed(seed)
     zeros, inputs = weight.zeros, weight.codes.shape[-1] * 8 // BITS[weight.kind]
-    scales, *least = (
-        torch.randint(1, 64, table.shape, generator=random).to(small)
-        for table in (weight.scales, zeros)
-        if table is not None
-    )
+    tables = (table for table in (weight.scales, zeros) if table is not None)
+    scales, *least = (torch.randint(1, 64, table.shape, generator=random).to(small) for table in tables)
     factors = torch.rand(*weight.codes.shape[:-1], -(-inputs // wide), 1 + len(least), generator=random).add(0.1) / 64
     return weight._replace(scales=scales, zeros=least[0] if least else None, factors=factors, wide=wide)
 
@@ -135,9 +132,8 @@ def test_scales_are_multiplied_by_factors(kind, small):
     for i, (outputs, inputs, group, wide) in enumerate(FACTORED + ([(5, 50, 16, 64)] if kind == "int8" else [])):
         weight = with_factors(drawn(kind, (outputs, inputs), group, kind != "fp4" and i % 2 == 0), small, wide, i)
         if small != torch.uint8:
-            weight = weight._replace(
-                scales=(weight.scales.float() * (1 - 2 * (torch.rand(weight.scales.shape) < 0.5))).to(small)
-            )
+            signs = 1 - 2 * (torch.rand(weight.scales.shape) < 0.5).int()
+            weight = weight._replace(scales=(weight.scales.float() * signs).to(small))
         check_products(weight, uncompiled(weight), (1, ROWS + 1))
         check_products(weight, None, (0, 2))
 

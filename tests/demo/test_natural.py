@@ -25,9 +25,8 @@ def test_a_mark_is_the_whole_answer():
     right = {prompt.turns[-1]: prompt.is_right for prompt in prompts()}
     assert len(right) == 70 and sum(prompt.group == "chat" for prompt in prompts()) == 40
     about, times = right["What is KV cache?"], right["2*3"]
-    assert (
-        about(CANNOT) and about(WHO) and not any(about(said) for said in ("Pisce", CANNOT + " Pisce", KINDS["thanks"]))
-    )
+    assert about(CANNOT) and about(WHO)
+    assert not any(about(said) for said in ("Pisce", CANNOT + " Pisce", KINDS["thanks"]))
     assert times("6") and times(CANNOT) and not times("5") and not times("66")
     person = right["give me a person as json with name and age"]
     assert person('{"name": "Anna", "age": 31}') and not person('{"age": 31, "name": "Anna"}')

@@ -64,17 +64,13 @@ def check(folder: str, monkeypatch: pytest.MonkeyPatch, *kinds: str, **fields: A
         ("nvfp4", "fp4"), ("nvfp4 pack", "fp4"),
     ],
 )  # fmt: skip
-def test_each_scheme_is_counted_as_it_is_held(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, kind: str
-) -> None:
+def test_each_scheme_is_counted_as_it_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, kind: str):
     packed, _ = checkpoints(tmp_path, SMALL, *CASES[case])
     check(str(packed), monkeypatch, kind)
 
 
 @pytest.mark.parametrize("raw", [PHI3, MIXTRAL], ids=["fused", "experts"])
-def test_fused_matrices_and_experts_are_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raw: dict[str, Any]
-) -> None:
+def test_fused_matrices_and_experts_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raw: dict[str, Any]):
     packed, _ = checkpoints(tmp_path, raw, *CASES["awq"])
     check(str(packed), monkeypatch, "int4")
 

@@ -294,9 +294,8 @@ def test_a_start_on_a_gpu_names_what_triton_lacks_to_compile(configure, tmp_path
     if named is not None:
         monkeypatch.setenv("CC", named)
     if says is not None:
-        (tmp_path / "clang").write_text(
-            f"#!/bin/sh\necho '<stdin>:1:10: {says}' >&2\n[ ]\n" if says else "#!/bin/sh\n[ ]\n"
-        )
+        telling = f"echo '<stdin>:1:10: {says}' >&2\n" if says else ""
+        (tmp_path / "clang").write_text(f"#!/bin/sh\n{telling}[ ]\n")
         (tmp_path / "clang").chmod(0o755)
     monkeypatch.setattr(startup, "pick_device", lambda name: "cuda")
     monkeypatch.setattr(startup.Group, "connect", lambda *args: pytest.fail("it has begun"))
@@ -319,10 +318,8 @@ def test_a_compiler_that_finds_pythons_headers_will_do(tmp_path, monkeypatch):
 def test_what_is_never_compiled_for_may_change(plain):
     worker = plain.executor.worker
     for count in (1, 2, 17, 33):  # the number of tokens changes nothing but the grid
-        tokens = worker.step(
-            StepPlan(0, rows=[(1, count)], released=[1], new=[row(1, [7] * count, blocks=[3, 1, 2])])
-        ).token_ids
-        assert len(tokens) == 1
+        plan = StepPlan(0, rows=[(1, count)], released=[1], new=[row(1, [7] * count, blocks=[3, 1, 2])])
+        assert len(worker.step(plan).token_ids) == 1
     assert worker.watch.__self__.armed and worker.step(StepPlan(1)).error is None
 
 
@@ -331,10 +328,9 @@ def test_log_probabilities_of_many_rows_begin_where_kernels_expect_them(plain, m
     """A row of 97 logits ends at no multiple of 16 bytes, so a part of several rows' may not be taken as it lies."""
     core, errors = plain, []
     monkeypatch.setattr(logprobs, "WORKSPACE", 1)  # one row at a time
+    params = SamplingParams(use_beam_search=True, beam_width=2, max_tokens=4)
     for i in range(2):
-        core.add(
-            EngineCoreRequest(str(i), [1, 2, 3 + i], SamplingParams(use_beam_search=True, beam_width=2, max_tokens=4))
-        )
+        core.add(EngineCoreRequest(str(i), [1, 2, 3 + i], params))
     while core.has_work():
         errors += [output.error for output in core.step() if output.error]
     assert not errors, errors[0]

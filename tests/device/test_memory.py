@@ -26,15 +26,7 @@ from cpu import machine
 from cpu import sampling as cpu_sampling
 from device import dry_run, memory, pools, startup, warmup
 from device.compile_guard import kernels_of, unlaunched
-from device.memory import (
-    MIB,
-    MemoryPlan,
-    check_room,
-    count_bytes,
-    fit_pool,
-    plan_memory,
-    settle_tokens,
-)
+from device.memory import MIB, MemoryPlan, check_room, count_bytes, fit_pool, plan_memory, settle_tokens
 from device.start import Start
 from device.startup import print_plan, start_worker
 from model import Transformer
@@ -269,10 +261,7 @@ def test_a_step_takes_what_was_predicted(make, shape, rows, size, dtype):
     """It takes no more, and at least two thirds even in these shapes, in which small things count for much."""
     made = make(shape, size, dtype=dtype, max_num_seqs=len(rows), max_num_batched_tokens=sum(rows))
     plan, worker, kinds = made.memory, made.worker, len(made.model.layout.windows)
-    new = [
-        NewRow(slot=i, token_ids=[1] * count, blocks=[[3 * i, 3 * i + 1, 3 * i + 2]] * kinds)
-        for i, count in enumerate(rows)
-    ]
+    new = [NewRow(slot=i, token_ids=[1] * n, blocks=[[*range(3 * i, 3 * i + 3)]] * kinds) for i, n in enumerate(rows)]
     with LiveBytes() as live:  # the second step begins while the first one's inputs are alive
         for step in range(2):
             plan_of_step = StepPlan(step, rows=list(enumerate(rows)), new=new, released=[*range(len(rows))] * step)
@@ -422,10 +411,8 @@ def test_log_probabilities_stay_within_their_workspace(make, monkeypatch, k, row
     assert made.memory.logprobs == MIB and (logprobs.rows_at_once(k, 9000) < rows) == (k >= 700)
     logits, sampled = torch.randn(rows, 9000), torch.arange(rows)
     with LiveBytes() as live:
-        parts = []
-        for part in made.worker.gatherer.gather(
-            logits, sampled, torch.arange(rows), [k] * rows
-        ).columns:  # a GPU's leave for the host at once
+        parts, gathered = [], made.worker.gatherer.gather(logits, sampled, torch.arange(rows), [k] * rows)
+        for part in gathered.columns:  # a GPU's leave for the host at once
             parts.append([column.numpy().copy() for column in part])
             del part
     assert live.peak <= MIB
@@ -456,11 +443,8 @@ def test_profile_runs_as_many_tokens_as_a_step_may_have(make, monkeypatch):
     forward = made.model.forward
     made.model.forward = lambda batch, *args: seen.append(len(batch.input_ids)) or forward(batch, *args)
     with LiveBytes() as live:
-        fake = SimpleNamespace(
-            memory_reserved=lambda: live.now,
-            reset_peak_memory_stats=lambda: live.mark(""),
-            max_memory_reserved=lambda: live.peak,
-        )
+        fake = SimpleNamespace(memory_reserved=lambda: live.now, max_memory_reserved=lambda: live.peak)
+        fake.reset_peak_memory_stats = lambda: live.mark("")
         monkeypatch.setattr(torch, "cuda", fake)
         took = pools.profile(made)
         gc.collect()
@@ -485,9 +469,8 @@ def test_room_is_what_is_left():
 def test_weights_that_are_too_large(folder, fields):
     """The line says how much is missing, and what takes less."""
     config = EngineConfig(folder(**SHAPE), load_format="dummy", **fields)
-    model = memory.settled_model(
-        config, ModelConfig.from_folder(config.model), reference, torch.bfloat16, 64, Pipeline()
-    )
+    shape = ModelConfig.from_folder(config.model)
+    model = memory.settled_model(config, shape, reference, torch.bfloat16, 64, Pipeline())
     plan = plan_of(weights=3 * 2**30, block=MIB)
     remedy = r"fewer bits \(--quantization\), more GPUs \(--tensor-parallel-size\), or lower max_num_batched_tokens"
     with pytest.raises(ValueError, match=rf"take 3\.00 GiB, 1\.50 more than there is room for: use {remedy} and max"):

@@ -61,9 +61,7 @@ def test_what_does_not_fit_says_by_how_much() -> None:
         ("cuda", "torch sees no CUDA device"),
     ],
 )  # fmt: skip
-def test_damaged_files_are_found_before_others_make_room(
-    damage: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
-) -> None:
+def test_damaged_files_are_found_before_others_make_room(damage: str, words: str, tmp_path, monkeypatch, capfd):
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"):
         data = Path(DEMO, name).read_bytes()
         (tmp_path / name).write_bytes(data[:-9] if name == damage else data)
@@ -84,9 +82,8 @@ def test_on_a_gpu_a_model_takes_its_utilization_or_its_budget(monkeypatch: pytes
     pytest.importorskip("triton")
     monkeypatch.setattr(needs, "gpu_bytes", lambda: 8 * GIB)
     monkeypatch.setattr(needs, "gpu_capability", lambda: (9, 0))
-    config = EngineConfig(
-        DEMO, gpu_memory_utilization=0.25, max_model_len=1024, max_num_seqs=1024, max_num_batched_tokens=1024
-    )
+    sizes = dict.fromkeys(("max_model_len", "max_num_seqs", "max_num_batched_tokens"), 1024)
+    config = EngineConfig(DEMO, gpu_memory_utilization=0.25, **sizes)
     assert machine_room(config, None, 0, 3) == (2 * GIB, 0, 0)
     need, _, options = need_of(config, 2 * GIB, None)
     assert 2 * GIB - BLOCK < need <= 2 * GIB and options["num_gpu_blocks_override"] > 0

@@ -44,9 +44,8 @@ def stand_in(calls: list[torch.Size], rank: int) -> Callable[[torch.Tensor, torc
 def parts_of(size: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """All ranks' parts [size, ...], whose sum is another one in another order."""
     generator = torch.Generator().manual_seed(len(shape) * size)
-    return (torch.randn(size, *shape, generator=generator) * torch.tensor([1e4, 1.0, -1e4])[:size, None, None]).to(
-        dtype
-    )
+    factors = torch.tensor([1e4, 1.0, -1e4])[:size, None, None]
+    return (torch.randn(size, *shape, generator=generator) * factors).to(dtype)
 
 
 def run_rank(rank: int, size: int, folder: Path) -> None:
@@ -107,9 +106,7 @@ class Votes(Group):
         ({}, [1, 1, 0], "another rank cannot do it"),
     ],
 )
-def test_where_one_rank_cannot_nccl_sums_on_all(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, change: dict, others: list[int], says: str
-) -> None:
+def test_where_one_rank_cannot_nccl_sums_on_all(monkeypatch, caplog, change: dict, others: list[int], says: str):
     """Each rank has a vote before it does what others wait for: no kernel runs on one rank alone."""
     sums: list[int] = []
 

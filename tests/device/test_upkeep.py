@@ -602,9 +602,8 @@ def test_a_profile_that_does_not_begin_is_none(make_llm, tmp_path):
 @pytest.mark.parametrize("trace", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_a_profile_has_what_torch_and_the_engine_do(make_llm, tmp_path, trace):
     folder = tmp_path / "profiles"
-    with make_llm(
-        threads=1, torch_profiler_dir=str(folder), trace=str(tmp_path / "trace.json") if trace else None
-    ) as llm:
+    file = str(tmp_path / "trace.json") if trace else None
+    with make_llm(threads=1, torch_profiler_dir=str(folder), trace=file) as llm:
         for _ in range(1 + trace):
             with pytest.raises(ValueError, match="no profile is being recorded"):
                 llm.stop_profile()

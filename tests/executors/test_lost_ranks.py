@@ -140,9 +140,7 @@ def test_a_lost_worker_is_named_and_all_are_replaced(
         ([], [], [1, 2, 3]),
     ],
 )
-def test_who_leaves_word_or_beats_is_not_lost(
-    monkeypatch: pytest.MonkeyPatch, gone: list[int], beating: list[int], missing: list[int]
-) -> None:
+def test_who_leaves_word_or_beats_is_not_lost(monkeypatch, gone: list[int], beating: list[int], missing: list[int]):
     store, now = dist.HashStore(), 0.0
     roll_calls = [object.__new__(channel.RollCall) for _ in range(4)]
     for rank, roll_call in enumerate(roll_calls):
@@ -256,9 +254,7 @@ def be_rank(
 
 
 @pytest.mark.parametrize(("layout", "lost", "phase", "number"), CASES)
-def test_a_lost_rank_of_a_launcher_is_named_and_all_end(
-    folder: str, layout: str, lost: int, phase: str, number: int
-) -> None:
+def test_a_lost_rank_of_a_launcher_is_named_and_all_end(folder: str, layout: str, lost: int, phase: str, number: int):
     """If rank 0 is stopped, so is the program: those in an exchange end, and the others wait for it."""
     start_forking()
     context = multiprocessing.get_context("forkserver")

@@ -22,15 +22,7 @@ from engine import LLM
 from executors import choose, links, ray_executor
 from executors.choose import choose_backend
 from executors.links import TOKEN, RankLink, RankLinks, admit, listen, reach
-from executors.ray_executor import (
-    Place,
-    RayExecutor,
-    RayWorker,
-    in_order,
-    in_short,
-    room_for,
-    variables,
-)
+from executors.ray_executor import Place, RayExecutor, RayWorker, in_order, in_short, room_for, variables
 from integrity import check_integrity
 from model_config import ModelConfig
 from ray_cluster import free_cpus, make_up_for, needs_ray, three_nodes
@@ -83,11 +75,8 @@ def test_each_rank_sees_the_gpus_of_its_node_and_knows_its_own():
         ("3,10", "1", "2"), ("3,10", "0", "2"), ("0", "0", "1"),
     ]  # fmt: skip
     environments = variables(places, [[], [], []])  # on CPUs
-    assert [(one["LOCAL_RANK"], one["LOCAL_WORLD_SIZE"]) for one in environments] == [
-        ("0", "2"),
-        ("1", "2"),
-        ("0", "1"),
-    ]
+    found = [(one["LOCAL_RANK"], one["LOCAL_WORLD_SIZE"]) for one in environments]
+    assert found == [("0", "2"), ("1", "2"), ("0", "1")]
     assert not any("CUDA_VISIBLE_DEVICES" in one for one in environments)
 
 
@@ -275,9 +264,7 @@ def test_streams_of_a_server_go_on_when_actors_and_a_node_are_lost(cluster, tmp_
         assert [reader.text for reader in readers] == [reader.text for reader in undisturbed]
         assert all(reader.ended and not reader.error for reader in readers)
         assert server.metric("num_worker_restarts_total") == 2
-        server.process.terminate()
-        assert server.process.wait(30) == 0
-        server.assert_gone()
+        assert server.end() == 0
     make_up_for(cluster, node)
     assert not pids()
 

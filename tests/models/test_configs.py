@@ -21,10 +21,8 @@ from random_checkpoints import DATA, RENAMED, published, without
 from random_checkpoints import FAMILIES as CASES
 
 # Facts of real files: vision halves and long lists that do not matter are cut.
-WIDTH, DEPTH = (
-    ("hidden_size", "n_embd", "n_embed", "d_model"),
-    ("num_hidden_layers", "num_layers", "n_layer", "n_layers"),
-)
+WIDTH = ("hidden_size", "n_embd", "n_embed", "d_model")
+DEPTH = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 PUBLISHED: dict[str, dict[str, Any]] = json.loads((DATA / "configs.json").read_text())
 
 
@@ -427,10 +425,8 @@ def test_the_start_log_says_which_factor_of_longrope_serves() -> None:
     assert "long_factor for prompts of any length; --max-model-len 64 has short_factor" in notes_on(config, 65)[0]
     config = reading(PUBLISHED["internlm/internlm3-8b-instruct"])
     assert not notes_on(config, 32768)
-    assert (
-        "longest sequence for all; --max-model-len 32768 has the trained one"
-        in notes_on(config, config.max_position)[0]
-    )
+    note = notes_on(config, config.max_position)[0]
+    assert "longest sequence for all; --max-model-len 32768 has the trained one" in note
 
 
 def test_attention_by_dual_chunks_is_plain_within_one_chunk() -> None:
@@ -566,9 +562,7 @@ def test_defaults_are_those_of_transformers(oracle: Any, files: dict[str, dict[s
 
 
 @pytest.mark.full
-def test_rope_scaling_beside_rope_parameters_is_read_as_by_transformers(
-    oracle: Any, files: dict[str, dict[str, Any]]
-) -> None:
+def test_rope_scaling_beside_rope_parameters_is_read_as_by_transformers(oracle: Any, files: dict[str, dict[str, Any]]):
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
     for name in ("llama-biases", "qwen3", "mistral", "olmo3", "gemma3", "granite", "glm", "qwen3-next", "deepseek-v3"):
         for scaling in (yarn, yarn | {"rope_theta": 777.0}, {"type": "linear", "factor": 2.0}):
@@ -611,11 +605,10 @@ def test_foreign_fields_mean_what_they_mean_to_transformers(oracle: Any, name: s
         for change in ({field: value} for value in values if field not in has):
             if not isinstance(config := reading(raw | change), str):
                 changes.append((change, "same" if config == as_it_is else "changed"))
-    theirs = oracle.ask(config=CASES[name]["config"], shape=CASES[name]["shape"], changes=[c for c, _ in changes])[
-        "found"
-    ]
+    theirs = oracle.ask(config=CASES[name]["config"], shape=CASES[name]["shape"], changes=[c for c, _ in changes])
+    found = zip(changes, theirs["found"], strict=True)
     # Where there is no such model, Manta may do what it likes: weights of other shapes are refused when they are read.
-    assert not [pair for pair, config in zip(changes, theirs, strict=True) if config not in ("error", pair[1])]
+    assert not [pair for pair, config in found if config not in ("error", pair[1])]
 
 
 @pytest.mark.full
@@ -627,6 +620,5 @@ def test_layers_of_mamba_are_refused() -> None:
     raw = file_of("granite-hybrid-dense")
     assert not isinstance(reading(raw), str)
     kinds = ["mamba", *["attention"] * (raw["num_hidden_layers"] - 1)]
-    assert reading(raw | {"layer_types": kinds}) == (
-        "layer_types has 'mamba'; Manta has attention in each layer of this family"
-    )
+    said = "layer_types has 'mamba'; Manta has attention in each layer of this family"
+    assert reading(raw | {"layer_types": kinds}) == said

@@ -89,9 +89,7 @@ def test_padding_meets_no_expert() -> None:
         for dummy, kind in ((False, "checkpoint"), (True, "dummy"))
     ],
 )
-def test_ranks_hold_whole_experts_that_make_up_all(
-    checkpoints: Checkpoints, tmp_path: Path, name: str, dummy: bool
-) -> None:
+def test_ranks_hold_whole_experts_that_make_up_all(checkpoints: Checkpoints, tmp_path: Path, name: str, dummy: bool):
     folder = config_alone(tmp_path, name) if dummy and name not in KEPT["families"] else checkpoints / name
 
     def load(group: Group) -> Transformer:

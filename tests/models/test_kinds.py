@@ -145,8 +145,7 @@ def test_prompts_that_are_under_way_have_their_windows_reserved():
     engine = Engine(num_blocks=30, max_model_len=60, windows=(0, 12, 12), schedule_conservativeness=1.0)
     first = engine.add("first", prompt(40), max_tokens=2, ignore_eos=True)
     engine.step()
-    engine.add("second", prompt(40, 2), max_tokens=2, ignore_eos=True)
-    engine.run()
+    engine.serve("second", prompt(40, 2), max_tokens=2, ignore_eos=True)
     assert first.num_preemptions == 0
     assert engine.outputs["second"] == expected(prompt(40, 2), 2, 60, ignore_eos=True)
 
@@ -173,8 +172,7 @@ def test_a_hit_needs_the_blocks_that_are_seen_from_its_end(gone, cached):
     engine.run()
     for kind, column in gone:
         engine.scheduler.blocks.forget(hashes[column] + engine.scheduler.space.marks[kind])
-    again = engine.add("again", prompt(40), max_tokens=5, ignore_eos=True)
-    engine.run()
+    again = engine.serve("again", prompt(40), max_tokens=5, ignore_eos=True)
     assert again.group.num_cached == cached
     assert engine.outputs["again"] == expected(prompt(40), 5, 64, ignore_eos=True)
 
@@ -182,8 +180,7 @@ def test_a_hit_needs_the_blocks_that_are_seen_from_its_end(gone, cached):
 def test_windows_come_back_from_host_memory():
     engine = Engine(num_blocks=20, max_model_len=48, num_host_blocks=60, windows=(0, 7), preemption_mode="recompute")
     for name, start in (("first", 1), ("other", 9), ("more", 17)):
-        engine.add(name, prompt(40, start), max_tokens=2, ignore_eos=True)
-        engine.run()
+        engine.serve(name, prompt(40, start), max_tokens=2, ignore_eos=True)
     again = engine.add("again", prompt(40), max_tokens=2, ignore_eos=True)
     plan = engine.step()
     assert again.group.num_cached == 39 and 10 < len(plan.swap_in) <= 13

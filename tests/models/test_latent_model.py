@@ -168,9 +168,7 @@ def test_batch_invariant_is_refused(checkpoints: Checkpoints) -> None:
         check_sizes(config, ModelConfig.from_folder(config.model), "cpu")
 
 
-def test_rows_and_heads_have_their_keys_made_some_at_a_time(
-    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_and_heads_have_their_keys_made_some_at_a_time(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch):
     tokens, sizes = prompt(), []
     rows = [(0, tokens, 3), (0, tokens[:7], 2), (0, tokens[:30], 2)]
     with torch.no_grad():

@@ -137,9 +137,7 @@ def publish(checkpoints: Checkpoints, name: str, folder: Path, **more: Any) -> N
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", CASES)
-def test_a_published_model_equals_the_class_that_computes_the_same(
-    checkpoints: Checkpoints, tmp_path: Path, name: str
-) -> None:
+def test_a_published_model_equals_the_class_that_computes_the_same(checkpoints: Checkpoints, tmp_path: Path, name: str):
     publish(checkpoints, name, tmp_path)
     check(make_worker(tmp_path, threads=1), CASES[name], load_file(checkpoints / name / "oracle.safetensors"))
 

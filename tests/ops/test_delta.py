@@ -24,6 +24,7 @@ SIZES = st.sampled_from([(2, 4, 8, 16), (1, 3, 12, 5), (2, 2, 16, 40), (1, 1, 80
 DECODES = st.sampled_from([[], [0], [3, 0, -1, 90]])
 LONGER = st.sampled_from([[], [(0, 65)], [(7, 2), (0, 17)], [(1, 63), (0, 2)], [(70, 64)]])
 DECAYS = st.sampled_from(["mild", "strong", "weak", "mixed"])
+MORE = settings(DRAWN, max_examples=16)
 
 
 class Rows(NamedTuple):
@@ -119,9 +120,7 @@ def check_conv_silu(
 test_conv_silu = tried(
     *CONV_SILU_CASES, on=[([3, 0, -1], [(7, 2), (0, 65)], 4, 24, F32), ([], [(0, 2)], 4, 130, BF16)], drawn=4
 )(check_conv_silu)
-test_conv_silu_in_more_cases = pytest.mark.long(
-    settings(DRAWN, max_examples=16)(given(*CONV_SILU_CASES)(check_conv_silu))
-)
+test_conv_silu_in_more_cases = pytest.mark.long(MORE(given(*CONV_SILU_CASES)(check_conv_silu)))
 
 
 class Layer(NamedTuple):
@@ -137,9 +136,8 @@ class Layer(NamedTuple):
 def new_layer(tokens: int, sizes: tuple[int, int, int, int], dtype: torch.dtype, decay: str) -> Layer:
     key_heads, heads, dk, dv = sizes
     b, a = torch.randn(2, tokens, heads) * 2
-    a = {"mild": a, "strong": a + 20, "weak": a - 20, "mixed": torch.where(torch.rand(tokens, heads) < 0.5, 20, -20)}[
-        decay
-    ]
+    mixed = torch.where(torch.rand(tokens, heads) < 0.5, 20, -20)
+    a = {"mild": a, "strong": a + 20, "weak": a - 20, "mixed": mixed}[decay]
     qkv = torch.randn(tokens, 2 * key_heads * dk + heads * dv)
     return Layer(qkv.to(dtype), b.to(dtype), a.to(dtype), torch.rand(heads) * 2, torch.randn(heads))
 
@@ -204,9 +202,7 @@ test_delta_rule = tried(
     ],
     drawn=3,
 )(check_delta_rule)
-test_delta_rule_in_more_cases = pytest.mark.long(
-    settings(DRAWN, max_examples=16)(given(*DELTA_RULE_CASES)(check_delta_rule))
-)
+test_delta_rule_in_more_cases = pytest.mark.long(MORE(given(*DELTA_RULE_CASES)(check_delta_rule)))
 
 
 # Of each row: tokens before it (-1 for a padding row), its own, and how many of them change its state. Those that may

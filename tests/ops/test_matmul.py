@@ -30,9 +30,7 @@ F32, BF16 = torch.float32, torch.bfloat16
     on=[(3, 65, 100, F32, False, 1), (64, 130, 530, BF16, True, 64), (65, 1, 530, F32, True, 64)],
     drawn=20,
 )
-def test_linear(
-    device: str, rows: int, outputs: int, inputs: int, dtype: torch.dtype, with_bias: bool, programs: int
-) -> None:
+def test_linear(device: str, rows: int, outputs: int, inputs: int, dtype: torch.dtype, with_bias: bool, programs: int):
     args, counters = oracles.product(rows, outputs, inputs, dtype, with_bias), []
 
     def zeros(there: torch.device) -> torch.Tensor:
@@ -62,9 +60,7 @@ def test_a_row_of_linear_ignores_the_others(device: str, dtype: torch.dtype, mon
 
 
 @pytest.mark.parametrize("capability, chip", [((8, 0), (80, False, True)), ((8, 6), (86, False, False))])
-def test_a_kernel_is_for_the_gpu_of_its_tensors(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], chip: tuple[int, bool, bool]
-) -> None:
+def test_a_kernel_is_for_the_gpu_of_its_tensors(monkeypatch, capability: tuple[int, int], chip: tuple[int, bool, bool]):
     """Tensors on the CPU, and all where there is no GPU, are for the one that is assumed."""
     matmul._capability.cache_clear()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -520,9 +520,8 @@ def test_experts_whose_inputs_are_rounded(
         got = ops.expert_gate_up(put(x), up, put(up_bias), plan, activation).cpu()
         assert got.dtype == dtype
         if owned.any():
-            oracles.check_error(
-                got[owned], want[owned], naive[owned].to(dtype).double(), sums=3
-            )  # gate, its sigmoid, up
+            # The sums: gate, its sigmoid, up.
+            oracles.check_error(got[owned], want[owned], naive[owned].to(dtype).double(), sums=3)
         got = ops.expert_down(put(h), back, put(down_bias), plan).cpu()
         assert got.dtype == dtype
         assert ((got.double() - summed).abs() <= torch.finfo(dtype).eps * summed.abs() + 4e-7 * size_of).all()

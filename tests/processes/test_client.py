@@ -236,9 +236,8 @@ def test_new_weights_come_after_the_requests_that_run_and_before_the_next(served
 
 def test_a_client_can_ask_where_the_time_went(served):
     client = MPClient(served[1])
-    client.add_request(EngineCoreRequest("x-0", [5] * 10, SamplingParams(max_tokens=900, ignore_eos=True))).get(
-        timeout=30
-    )
+    long = SamplingParams(max_tokens=900, ignore_eos=True)
+    client.add_request(EngineCoreRequest("x-0", [5] * 10, long)).get(timeout=30)
     collect(client.add_request(EngineCoreRequest("x-1", [5] * 10, SamplingParams(max_tokens=4, ignore_eos=True))))
     stories = [client.utility("explain", f"x-{i}")[0] for i in range(3)]
     assert [isinstance(story, dict) for story in stories] == [True, True, False] and stories[2] is None

@@ -178,13 +178,8 @@ def test_engines_in_lockstep_stop_at_the_same_step(seed: int, size: int) -> None
         if events and rng.random() < 0.03:
             work[rank] += rng.randrange(1, 90)
         if events == 200:  # an engine dies with what it had, and another takes its place
-            engines[rank], work[rank], inboxes[rank], reports[rank] = (
-                Lockstep(rank, Rendezvous(engines=size)),
-                0,
-                deque(),
-                deque(),
-            )
-            reports[rank].append(engines[rank].join())
+            engines[rank], work[rank], inboxes[rank] = Lockstep(rank, Rendezvous(engines=size)), 0, deque()
+            reports[rank] = deque([engines[rank].join()])
         if events == 100:  # the coordinator dies, and what it had sent does not arrive
             for queue in inboxes:
                 queue.clear()
@@ -540,10 +535,7 @@ def test_two_engines_serve_and_one_survives_the_other(tmp_path: Path) -> None:
             assert not alive(coordinator)
         status, story = server.get("/explain/none")
         assert status == 404 and story
-        server.pids = server.family()
-        server.process.terminate()
-        assert server.process.wait(20) == 0
-        server.assert_gone()
+        assert server.end() == 0
 
 
 @pytest.mark.full

@@ -99,13 +99,7 @@ def test_scaling_needs_the_key(elastic):
 
 OLD = {"weights": "", "weights_stamp": "", "weights_version": 0}
 NEW = {"weights": "/new", "weights_stamp": "s", "weights_version": 1}
-SIZES = {
-    "max_model_len": 64,
-    "max_num_batched_tokens": 256,
-    "num_blocks": 9,
-    "num_host_blocks": 0,
-    "step_timeout": 30.0,
-}
+SIZES = {"max_model_len": 64, "max_num_batched_tokens": 256, "num_blocks": 9, "num_host_blocks": 0, "step_timeout": 30}
 
 
 class PipedEngine(EngineProcess):
@@ -255,17 +249,8 @@ class ReadyEngine(PipedEngine):
 
     def _launch(self) -> None:
         super()._launch()
-        self.say(
-            SIZES
-            | {
-                "dtype": "float32",
-                "cache_dtype": "float32",
-                "block_size": 64,
-                "vocab_size": 9,
-                "task": "generate",
-                "max_logprobs": 5,
-            }
-        )
+        kinds = {"dtype": "float32", "cache_dtype": "float32", "task": "generate"}
+        self.say(SIZES | kinds | {"block_size": 64, "vocab_size": 9, "max_logprobs": 5})
 
 
 @pytest.mark.parametrize("others", [[DEMO], [DEMO, ""]])
@@ -377,10 +362,7 @@ def test_engines_come_and_go_under_streams(tmp_path: Path) -> None:
         for (_, reader), other in zip(some, again, strict=True):  # none has anything twice
             other.join(60)
             assert other.text == reader.text
-        server.pids = server.family()
-        server.process.terminate()
-        assert server.process.wait(20) == 0
-        server.assert_gone()
+        assert server.end() == 0
 
 
 ASKED = {"prompt": "ROMEO:\n", "max_tokens": 12, "temperature": 0, "ignore_eos": True}

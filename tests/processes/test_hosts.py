@@ -121,11 +121,9 @@ def test_the_only_engine_may_be_on_another_host():
     [({}, None, "neither"), ({handshake.SECRET: "x" * 15}, None, "15 characters"), ({}, "/none", "cannot be read")],
 )
 def test_a_secret_that_is_none_is_refused(environment: dict[str, str], path: str | None, words: str):
-    config = EngineConfig(
-        data_parallel_size=2, headless=True, data_parallel_address="a", data_parallel_secret_file=path
-    )
+    fields = {"data_parallel_size": 2, "data_parallel_address": "a", "data_parallel_secret_file": path}
     with pytest.raises(ValueError, match=words) as refused:
-        read_secret(config, environment)
+        read_secret(EngineConfig(**fields, headless=True), environment)
     assert "x" * 15 not in str(refused.value)
 
 
@@ -139,10 +137,7 @@ def test_a_secret_that_is_none_is_refused(environment: dict[str, str], path: str
         ({"data_parallel_external_lb": True, "headless": True, "data_parallel_address": "a"}, "serves one engine"),
         ({"data_parallel_rank": 2}, "data_parallel_rank is 2; it must be below 2"),
         ({"data_parallel_size_max": 1}, "data_parallel_size_max is 1; it must be at least"),
-        (
-            {"data_parallel_size_max": 3, "data_parallel_size_local": 2},
-            "data_parallel_size_max is 3; with data_paralle",
-        ),
+        ({"data_parallel_size_max": 3, "data_parallel_size_local": 2}, "data_parallel_size_max is 3; with data_par"),
         ({"data_parallel_external_lb": True, "enable_expert_parallel": True}, r"external_lb\), it must be False"),
     ],
 )
@@ -352,9 +347,7 @@ def ask(i):
                     told["error"] = event["error"]["message"]
                 else:
                     told["text"] += event["choices"][0]["text"]
-    except OSError as error:
-        told["error"] = repr(error)
-    except http.client.HTTPException as error:
+    except (OSError, http.client.HTTPException) as error:
         told["error"] = repr(error)
     told["seconds"] = time.monotonic() - begun - told["begun"]
     found.append(told)

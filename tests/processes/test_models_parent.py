@@ -297,8 +297,8 @@ def asleep(parent: Callable[..., Parent], host: int = 8) -> tuple[Parent, Engine
     return world, engine
 
 
-def test_an_engine_sleeps_and_wakes_up(parent: Callable[..., Parent]):
-    world, engine = asleep(parent)
+def wake(world: Parent, engine: Engine) -> None:
+    """Ask for the model that sleeps, and put the other one to sleep."""
     world.ask("a")
     world.check()
     world.rows["b"].connected[0] = False
@@ -306,6 +306,11 @@ def test_an_engine_sleeps_and_wakes_up(parent: Callable[..., Parent]):
     world.engines["b"][0].called = 1
     world.check()
     assert engine.calls == ["sleep", "wake_up"] and world.rows["a"].state == STARTING
+
+
+def test_an_engine_sleeps_and_wakes_up(parent: Callable[..., Parent]):
+    world, engine = asleep(parent)
+    wake(world, engine)
     world.check(50)
     assert world.rows["a"].state == STARTING and world.rows["a"].loads == 1
     engine.called = 2
@@ -344,13 +349,7 @@ def test_an_engine_asleep_that_ends_is_loaded_anew(parent: Callable[..., Parent]
         world.check()
         assert engine.closed and row.state == DRAINING
     elif how == "it cannot wake up":
-        world.ask("a")
-        world.check()
-        world.rows["b"].connected[0] = False
-        world.check()
-        world.engines["b"][0].called = 1
-        world.check()
-        assert engine.calls == ["sleep", "wake_up"] and row.state == STARTING
+        wake(world, engine)
         row.asked[0] = 0.0
     engine.code = 1
     world.check()

@@ -61,9 +61,7 @@ def test_kill_of_the_parent_leaves_nothing_and_its_port_is_free(tmp_path: Path) 
     with serving(tmp_path) as server:
         sock = server.connect("POST", "/v1/completions", LONG | {"stream": True})
         eventually(lambda: server.running() > 0)
-        server.process.kill()
-        server.process.wait()
-        server.assert_gone()
+        server.end(signal.SIGKILL)
         sock.close()
         with socket.socket() as again:
             again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -140,10 +138,7 @@ def test_a_kill_while_it_starts_leaves_nothing(tmp_path: Path) -> None:
     flags = ["--port", "0", "--device", "cpu", "--tensor-parallel-size", "2"]
     for moment in ("server.py", "processes/engine_process.py", "spawn_main", "libtorch_cpu"):
         command = [sys.executable, "server.py", *flags]
-        with (
-            open(log, "w") as file,
-            subprocess.Popen(command, cwd=ROOT, env=environment, stderr=file) as process,
-        ):
+        with open(log, "w") as file, subprocess.Popen(command, cwd=ROOT, env=environment, stderr=file) as process:
             eventually(lambda: any(moment in about(pid) for pid in belongings(log)), 60)  # noqa: B023
             process.kill()
         eventually(lambda: not belongings(log), 30)

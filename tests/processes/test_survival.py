@@ -11,17 +11,7 @@ from pathlib import Path
 import pytest
 
 from config import DEMO
-from served import (
-    STREAM,
-    Reader,
-    Server,
-    alive,
-    api_of,
-    engine_of,
-    eventually,
-    serving,
-    worker_of,
-)
+from served import STREAM, Reader, Server, alive, api_of, engine_of, eventually, serving, worker_of
 
 TOKENS = 160  # of a stream, which takes long enough to kill something meanwhile
 
@@ -148,9 +138,7 @@ def test_nothing_is_left_of_a_server_that_has_seen_deaths(tmp_path: Path) -> Non
         eventually(lambda: server.get("/health")[0] == 200)
         server.pids = server.family()
         os.kill(worker_of(server), signal.SIGSTOP)
-        server.process.kill()
-        server.process.wait()
-        server.assert_gone()
+        server.end(signal.SIGKILL)
 
 
 @pytest.mark.full

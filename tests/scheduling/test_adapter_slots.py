@@ -42,8 +42,7 @@ def test_requests_of_as_many_adapters_as_there_are_slots_run_together():
 def test_an_adapter_stays_until_its_slot_is_needed_and_the_least_recently_used_goes():
     engine = Engine(max_loras=2)
     for number, adapter in enumerate((0, 1, 0, 2, 0, 1)):
-        engine.add(str(number), prompt(3), adapter=adapter, max_tokens=2, ignore_eos=True)
-        engine.run()
+        engine.serve(str(number), prompt(3), adapter=adapter, max_tokens=2, ignore_eos=True)
     assert [row for row, _ in loads(engine)] == [0, 1, 2, 1]
     assert loads(engine)[2][1] == loads(engine)[1][1] == loads(engine)[3][1]  # 0 was used in between
 
@@ -97,8 +96,7 @@ def test_the_best_class_does_not_wait_for_one_that_never_comes_back(mode):
         enable_prefix_caching=False,
     )  # fmt: skip
     worst = engine.add("worst", prompt(8), adapter=0, priority=5, max_tokens=30, ignore_eos=True)
-    for _ in range(4):
-        engine.step()
+    engine.step(4)
     for number in range(60):
         engine.add(f"better {number}", prompt(8), priority=3, max_tokens=12, ignore_eos=True)
         engine.step()
@@ -113,17 +111,15 @@ def test_the_best_class_does_not_wait_for_one_that_never_comes_back(mode):
 
 def test_a_slot_that_a_preemption_has_freed_goes_to_the_first_in_line():
     """One is preempted whose adapter nobody else has, while a step is planned."""
-    engine = Engine(
-        12, 40, max_loras=1, max_num_batched_tokens=64, scheduling_policy="priority", enable_prefix_caching=False
-    )
+    options = {"max_num_batched_tokens": 64, "scheduling_policy": "priority", "enable_prefix_caching": False}
+    engine = Engine(12, 40, max_loras=1, **options)
     engine.add("a", prompt(8), adapter=0, priority=5, max_tokens=30, ignore_eos=True)
     engine.step()
     engine.add("b", prompt(3), adapter=1, priority=5, max_tokens=2, ignore_eos=True)
     engine.step()
     assert waiting(engine) == ["b"]
     engine.add("large", prompt(38), priority=0, max_tokens=1, ignore_eos=True)
-    engine.add("c", prompt(3), adapter=2, priority=3, max_tokens=2, ignore_eos=True)
-    engine.run()
+    engine.serve("c", prompt(3), adapter=2, priority=3, max_tokens=2, ignore_eos=True)
     assert [row for row, _ in loads(engine)] == [0, 2, 0, 1]
     assert engine.finished == ["large", "c", "a", "b"]
 
@@ -156,8 +152,7 @@ def test_the_worst_class_makes_way_for_an_adapter(mode):
     )  # fmt: skip
     for name, rank, adapter in (("mid", 1, 0), ("low", 2, 1)):
         engine.add(name, prompt(6), priority=rank, adapter=adapter, max_tokens=50, ignore_eos=True)
-    for _ in range(3):
-        engine.step()
+    engine.step(3)
     for number, ran in enumerate((["mid"], [])):
         engine.add(f"top {number}", prompt(6), priority=0, adapter=2 + number, max_tokens=20, ignore_eos=True)
         engine.step()
@@ -180,8 +175,7 @@ def test_a_swapped_sequence_whose_adapter_lost_its_slot_may_preempt_a_worse_one(
         engine.step()
     assert [seq.name for seq in engine.scheduler.swapped] == ["mid"]
     engine.scheduler.abort("top")
-    engine.add("low", prompt(6), priority=2, adapter=1, max_tokens=50, ignore_eos=True)
-    engine.run()
+    engine.serve("low", prompt(6), priority=2, adapter=1, max_tokens=50, ignore_eos=True)
     assert engine.finished == ["mid", "low"]
 
 
@@ -204,8 +198,7 @@ def test_who_waits_for_many_adapters_is_before_another_client_once(slots):
     engine = Engine(400, max_loras=slots, scheduling_policy="fair", enable_prefix_caching=False)
     for i in range(60):
         engine.add(f"many {i}", prompt(4), client="many", adapter=i // 5 % 4, max_tokens=30, ignore_eos=True)
-    for _ in range(10):
-        engine.step()
+    engine.step(10)
     for i in range(3):
         begun = engine.scheduler.step
         engine.add(f"one {i}", prompt(4), client="one", adapter=4, max_tokens=4, ignore_eos=True)

@@ -30,8 +30,7 @@ def filled() -> dict[bytes, list]:
     files: dict[bytes, list] = {}
     engine = engine_on(files)
     for name, start in (("first", 1), ("other", 9), ("more", 17)):
-        engine.add(name, prompt(28, start), **ONE)
-        engine.run()
+        engine.serve(name, prompt(28, start), **ONE)
     assert len(files) >= 14
     return files
 
@@ -51,8 +50,7 @@ def test_another_engine_finds_what_was_written():
     report = engine.scheduler.reports.explain("again")
     assert report["cached_tokens_by_tier"]["disk"] == 27
     assert [stay["state"] for stay in report["answers"][0]["stays"]] == ["waiting", "reading", "waiting", "running"]
-    twin = engine.add("twin", prompt(28), **ONE)  # what was read counts as the device's now
-    engine.run()
+    twin = engine.serve("twin", prompt(28), **ONE)  # what was read counts as the device's now
     assert twin.group.cached_by_tier == {"device": 27, "host": 0, "disk": 0}
 
 
@@ -126,8 +124,7 @@ def test_who_reads_keeps_its_place_and_preempts_nobody_before(policy):
 def test_one_that_reads_can_be_aborted(steps):
     engine = engine_on(filled(), longest=3)
     engine.add("reader", prompt(28), **ONE)
-    for _ in range(steps):
-        engine.step()
+    engine.step(steps)
     engine.scheduler.abort("reader")
     check_integrity(engine.scheduler)
     assert not engine.scheduler.admission.reading and engine.has_work()
@@ -153,8 +150,7 @@ def test_when_steps_are_given_up_so_are_moves(lost):
 
 def test_a_prefix_is_read_as_far_as_the_host_has_room():
     engine = engine_on(filled(), num_host_blocks=3)
-    seq = engine.add("again", prompt(28), **ONE)
-    engine.run()
+    seq = engine.serve("again", prompt(28), **ONE)
     assert seq.group.num_cached == 12
 
 
@@ -166,8 +162,7 @@ def test_of_layers_with_a_window_the_last_blocks_are_read(windows):
     fields = {"windows": windows, "num_blocks": 16, "num_host_blocks": 40}
     for name in ("first", "again"):
         engine = engine_on(files, **fields)
-        seq = engine.add(name, prompt(28), retention=300, **ONE)
-        engine.run()
+        seq = engine.serve(name, prompt(28), retention=300, **ONE)
     assert seq.group.num_cached == seq.group.cached_by_tier["disk"] == 27
     assert sum(len(plan.disk_in) for plan in engine.plans) == (7 if windows[0] == 0 else 0) + 2
 
@@ -225,11 +220,9 @@ def test_without_a_disk_a_marked_request_goes_to_the_host():
     """Then others can have the device's blocks, also where copies wait for a prompt that asks for one."""
     engine = Engine(**SIZES | {"num_host_blocks": 40})
     engine.scheduler.space.copies_left = 0
-    engine.add("marked", prompt(28), retention=300, **ONE)
-    engine.run()
+    engine.serve("marked", prompt(28), retention=300, **ONE)
     for i in range(3):
-        engine.add(str(i), prompt(28, 10 + i), **ONE)
-        engine.run()
+        engine.serve(str(i), prompt(28, 10 + i), **ONE)
     again = engine.add("again", prompt(28), **ONE)
     engine.run()
     assert again.group.cached_by_tier == {"device": 0, "host": 27, "disk": 0}
@@ -239,8 +232,7 @@ def test_what_is_dropped_before_it_was_lowered_is_copied_all_the_same():
     engine = Engine(**SIZES | {"num_host_blocks": 40})
     engine.scheduler.space.copies_left = 0
     engine.add("marked", prompt(28), retention=300, **ONE)
-    engine.add("next", prompt(28, 11), **ONE)  # waits for its blocks, and takes them in the step that lowers them
-    engine.run()
+    engine.serve("next", prompt(28, 11), **ONE)  # waits for its blocks, and takes them in the step that lowers them
     again = engine.add("again", prompt(28), **ONE)
     engine.run()
     assert again.group.num_cached == 27
@@ -267,8 +259,7 @@ def test_salts_have_files_of_their_own():
     files: dict[bytes, list] = {}
     for name, salt, cached in (("a", "x", 0), ("b", "y", 0), ("c", "x", 27)):
         engine = engine_on(files)
-        seq = engine.add(name, prompt(28), salt, retention=300, **ONE)
-        engine.run()
+        seq = engine.serve(name, prompt(28), salt, retention=300, **ONE)
         assert seq.group.num_cached == cached
 
 
@@ -288,8 +279,7 @@ def test_ranks_report_at_different_times(depth):
     engine = Engine(files=files, depth=depth, pipeline_parallel_size=2, **SIZES | {"num_blocks": 16})
     assert engine.worker.disk.ranks == 2
     engine.worker.disk.fails = 0.0
-    seq = engine.add("again", prompt(28), **ONE)
-    engine.run()
+    seq = engine.serve("again", prompt(28), **ONE)
     assert seq.group.num_cached == 27 and not engine.scheduler.space.moves
 
 

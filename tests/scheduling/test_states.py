@@ -24,22 +24,18 @@ def chunks(engine: Engine) -> list[int]:
 def test_the_next_turn_of_a_conversation_finds_the_latest_border_of_the_answer(max_tokens, border, depth):
     """A state is copied when the step after it is planned: the last token of an answer is never computed."""
     engine = Engine(states=(4, 0), depth=depth)
-    engine.add("first", prompt(10), max_tokens=max_tokens, ignore_eos=True)
-    engine.run()
+    engine.serve("first", prompt(10), max_tokens=max_tokens, ignore_eos=True)
     turn = prompt(10) + engine.outputs["first"] + prompt(5, 30)
-    second = engine.add("second", turn, max_tokens=5, ignore_eos=True)
-    engine.run()
+    second = engine.serve("second", turn, max_tokens=5, ignore_eos=True)
     assert second.group.num_cached == border
 
 
 @pytest.mark.parametrize(("length", "border"), [(3, 0), (4, 0), (5, 4), (16, 12), (17, 16), (18, 16)])
 def test_the_same_prompt_finds_its_last_border(length, border):
     engine = Engine(states=(4, 0), max_num_batched_tokens=64)
-    engine.add("first", prompt(length), max_tokens=1)
-    engine.run()
+    engine.serve("first", prompt(length), max_tokens=1)
     assert chunks(engine) == ([border] if border else []) + [length - border]
-    again = engine.add("again", prompt(length), max_tokens=1)
-    engine.run()
+    again = engine.serve("again", prompt(length), max_tokens=1)
     assert again.group.num_cached == border
     other = engine.add("other", [9, *prompt(length)], max_tokens=1)
     assert other.group.num_cached == 0
@@ -60,29 +56,25 @@ def test_the_same_prompt_finds_its_last_border(length, border):
 )
 def test_chunks_end_where_states_are_kept(fields, rows):
     engine = Engine(**{"states": (4, 0), "max_num_seqs": 2} | fields)
-    engine.add("a", prompt(30), max_tokens=1)
-    engine.run()
+    engine.serve("a", prompt(30), max_tokens=1)
     assert chunks(engine) == rows
 
 
 def test_a_beginning_whose_state_is_gone_is_no_hit():
     """Its keys and values are all found, yet only the shorter beginning has a state."""
     engine = Engine(states=(4, 0))
-    engine.add("first", prompt(30), max_tokens=1)
-    engine.run()
+    engine.serve("first", prompt(30), max_tokens=1)
     pool = engine.scheduler.space.states.snapshots
     assert len(pool.block_of) == 2  # after 16 tokens and after 28
     pool.forget(next(digest for digest, row in pool.block_of.items() if row == 1))
-    again = engine.add("again", prompt(30), max_tokens=1)
-    engine.run()
+    again = engine.serve("again", prompt(30), max_tokens=1)
     assert again.group.num_cached == 16
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_samples_compute_their_prompt_once_but_for_its_tail(depth):
     engine = Engine(states=(4, 0), depth=depth, max_num_batched_tokens=64)
-    engine.add("a", prompt(14), n=4, max_tokens=6, ignore_eos=True)
-    engine.run()
+    engine.serve("a", prompt(14), n=4, max_tokens=6, ignore_eos=True)
     assert [row.num_computed for plan in engine.plans for row in plan.new] == [0, 12, 12, 12]
     assert [len(plan.new) for plan in engine.plans if plan.new] == [1, 3]  # the others come in together
     assert sorted(count for count in chunks(engine) if count > 1) == [2, 2, 2, 2, 12]
@@ -91,8 +83,7 @@ def test_samples_compute_their_prompt_once_but_for_its_tail(depth):
 @pytest.mark.parametrize("fields", [{"states": (0, 0)}, {"enable_prefix_caching": False}], ids=str)
 def test_samples_that_cannot_find_their_prompt_come_in_together(fields):
     engine = Engine(**{"states": (4, 0), "max_num_batched_tokens": 64} | fields)
-    engine.add("a", prompt(14), n=4, max_tokens=6, ignore_eos=True)
-    engine.run()
+    engine.serve("a", prompt(14), n=4, max_tokens=6, ignore_eos=True)
     assert [len(plan.new) for plan in engine.plans if plan.new] == [1, 3]
 
 
@@ -102,15 +93,13 @@ def test_samples_that_cannot_find_their_prompt_come_in_together(fields):
 )  # fmt: skip
 def test_a_long_answer_keeps_one_state(logprobs, ahead):
     engine = Engine(states=(3, 0), num_lookahead_slots=ahead)
-    engine.add("other", prompt(6, 20), max_tokens=1)
-    engine.run()
+    engine.serve("other", prompt(6, 20), max_tokens=1)
     engine.add("long", prompt(6), max_tokens=50, ignore_eos=True, logprobs=logprobs)
     engine.run()
     assert len(engine.scheduler.space.states.snapshots.block_of) == 3  # one of each prompt, and the answer's latest
     assert engine.add("again", prompt(6, 20), max_tokens=1)
     tokens = prompt(6) + engine.outputs["long"]
-    longer = engine.add("more", tokens, max_tokens=1)
-    engine.run()
+    longer = engine.serve("more", tokens, max_tokens=1)
     assert longer.group.num_cached == 52
     assert engine.scheduler.requests == {} and engine.scheduler.counters["prefix_cache_hits_total"] == 4 + 52
 
@@ -121,8 +110,7 @@ def test_states_come_back_where_their_sequence_was_preempted():
     low = engine.add("low", prompt(15), priority=1, max_tokens=20, ignore_eos=True)
     while low.num_computed < 26:
         engine.step()
-    engine.add("urgent", prompt(20, 9), max_tokens=2, ignore_eos=True)
-    engine.run()
+    engine.serve("urgent", prompt(20, 9), max_tokens=2, ignore_eos=True)
     assert low.num_preemptions == 1
     assert [row.num_computed for plan in engine.plans for row in plan.new] == [0, 0, 24]
 
@@ -132,8 +120,7 @@ def swapped(depth: int = 1, host: int = 1) -> tuple[Engine, Sequence]:
     engine = Engine(num_blocks=8, max_model_len=32, num_host_blocks=32, preemption_mode="swap",
                     scheduling_policy="priority", states=(2, host), depth=depth)  # fmt: skip
     low = engine.add("low", prompt(22), priority=1, max_tokens=8, ignore_eos=True)
-    for _ in range(2 if depth == 2 else 5):
-        engine.step()
+    engine.step(2 if depth == 2 else 5)
     engine.add("urgent", prompt(20, 9), max_tokens=2, ignore_eos=True)
     engine.step()
     assert low.num_preemptions == 1
@@ -207,8 +194,7 @@ def test_the_cost_of_a_swap_counts_the_state():
         engine = Engine(num_blocks=8, max_model_len=32, num_host_blocks=32, swap_cost=3.5, states=states,
                         scheduling_policy="priority", enable_prefix_caching=False)  # fmt: skip
         low = engine.add("low", prompt(20), priority=1, max_tokens=8, ignore_eos=True)
-        engine.step()
-        engine.step()
+        engine.step(2)
         engine.add("urgent", prompt(20, 9), max_tokens=2, ignore_eos=True)
         engine.step()
         preempted.add((states is None, low.status))
@@ -221,8 +207,7 @@ def test_a_beam_goes_on_from_a_snapshot_of_its_own_tokens(states):
     wanted = expected_beams(prompt(9), 14, 40, 5, 5)
     engine = Engine(22, 40, 40, states=states)
     engine.add("first", prompt(6, 3), max_tokens=24, ignore_eos=True)
-    engine.add("a", prompt(9), n=5, use_beam_search=True, max_tokens=14)
-    engine.run()
+    engine.serve("a", prompt(9), n=5, use_beam_search=True, max_tokens=14)
     assert list(engine.answers["a"].values()) == wanted
 
 
@@ -230,8 +215,7 @@ def test_a_beam_goes_on_from_a_snapshot_of_its_own_tokens(states):
 def test_states_are_forgotten(lost):
     """Where a step has failed, too: what it was to compute may be missing in a state that the next plan has kept."""
     engine = Engine(states=(4, 0))
-    engine.add("first", prompt(30), max_tokens=1)
-    engine.run()
+    engine.serve("first", prompt(30), max_tokens=1)
     pool = engine.scheduler.space.states.snapshots
     assert pool.block_of
     if lost is None:
@@ -239,8 +223,7 @@ def test_states_are_forgotten(lost):
     else:
         engine.lose(lost)
     assert not pool.block_of
-    again = engine.add("again", prompt(30), max_tokens=1)
-    engine.run()
+    again = engine.serve("again", prompt(30), max_tokens=1)
     assert again.group.num_cached == 0
 
 
@@ -253,8 +236,7 @@ def test_a_state_is_kept_only_if_it_is_known_what_it_has_seen(depth):
     engine.run()
     for i in range(3):
         turn = prompt(7, i) + engine.outputs[str(i)]
-        again = engine.add(f"again {i}", turn, max_tokens=2, ignore_eos=True)
-        engine.run()
+        again = engine.serve(f"again {i}", turn, max_tokens=2, ignore_eos=True)
         assert again.group.num_cached == (24 if depth <= 2 else 4)
 
 

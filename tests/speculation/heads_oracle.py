@@ -272,9 +272,8 @@ def made_eagle3(
     switches: dict[str, object] = {"draft_vocab_size": len(ids), "norm_before_residual": norm_first}
     flags = {norms: True, "norm_output": True} if norms else {}
     if where == "eagle_config":
-        listed: dict[str, object] = {
-            "eagle_config": flags | {"eagle_aux_hidden_state_layer_ids": [i - 1 for i in taps]}
-        }
+        flags |= {"eagle_aux_hidden_state_layer_ids": [i - 1 for i in taps]}
+        listed: dict[str, object] = {"eagle_config": flags}
     else:
         listed = flags | ({"eagle_aux_hidden_state_layer_ids": taps} if taps else {})
     raw = config("LlamaForCausalLMEagle3", 1, **switches, **listed)
@@ -290,9 +289,8 @@ def made_eagle3(
         }  # fmt: skip
     made = made_with_head(folder, 7, raw, head)
     facts = {"norm first": norm_first, "norm output": bool(norms)}
-    extra = {name: torch.ones(1) for name, holds in facts.items() if holds} | (
-        {"taps": torch.tensor(taps)} if taps else {}
-    )
+    extra = {name: torch.ones(1) for name, holds in facts.items() if holds}
+    extra |= {"taps": torch.tensor(taps)} if taps else {}
     return made._replace(tensors=made.tensors | extra)
 
 

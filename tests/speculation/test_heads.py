@@ -52,6 +52,7 @@ HEADS = ("mtp", "draft_model", "eagle3")
 PUBLISHED = ("eagle3.1", "eagle3.1-nvidia", "speculators")
 Record = list[tuple[list[int], list[int]]]
 Make = Callable[..., oracle.Made]
+OPEN: list[LLM] = []  # what `tiny` has made
 
 
 def options_of(method: str, head: object = "", most: int = MOST) -> str:
@@ -59,8 +60,10 @@ def options_of(method: str, head: object = "", most: int = MOST) -> str:
 
 
 def tiny(made: oracle.Made, method: str = "", **fields: Any) -> LLM:
+    """An `LLM` on these checkpoints, which `closed` closes after the test."""
     drafts = {"speculative_config": options_of(method, made.head)} if method else {}
-    return LLM(str(made.folder), **TINY | drafts | fields)
+    OPEN.append(LLM(str(made.folder), **TINY | drafts | fields))
+    return OPEN[-1]
 
 
 def answers(llm: LLM, params: Any = GREEDY, prompts: list[list[int]] = IDS) -> list[RequestOutput]:
@@ -82,6 +85,13 @@ def counted(llm: LLM) -> tuple[int, int]:
 def forked() -> Iterator[None]:
     with forked_workers():
         yield
+
+
+@pytest.fixture(autouse=True)
+def closed() -> Iterator[None]:
+    yield
+    while OPEN:
+        OPEN.pop().close()
 
 
 @pytest.fixture(autouse=True)
@@ -151,7 +161,6 @@ def test_drafts_are_those_of_the_formula(name: str, options: dict[str, Any], mad
     counters = llm.client.core.scheduler.counters
     assert (counters["num_preemptions_total"] > 0) == bool(options)
     assert (counters["num_swapped_tokens_total"] > 0) == ("preemption_mode" in options)
-    llm.close()
 
 
 def compare(record: Record, t: dict[str, torch.Tensor], head: Any) -> int:
@@ -185,9 +194,8 @@ def test_a_head_of_experts_is_a_layer_of_its_family(name: str, shared: Path, rec
            "hnorm.weight": norms[1], "shared_head.norm.weight": norms[2], "embed_tokens.weight": torch.ones(3),
            "shared_head.head.weight": tensors["lm_head.weight"]}  # fmt: skip
     raw |= {"dtype": "float32"}
-    oracle.save(
-        tmp_path / "model", raw, tensors | {last + name: x.clone() for name, x in (head_tensors | layer).items()}
-    )
+    head_tensors = {last + name: x.clone() for name, x in (head_tensors | layer).items()}
+    oracle.save(tmp_path / "model", raw, tensors | head_tensors)
     single = {f"model.layers.0.{name}": x for name, x in layer.items()} | {"lm_head.weight": tensors["lm_head.weight"]}
     single |= {"model.embed_tokens.weight": embedding, "model.norm.weight": norms[2]}
     oracle.save(tmp_path / "single", raw | {"num_hidden_layers": 1, "first_k_dense_replace": 0}, single)
@@ -198,9 +206,8 @@ def test_a_head_of_experts_is_a_layer_of_its_family(name: str, shared: Path, rec
     params = SamplingParams(temperature=0, max_tokens=MOST, ignore_eos=True, logprobs=2)
     want = tiny(oracle.Made(tmp_path / "single", "", {}))
     same = 0
-    for (_, drafts), output in zip(
-        compared, answers(want, params, [prefix[1:] for prefix, _ in compared]), strict=True
-    ):
+    continued = answers(want, params, [prefix[1:] for prefix, _ in compared])
+    for (_, drafts), output in zip(compared, continued, strict=True):
         for draft, token, two in zip(drafts, output.outputs[0].token_ids, output.outputs[0].logprobs, strict=True):
             best, second, *_ = sorted((entry.logprob for entry in two.values()), reverse=True)
             if best - second <= 1e-3:
@@ -208,8 +215,6 @@ def test_a_head_of_experts_is_a_layer_of_its_family(name: str, shared: Path, rec
             assert draft == token
             same += 1
     assert same > 50
-    want.close()
-    llm.close()
 
 
 @pytest.mark.parametrize("lost", [False, pytest.param(True, marks=pytest.mark.full)])
@@ -234,10 +239,8 @@ def test_what_comes_after_drafts_has_the_model_s_distribution(count: int, made: 
     """The second and the third token at temperature 1, against the exact probabilities of all pairs."""
     checkpoints, few = made("draft_model"), [0, 5, 11, 17, 22]
     llm = tiny(checkpoints, "draft_model", max_num_seqs=32)
-    params = [
-        SamplingParams(temperature=1, seed=i, max_tokens=4, ignore_eos=True, allowed_token_ids=few)
-        for i in range(count)
-    ]
+    asked: dict[str, Any] = {"temperature": 1, "max_tokens": 4, "ignore_eos": True, "allowed_token_ids": few}
+    params = [SamplingParams(seed=i, **asked) for i in range(count)]
     outputs = answers(llm, params, [IDS[2]] * count)
     drafted, taken = counted(llm)
     assert 0.05 * drafted < taken < 0.9 * drafted
@@ -258,7 +261,6 @@ def test_what_comes_after_drafts_has_the_model_s_distribution(count: int, made: 
     square = float(((pairs - expected) ** 2 / expected.clamp(min=1e-9)).sum())
     freedom = len(expected) - 1
     assert square < freedom + 5 * (2 * freedom) ** 0.5 + 10
-    llm.close()
 
 
 # --- no token changes -------------------------------------------------------------------------------------------------
@@ -307,20 +309,16 @@ def test_tokens_are_those_without_drafts(
     if options.get("schedule_conservativeness") == 0:
         assert llm.client.core.scheduler.counters["num_preemptions_total"] > 0
     check_integrity(llm.client.core.scheduler)
-    llm.close()
 
 
 @pytest.mark.full
-def test_workers_die_with_drafts_in_flight(
-    made: Make, plain: Callable[[str], list[RequestOutput]], forked: None
-) -> None:
+def test_workers_die_with_drafts_in_flight(made: Make, plain: Callable[[str], list[RequestOutput]], forked: None):
     llm = tiny(made("mtp"), "mtp", tensor_parallel_size=2, distributed_executor_backend="mp")
     killed = kill_with_drafts_in_flight(llm.core)
     assert_equal(every_way(llm), plain("mtp"))
     drafted, taken = counted(llm)
     assert drafted > taken > 20 and llm.core.metrics()["num_worker_restarts_total"] == len(killed) == 2
     check_integrity(llm.core.scheduler)
-    llm.close()
 
 
 @pytest.mark.parametrize("name", ["mtp", pytest.param("draft_model", marks=pytest.mark.full)])
@@ -338,8 +336,6 @@ def test_padding_has_no_drafts(name: str, made: Make, monkeypatch: pytest.Monkey
     assert_equal(answers(llm), answers(want))
     assert any(rows == 8 > live for rows, live in sizes)
     assert counted(llm) == counted(want)
-    want.close()
-    llm.close()
 
 
 class CalledAgain:
@@ -353,9 +349,7 @@ class CalledAgain:
 
 
 @pytest.mark.parametrize("name", ["mtp", *(pytest.param(name, marks=pytest.mark.full) for name in HEADS[1:])])
-def test_drafts_are_made_by_graphs_where_the_step_has_none(
-    name: str, made: Make, record: Record, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_drafts_are_made_by_graphs_where_the_step_has_none(name: str, made: Make, record: Record, monkeypatch):
     """They are those without graphs, of rows that find their inputs where these lay when the graphs were captured."""
     drafts, large, draft = [], [], Drafter.draft
 
@@ -398,7 +392,6 @@ def test_steps_without_proposals_change_no_token(
     llm = tiny(made(name), oracle.MAKERS[name][0], sanitize_kv=True)
     assert_equal(every_way(llm), plain(name))
     assert counted(llm)[0] > 50
-    llm.close()
 
 
 @pytest.mark.parametrize("name", ["mtp", "draft_model", pytest.param("eagle3", marks=pytest.mark.full)])
@@ -428,8 +421,6 @@ def test_a_draft_s_vocabulary_may_end_elsewhere(rows: int, made: Make, tmp_path:
     assert_equal(every_way(llm), every_way(want))
     drafted, taken = counted(llm)
     assert drafted > 100 and (taken > 0 or rows < oracle.VOCAB)
-    want.close()
-    llm.close()
 
 
 @pytest.mark.full
@@ -441,8 +432,6 @@ def test_the_interpreted_kernels_make_the_same_drafts(name: str, made: Make, few
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     assert_equal(answers(llm, params, IDS[1:3]), answers(want, params, IDS[1:3]))
     assert counted(llm) == counted(want)
-    want.close()
-    llm.close()
 
 
 # --- other weights ----------------------------------------------------------------------------------------------------
@@ -476,13 +465,10 @@ def test_drafts_after_a_sleep(name: str, backend: str, made: Make) -> None:
         llm.wake_up()
         assert_equal(answers(llm), wanted)
         assert counted(llm) == tuple((level + 1) * count for count in before)
-    llm.close()
 
 
 @pytest.mark.parametrize("backend", ["cpu", pytest.param("reference", marks=pytest.mark.full)])
-def test_a_head_gets_new_weights_with_its_model(
-    backend: str, made: Make, other: oracle.Made, tmp_path: Path, record: Record
-) -> None:
+def test_a_head_gets_new_weights_with_its_model(backend: str, made: Make, other: oracle.Made, tmp_path, record: Record):
     llm = tiny(made("mtp"), "mtp", backend=backend)
     answers(llm, prompts=IDS[:2])
     llm.update_weights(str(other.folder))
@@ -501,8 +487,6 @@ def test_a_head_gets_new_weights_with_its_model(
     with pytest.raises(ValueError, match=r"has no tensor model\.mtp\."):
         llm.update_weights(str(tmp_path / "headless"))
     assert_equal(answers(llm), got)
-    want.close()
-    llm.close()
 
 
 def test_a_draft_keeps_its_weights_when_its_model_gets_others(made: Make, other: oracle.Made) -> None:
@@ -513,8 +497,6 @@ def test_a_draft_keeps_its_weights_when_its_model_gets_others(made: Make, other:
     llm.update_weights(str(other.folder))
     assert_equal(answers(llm), answers(want))
     assert counted(llm) == counted(want)
-    want.close()
-    llm.close()
 
 
 @pytest.mark.parametrize("name", ["mtp", *(pytest.param(name, marks=pytest.mark.full) for name in HEADS[1:])])
@@ -526,8 +508,6 @@ def test_weights_that_are_made_up(name: str, made: Make) -> None:
     llm.update_weights(str(made(name).folder))
     assert_equal(answers(llm), answers(want))
     assert name != "mtp" or counted(llm)[1] - before[1] == counted(want)[1] > 20
-    want.close()
-    llm.close()
 
 
 # --- what does not fit ------------------------------------------------------------------------------------------------
@@ -633,8 +613,6 @@ def test_windows_must_fit(made: Make, tmp_path: Path) -> None:
     llm, want = tiny(narrow, "draft_model", sanitize_kv=True), tiny(narrow)
     assert_equal(every_way(llm), every_way(want))
     assert counted(llm)[1] > 20
-    want.close()
-    llm.close()
 
 
 @pytest.mark.parametrize("there", [True, False], ids=["weights", "no weights yet"])

@@ -143,11 +143,8 @@ def test_other_parameters_are_checked():
 def test_formats_that_are_kept_are_those_that_are_checked(grammars):
     others = ("binary", "path", "int32", "color", "regex", "iri", "date time")
     for name in (*FORMATS, *others):
-        schema = {
-            "type": "object",
-            "properties": {"format": {"type": "string", "format": name}},
-            "required": ["format"],
-        }
+        properties = {"format": {"type": "string", "format": name}}
+        schema = {"type": "object", "properties": properties, "required": ["format"]}
         assert (plain(schema) == schema) == (name in FORMATS)
         assert grammars.compile(StructuredOutputsParams(json=schema)).result()
         text = grammar_text(StructuredOutputsParams(json={"type": "string", "format": name}))
@@ -263,9 +260,8 @@ def test_the_end_of_reasoning_that_was_begun_is_not_written_twice(constraint, to
 
 def test_own_lists_hold_beside_the_grammar(constraint, tokenizer):
     digits = [tokenizer.encode(str(n), False)[0] for n in range(10)]
-    c = constraint(
-        {"regex": r"\d{1,4}"}, allowed_token_ids=digits[:5], min_tokens=2, bad_word_ids=((digits[1], digits[2]),)
-    )
+    barred = ((digits[1], digits[2]),)
+    c = constraint({"regex": r"\d{1,4}"}, allowed_token_ids=digits[:5], min_tokens=2, bad_word_ids=barred)
     assert allowed(c) == set(digits[:5])
     c.advance([digits[1]])
     assert allowed(c) == set(digits[:5]) - {digits[2]}
@@ -421,11 +417,8 @@ def test_answers_are_the_same_whatever_happens(make_llm, undisturbed, fields):
 def test_samples_and_beams(llm):
     form = StructuredOutputsParams(regex="(yes|no|maybe), [ab]{3}")
     drawn = llm.generate("To be", SamplingParams(n=8, seed=1, max_tokens=30, structured_outputs=form), use_tqdm=False)
-    outputs = llm.generate(
-        "To be",
-        SamplingParams(n=4, use_beam_search=True, temperature=0, max_tokens=30, structured_outputs=form),
-        use_tqdm=False,
-    )
+    params = SamplingParams(n=4, use_beam_search=True, temperature=0, max_tokens=30, structured_outputs=form)
+    outputs = llm.generate("To be", params, use_tqdm=False)
     texts = [answer.text for out in (*drawn, *outputs) for answer in out.outputs]
     assert len(texts) == 12 and all(re.fullmatch(form.regex, text) for text in texts)
     assert len({answer.text for answer in drawn[0].outputs}) > 1
@@ -470,10 +463,9 @@ def test_an_end_comes_even_where_it_is_ignored(llm):
 def test_a_bad_grammar_is_refused_before_anything_runs(llm):
     with pytest.raises(ValueError, match="unclosed group"):
         llm.generate("To be", SamplingParams(structured_outputs={"regex": "("}), use_tqdm=False)
+    params = SamplingParams(allowed_token_ids=(900,), structured_outputs={"choice": ["yes"]})
     with pytest.raises(ValueError, match="leave no token"):
-        llm.generate(
-            "a", SamplingParams(allowed_token_ids=(900,), structured_outputs={"choice": ["yes"]}), use_tqdm=False
-        )
+        llm.generate("a", params, use_tqdm=False)
     assert not llm.core.has_work()
 
 
@@ -571,9 +563,8 @@ def test_an_answer_without_a_next_token_ends_with_an_error_once_and_no_token_of_
     assert sorted(ends) == [("fine", "length"), ("stuck", "error")]
     (why,) = {output.error for output in news if output.error}
     assert "leave no token" in why
-    assert {*(id for output in news if output.request_id == "stuck" for id in output.token_ids)} <= {
-        *stuck.allowed_token_ids
-    }
+    said = {id for output in news if output.request_id == "stuck" for id in output.token_ids}
+    assert said <= {*stuck.allowed_token_ids}
 
 
 def test_who_has_left_is_not_told_that_its_answer_cannot_go_on(llm, stuck):

@@ -74,9 +74,7 @@ def test_what_nobody_waits_for_any_more_is_not_compiled(own_grammars):
     wanted, queued = (StructuredOutputsParams(json=ENDLESS | {"title": name}) for name in "ab")
     first, same, other, next_one = (
         SimpleNamespace(
-            client=client,
-            params=SimpleNamespace(structured_outputs=asked),
-            grammar=own_grammars.compile(asked, client),
+            client=client, params=SimpleNamespace(structured_outputs=asked), grammar=own_grammars.compile(asked, client)
         )
         for client, asked in (("bad", wanted), ("bad", wanted), ("other", wanted), ("bad", queued))
     )

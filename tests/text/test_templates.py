@@ -85,16 +85,13 @@ def test_ordinary_operations_are_as_ever() -> None:
     assert run("{{ 'a' * 3 ~ 2 ** 3 }}{{ [1] * 2 + [3] }}{{ (1, 2) }}") == "aaa8[1, 1, 3](1, 2)"
     assert run("{{ '%5.1f|%s' % (1.25, 'x') }}{{ '{:>4}{a}'.format(1, a=2) }}") == "  1.2|x   12"
     assert run("{{ ['a', 'b'] | join('-') }}{{ '-'.join(['a', 'b']) }}{{ 'abc'.replace('b', 'xx') }}") == "a-ba-baxxc"
-    assert run("{{ 'a\nb' | indent(2) }}{{ 'ab'.center(4) }}{{ x[1:] }}{{ x[0] == 1 < 2 }}", x=[1, 2]) == (
-        "a\n  b ab [2]True"
-    )
+    said = run("{{ 'a\nb' | indent(2) }}{{ 'ab'.center(4) }}{{ x[1:] }}{{ x[0] == 1 < 2 }}", x=[1, 2])
+    assert said == "a\n  b ab [2]True"
     assert run("{{ [1] | map('string') | tojson }}") == '["1"]'
-    assert run("{{ {'a': [1]} | tojson(indent=2) }}{{ [3, 1] | sort | first }}{{ [1, 2] | sum }}") == (
-        '{\n  "a": [\n    1\n  ]\n}13'
-    )
-    assert run("{{ [1, 2, 3] | batch(2, 0) | list }}{{ 2.5 | round(0) }}{{ none ~ x }}{{ x }}") == (
-        "[[1, 2], [3, 0]]2.0None"
-    )
+    said = run("{{ {'a': [1]} | tojson(indent=2) }}{{ [3, 1] | sort | first }}{{ [1, 2] | sum }}")
+    assert said == '{\n  "a": [\n    1\n  ]\n}13'
+    said = run("{{ [1, 2, 3] | batch(2, 0) | list }}{{ 2.5 | round(0) }}{{ none ~ x }}{{ x }}")
+    assert said == "[[1, 2], [3, 0]]2.0None"
     assert run("{{ (x is defined and x > 1) or 'no' }}{{ 1 if x is none else x in [2] }}", x=2) == "TrueTrue"
     assert run("{% autoescape true %}{{ '<' ~ x }}{{ x }}{% endautoescape %}", x="<b>") == "&lt;&lt;b&gt;&lt;b&gt;"
 

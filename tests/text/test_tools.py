@@ -178,10 +178,7 @@ def test_the_reader_is_quick_with_long_texts():
         ("<|start_of_role|>assistant<|end_of_role|><|tool_call|>", "granite"),
         ("<|tool|>{{ message['tools'] }}<|/tool|>", "phi4_mini_json"),
         ('<|START_ACTION|>[\n    {"tool_call_id": "{{ tool_idx.value }}", "tool_name": "', "cohere_command3"),
-        (
-            '<|START_ACTION|>[\n    {"tool_call_id": "{{ i }}" <|START_TEXT|>{{ content }}<|END_TEXT|>',
-            "cohere_command4",
-        ),
+        ('<|START_ACTION|>[\n    {"tool_call_id": "{{ i }}" <|START_TEXT|>{{ content }}', "cohere_command4"),
         ('助手：开头。<tool_calls>[{"name": "func_name1", "arguments": {"argument1": "value1"}},...]', "hunyuan_a13b"),
         ("<tool_calls><tool_call>' + tool['function']['name'] + '\n' + '```json' + '\n' + arguments", "hunyuan_dense"),
         ("<tool_call>\n{\"name\": ' + tool_call.name '<response>\n' + content", "ernie45"),
@@ -213,15 +210,9 @@ def test_a_template_says_its_format(template, parser):
 
 # --- grammars --------------------------------------------------------------------------------------------------------
 
-PLACE = {
-    "type": "object",
-    "properties": {"lat": {"type": "number"}},
-    "required": ["lat"],
-    "additionalProperties": False,
-}
+CLOSED = {"type": "object", "additionalProperties": False}
 WRITTEN = {
-    "get_weather": {
-        "type": "object",
+    "get_weather": CLOSED | {
         "properties": {
             "city": {"type": "string", "description": '"%json" </parameter> <|call|>'},
             "days": {"type": "integer", "minimum": 1, "maximum": 14},
@@ -235,20 +226,14 @@ WRITTEN = {
             "short": {"type": "string", "minLength": 1, "maxLength": 4},
         },
         "required": ["city", "days"],
-        "additionalProperties": False,
         "$defs": {
-            "place": PLACE,
-            "note": {"type": "string", "maxLength": 9},
-            "kind": {"type": "string", "enum": ["a", "b"]},
+            "place": CLOSED | {"properties": {"lat": {"type": "number"}}, "required": ["lat"]},
+            "note": {"type": "string", "maxLength": 9}, "kind": {"type": "string", "enum": ["a", "b"]},
         },
     },
-    "now": {"type": "object", "properties": {}, "additionalProperties": False},
-    "get": {
-        "type": "object",
-        "properties": {"a-b": {"type": ["integer", "null"]}, "c.d": {"type": "string"}},
-        "additionalProperties": False,
-    },
-}
+    "now": CLOSED | {"properties": {}},
+    "get": CLOSED | {"properties": {"a-b": {"type": ["integer", "null"]}, "c.d": {"type": "string"}}},
+}  # fmt: skip
 WRITTEN_TOOLS = [{"type": "function", "function": {"name": n, "parameters": p}} for n, p in WRITTEN.items()]
 
 
@@ -276,10 +261,8 @@ def random_walk(parser, required, parallel, special, rng):
     At times the walk writes a text of the format's own, because nobody writes one by chance.
     """
     tokenizer = Bytes(special)
-    matcher = LLMatcher(
-        LLTokenizer(TokenizerWrapper(tokenizer)),
-        call_grammar(parser, WRITTEN_TOOLS, required, parallel, tokenizer.ids.get),
-    )
+    grammar = call_grammar(parser, WRITTEN_TOOLS, required, parallel, tokenizer.ids.get)
+    matcher = LLMatcher(LLTokenizer(TokenizerWrapper(tokenizer)), grammar)
     assert not matcher.get_error()
     syntax = [tokenizer.encode(before + text) for text in TOOL_PARSERS[parser].syntax for before in ("", "\n") if text]
     walked = []
@@ -428,9 +411,8 @@ def test_only_definitions_that_are_referred_to_are_written_and_equal_ones_once(p
     grammar = call_grammar(parser, tools, True, True, lambda text: None)
     assert grammar.count("DEFINED") == 1 and "UNUSED" not in grammar
     assert not LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(grammar))
-    tools = a_tool(
-        {f"p{i}": {"anyOf": [{"$ref": "#/$defs/c"}, {"const": [i]}]} for i in range(9)}, definitions={"d": 1}
-    )
+    properties = {f"p{i}": {"anyOf": [{"$ref": "#/$defs/c"}, {"const": [i]}]} for i in range(9)}
+    tools = a_tool(properties, definitions={"d": 1})
     tools[0]["function"]["parameters"]["$defs"] = definitions
     with pytest.raises(ValueError, match=r"definitions have \d{6} characters or more; at most 262144 are allowed"):
         call_grammar(parser, tools, True, True, lambda text: None)

@@ -31,10 +31,8 @@ TYPES = {
     "text": {"type": "string"}, "path": {"type": "string"}, "items": {"type": "array"}, "opts": {"type": "object"},
     "n": {"type": "integer"}, "x": {"type": "number"}, "b": {"type": "boolean"}, "any": {},
 }  # fmt: skip
-TOOLS = [
-    {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": TYPES}}}
-    for name in ("write", "read")
-]
+SHAPE = {"type": "object", "properties": TYPES}
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": SHAPE}} for name in ("write", "read")]
 
 
 def read(pieces: list[str], parser: str) -> tuple[str, list[list[str]]]:
@@ -423,6 +421,7 @@ def test_many_calls_that_cannot_be_mended_are_read_a_few_times_alone() -> None:
 
 TEXT = "<tool_call>\n<function=write>\n<parameter=text>\n"
 TAGS = "\n</function>\n</tool_call>"
+AGAIN = "</parameter>\n<parameter=text>\n"
 
 
 @pytest.mark.parametrize(
@@ -430,12 +429,7 @@ TAGS = "\n</function>\n</tool_call>"
     [
         ("qwen3_coder", TEXT, "\n<parameter=a>\n", f"\n</parameter>{TAGS}"),
         ("qwen3_coder", TEXT, "\n<parameter=a>x</parameter>\n<parameter=a>", TAGS),
-        (
-            "qwen3_coder",
-            TEXT,
-            "</parameter>\n<parameter=text>\n",
-            "</parameter>\n<parame</parameter>\n<parameter=text>\n",
-        ),
+        ("qwen3_coder", TEXT, AGAIN, f"</parameter>\n<parame{AGAIN}"),
         ("qwen3_coder", TEXT, "\n<parameter=a>\n</function>\n", f"\n</parameter>{TAGS}"),
         ("qwen3_coder", TEXT, f"x{TAGS}\n<tool_call>\n<function= write>\n<parameter=text>\n", ""),
     ],
@@ -494,9 +488,8 @@ def test_a_long_word_is_looked_at_once(parser: str, word: str, monkeypatch: pyte
 
 def test_a_number_that_is_too_large_is_none() -> None:
     assert as_json("0x" + "f" * 400) == as_json("1" * 5000) == "" and as_json("0x10") == "16"
-    assert not whole(f'<tool_call>{{"name": "write", "arguments": {{"n": 0x{"f" * 400}}}}}</tool_call>', "hermes")[
-        0
-    ].name
+    answer = f'<tool_call>{{"name": "write", "arguments": {{"n": 0x{"f" * 400}}}}}</tool_call>'
+    assert not whole(answer, "hermes")[0].name
 
 
 @pytest.mark.parametrize(
