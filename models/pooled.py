@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from batch_state import to_host
 from checkpoints.storage import opened
 from config import EngineConfig
 from layers import New, Owner
@@ -84,8 +85,28 @@ class Pooler:
             pooled = layer(pooled)
         return pooled if head is None else head(pooled)
 
-    def finish(self, wanted: list[PoolingParams | None], vectors: np.ndarray) -> list[bytes]:
-        """Finish `vectors` [B, size or labels] float32 as each request asks; returns their bytes, as float32.
+    def of_tokens(
+        self, hidden: torch.Tensor, counts: list[int], wanted: list[PoolingParams | None], head: LabelHead | None
+    ) -> dict[int, torch.Tensor]:
+        """A vector of each token [count, size or labels] of the prompts that ask for it, by their place, on the host.
+
+        They are made of hidden states [T, hidden] of prompts of `counts` tokens as a vector of the prompt would be.
+        """
+        made, end = {}, 0
+        for i, (count, params) in enumerate(zip(counts, wanted, strict=True)):
+            begin, end = end, end + count
+            if params is not None and params.by_token:
+                vectors = hidden[begin:end].clone()  # the next step may write there
+                for layer in (*self.layers, *([] if head is None else [head])):
+                    vectors = layer(vectors.float())
+                made[i] = to_host(vectors)
+        return made
+
+    def finish(
+        self, wanted: list[PoolingParams | None], by_token: dict[int, torch.Tensor], pooled: np.ndarray
+    ) -> list[bytes]:
+        """Finish the vectors `pooled` [B, size or labels] float32, or those that `of_tokens` has made, as each request
+        asks; returns their bytes, as float32.
 
         An embedding is cut to its first `dimensions` and divided by its length. The outputs of a classification head
         become probabilities. Each of these is done where the request asks for it, or where it leaves the choice to the
@@ -95,15 +116,16 @@ class Pooler:
         labelled = config.head == "labels"
         usual = config.label_activation if labelled else "normalize" if config.normalize else "identity"
         kind = usual if labelled else "normalize"
-        for params, x in zip(wanted, vectors, strict=True):
+        for i, params in enumerate(wanted):
             assert params is not None
-            x = x[: params.dimensions]
+            x = by_token[i].float().numpy() if i in by_token else pooled[i]
+            x = x[..., : params.dimensions]
             activation = usual if params.use_activation is None else kind if params.use_activation else "identity"
             if activation == "normalize":
-                x = x / max(np.linalg.norm(x), np.float32(1e-12))
+                x = x / np.linalg.norm(x, axis=-1, keepdims=True).clip(1e-12)
             elif activation == "softmax":
-                x = np.exp(x - x.max())
-                x /= x.sum()
+                x = np.exp(x - x.max(-1, keepdims=True))
+                x /= x.sum(-1, keepdims=True)
             elif activation == "sigmoid":
                 x = 0.5 * (1 + np.tanh(0.5 * x))  # 1 / (1 + exp(-x)), which cannot overflow
             results.append(x.astype(np.float32).tobytes())

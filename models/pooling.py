@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from config import EngineConfig, read_json
 from model_config import ModelConfig
 from models.config_fields import whole
-from sampling_params import PoolingParams, SamplingParams
+from sampling_params import POOLING_TASKS, PoolingParams, SamplingParams
 
 POOLINGS = ("last", "mean", "cls", "max", "weightedmean", "mean_sqrt_len")  # see `reference.pool`
 THEIRS = re.compile("_?tokens?$")  # what sentence-transformers' names have more, as "lasttoken"
@@ -222,6 +222,13 @@ def check_pooling(
         raise ValueError(f"the request asks for what an embedder or a classifier gives; the task is {config.task!r}")
     if params != SamplingParams():
         raise ValueError(f"the request has sampling parameters; with the task {config.task!r} nothing is sampled")
+    if pooling.task not in (None, *(tasks := POOLING_TASKS[config.task])):
+        raise ValueError(
+            f"task is {pooling.task!r:.80}; this engine's is {config.task!r}, which does {', '.join(tasks)}"
+        )
+    if pooling.task == "token_embed" and len(model_config.poolings) > 1:
+        kinds = "+".join(model_config.poolings)
+        raise ValueError(f"task is 'token_embed'; this model pools by {kinds}, so its tokens have no embeddings")
     if pooling.dimensions is None:
         return
     if config.task != "embed":
