@@ -20,7 +20,7 @@ from layers import New, Owner
 from model_config import ModelConfig
 from models.families import REWARDS
 from models.pooling import MODULE_WEIGHTS, Dense, dense_layers
-from models.shares import Parts, Shares
+from models.shares import Parts, Shares, TensorPart, TensorPiece
 from sampling_params import PoolingParams
 
 if TYPE_CHECKING:
@@ -28,18 +28,27 @@ if TYPE_CHECKING:
 
 
 class LabelHead(Owner):
-    """A classification head in float32, the same on each rank: one matrix, or two with biases and a ReLU between."""
+    """A classification head in float32, the same on each rank: one matrix, or two with biases and a ReLU between.
+
+    The matrix may be rows of a language model's head, for `ModelConfig.label_tokens`.
+    """
 
     hidden: torch.Tensor | None = None
 
     def __init__(self, c: ModelConfig, new: New):
-        size, count = c.hidden_size, len(c.labels)
+        size, count = c.hidden_size, len(c.label_tokens or c.labels)
+        self.tokens, self.vocab_size = c.label_tokens, c.vocab_size
+        self.table = f"{c.row.name('embed' if c.tie_word_embeddings else 'head')}.weight"
         self.out = new(count, size, dtype=torch.float32)
         if c.architecture in REWARDS:
             self.hidden, self.hidden_bias = (new(*shape, dtype=torch.float32) for shape in ((size, size), (size,)))
             self.out_bias = new(count, dtype=torch.float32)
 
     def parts(self, shares: Shares) -> Parts:
+        if self.tokens:
+            rows = zip(self.out.split(1), self.tokens, strict=True)
+            pieces = tuple(TensorPiece(row, (slice(token, token + 1), slice(None))) for row, token in rows)
+            return {self.table: TensorPart((self.vocab_size, self.out.shape[1]), pieces)}
         if self.hidden is None:
             return shares.parts({"score.weight": (self.out, "all")})
         return shares.parts({
@@ -50,7 +59,8 @@ class LabelHead(Owner):
     def __call__(self, pooled: torch.Tensor) -> torch.Tensor:
         """The outputs [B, labels] for pooled hidden states [B, hidden]."""
         if self.hidden is None:
-            return F.linear(pooled, self.out)
+            outputs = F.linear(pooled, self.out)
+            return outputs[..., 1:] - outputs[..., :1] if len(self.tokens) == 2 else outputs
         return F.linear(F.linear(pooled, self.hidden, self.hidden_bias).relu(), self.out, self.out_bias)
 
 

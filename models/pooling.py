@@ -30,7 +30,8 @@ OLD_MODES = (  # its fields before it had `pooling_mode`, in the order of the ve
 POOLING = os.path.join("1_Pooling", "config.json")
 PROMPTS = "config_sentence_transformers.json"
 MODULES = re.compile(  # and their folders
-    r"Transformer: Pooling:(\w[\w.-]*)?( (Dense|LayerNorm|Dropout):\w[\w.-]*)*( Normalize:(\w[\w.-]*)?)?"
+    r"Transformer: (LogitScore:\w[\w.-]*|"
+    r"Pooling:(\w[\w.-]*)?( (Dense|LayerNorm|Dropout):\w[\w.-]*)*( Normalize:(\w[\w.-]*)?)?)"
 )
 USUAL = [("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "")]  # where no file says so
 ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "SiLU", "Sigmoid")  # of Dense layers, as torch.nn has them
@@ -134,8 +135,9 @@ def poolings_of(folder: str) -> tuple[Any, ...]:
     Raises:
         ValueError: one of them is none that Manta has, or it leaves out the tokens of a prompt.
     """
-    name = os.path.join(read_modules(folder)[1][1], "config.json")
-    if not (raw := read_json(folder, name, {})):
+    kind, place = read_modules(folder)[1]
+    name = os.path.join(place, "config.json")
+    if kind != "Pooling" or not (raw := read_json(folder, name, {})):
         return ("last",)
     modes = raw.get("pooling_mode") or [mode for mode in OLD_MODES if raw.get("pooling_mode_" + mode)] or "mean"
     modes = [THEIRS.sub("", str(mode)) for mode in (modes if isinstance(modes, list) else [modes])]
@@ -250,5 +252,6 @@ def task_facts(config: EngineConfig, model_config: ModelConfig) -> dict[str, Any
         "vector_size": model_config.vector_size,
         "prompts": prompts,
         "default_prompt_name": default,
+        "pair_template": model_config.pair_template,
         "cuts_texts": config.task == "embed" and is_sentence_transformer(config.folder),
     }

@@ -27,7 +27,7 @@ from outputs import (
 from plan import EngineCoreRequest
 from processes.client import EngineCoreClient, InprocClient, Stream, check_accepted
 from sampling_params import POOLING_TASKS, PoolingParams, SamplingParams
-from text.prompts import CUT, Prompt, listed, opening, read_prompt
+from text.prompts import CUT, Prompt, listed, opening, pair_parts, read_prompt
 from tokenizer import Tokenizer
 
 
@@ -136,11 +136,12 @@ class PoolingFaces:
         use_tqdm: bool = True,
         tokenization_kwargs: dict[str, Any] | None = None,
         prompt_name: str | None = None,
+        instruction: str | None = None,
     ) -> list[ScoringRequestOutput]:
         """Score how well each of `text_2` goes with its partner in `text_1`, or with the only one there.
 
         An embedder's score is the cosine of the two embeddings, and a result has the tokens of both texts. A classifier
-        with one label scores both as one prompt: `prompt_name` is for the first.
+        with one label scores both as one prompt: `prompt_name` is for the first. An `instruction` replaces the prompt.
 
         Raises:
             ValueError: the numbers of texts differ, the task of this engine is another one, or see `generate`.
@@ -154,13 +155,17 @@ class PoolingFaces:
         first, keep = first * (len(second) // len(first)), self._kept(tokenization_kwargs)
         facts, encoder = self.llm_engine.client.facts, self.tokenizer
         if facts["task"] == "score":
-            pairs = [(opening(facts, prompt_name) + a, b) for a, b in zip(first, second, strict=True)]
-            if keep is None:
-                ids = [encoder.encode_pair(*pair) for pair in pairs]
-            else:
-                ids = [encoder.encode_cut(pair, keep, "right")[0] for pair in pairs]
+            before = opening(facts, prompt_name) if instruction is None else instruction
+            pairs = [pair_parts(facts, encoder, a, b, before) for a, b in zip(first, second, strict=True)]
+            ids = [encoder.encode_parts(pair, keep, "right")[0] for pair in pairs]
+            if keep is not None and (longest := max(map(len, ids))) > keep:
+                raise ValueError(
+                    f"truncate_prompt_tokens is {keep}; a query and what is around it have {longest} tokens"
+                )
             results = self._pool(ids, pooling_params, use_tqdm)
             return [one.having(ScoringOutput(*one.outputs.data or [math.nan])) for one in results]  # it has one label
+        if instruction is not None:
+            raise ValueError(f"instruction is {instruction!r:.80}; it is for models that score pairs, not embedders")
         distinct = list(dict.fromkeys(first + second))
         ids = self._pooled_ids(distinct, keep, prompt_name)
         vectors = dict(zip(distinct, self._pool(ids, pooling_params, use_tqdm), strict=True))
