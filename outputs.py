@@ -14,7 +14,7 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from plan import EngineOutput, Logprobs
 from sampling_params import BeamSearchParams, PoolingParams, SamplingParams

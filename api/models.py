@@ -296,7 +296,7 @@ class ModelsApi(Api):
 
     # --- requests -------------------------------------------------------------------------------------------------
 
-    def answer(self, face: Face, body: dict[str, Any], caller: Caller) -> dict[str, Any] | Events:
+    def answer(self, face: Face, body: dict[str, Any], caller: Caller) -> dict[str, Any] | list[Any] | Events:
         fields = self.read(face, body, caller)
         del body  # it may be large
         caller.release()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -102,12 +102,13 @@ class Pooler:
 
         They are made of hidden states [T, hidden] of prompts of `counts` tokens as a vector of the prompt would be.
         """
+        layers: list[Callable[[torch.Tensor], torch.Tensor]] = [*self.layers, *([] if head is None else [head])]
         made, end = {}, 0
         for i, (count, params) in enumerate(zip(counts, wanted, strict=True)):
             begin, end = end, end + count
             if params is not None and params.by_token:
                 vectors = hidden[begin:end].clone()  # the next step may write there
-                for layer in (*self.layers, *([] if head is None else [head])):
+                for layer in layers:
                     vectors = layer(vectors.float())
                 made[i] = to_host(vectors)
         return made

@@ -103,6 +103,15 @@ def is_sentence_transformer(folder: str) -> bool:
     return any(os.path.isfile(os.path.join(folder, name)) for name in ("modules.json", POOLING))
 
 
+def has_logit_score(folder: str) -> bool:
+    """Whether a folder of sentence-transformers has a language model that says by logits how well two texts match."""
+    try:
+        with open(os.path.join(folder, "modules.json"), encoding="utf-8") as file:
+            return "LogitScore" in file.read()
+    except (OSError, UnicodeDecodeError):
+        return False  # for `read_modules` to say why, where it matters
+
+
 def read_modules(folder: str) -> list[tuple[str, str]]:
     """The modules of a folder of sentence-transformers, and their folders below it, as `modules.json` lists them.
 

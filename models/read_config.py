@@ -22,7 +22,7 @@ from model_config import Delta, Experts, Latent, ModelConfig
 from models.config_fields import Fields, label_activation, labels, number, typed, whole
 from models.families import FAMILIES, REWARDS, architecture_of, family_of
 from models.family_row import Family, Routing
-from models.pooling import read_modules
+from models.pooling import has_logit_score, read_modules
 from models.read_rope import LAYER_TYPES, WINDOWED, read_ropes, read_slopes, yarn_mscale
 from models.text_halves import FIELDS, row_of, text_half, tied_half
 from observe.logs import warn_once
@@ -77,9 +77,8 @@ def token_classifier(folder: str, raw: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: a file is malformed, or a token is none of the vocabulary.
     """
-    modules = read_modules(folder) if os.path.isfile(os.path.join(folder, "modules.json")) else []
-    if modules[1:] and modules[1][0] == "LogitScore":
-        score = read_json(folder, os.path.join(modules[1][1], "config.json"))
+    if has_logit_score(folder):
+        score = read_json(folder, os.path.join(read_modules(folder)[1][1], "config.json"))
         ids = [score[name] for name in ("false_token_id", "true_token_id") if score.get(name) is not None]
         architecture = re.sub("ForCausalLM$", "ForSequenceClassification", str((raw.get("architectures") or [""])[0]))
         named = read_json(folder, "config_sentence_transformers.json", {}).get("activation_fn")
@@ -538,7 +537,7 @@ def outputs_of(reader: ConfigReader) -> tuple[tuple[str, ...], Literal["softmax"
         if count > 1:
             reader.notes.append("the labels are of a prompt's last token; let it be <extra_0>, which ends a step")
         return tuple(f"LABEL_{i}" for i in range(count)), "softmax" if count > 1 else "identity"
-    if ids := reader.fields.get("classifier_ids"):  # two logits make one by their difference
+    if reader.fields.get("classifier_ids"):  # two logits make one by their difference
         return ("LABEL_0",), label_activation(reader.fields, 1)
     names = labels(reader.fields)
     return names, label_activation(reader.fields, len(names))

@@ -33,8 +33,8 @@ Prompt = str | list[int] | TextPrompt | TokensPrompt
 KNOWN_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 # What Qwen3-Reranker was trained with, as its model card has it.
 QWEN3_PAIR = (
-    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct provided. "
-    'Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
+    'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
     "<Instruct>: {}\n<Query>: {}\n<Document>: {}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 )
 QWEN3_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
