@@ -325,13 +325,12 @@ class BatchRun:
         if self.ended.ready():  # perhaps because an earlier answer could not be written
             return
         error, status = None, 200
+        body: Any = answer
         if isinstance(answer, ApiError):
             status, body = answer.status, answer.body()
             mistake = body["error"]
             code = mistake["code"] or mistake["type"]
             error = {"code": code, "message": mistake["message"], "param": mistake["param"]} | place
-        else:
-            body = answer
         response = {"status_code": status, "request_id": name, "body": body}
         try:
             self.answers.write({"id": line.id, "custom_id": line.custom_id, "response": response, "error": error})

@@ -329,7 +329,7 @@ class ModelsApi(Api):
             answers.keep(0)
             raise
 
-    def _run(self, answers: ModelAnswers, face: Face, fields: dict[str, Any], by: Caller) -> dict[str, Any] | Events:
+    def _run(self, answers: ModelAnswers, face: Face, fields: dict[str, Any], by: Caller) -> Any:
         """Answer a request that the model has let in."""
         with contextlib.ExitStack() as stack:
             stack.callback(answers.served.count, -1)
@@ -425,9 +425,7 @@ def number_of_answers(fields: dict[str, Any]) -> int:
     return (len(prompts) if several else 1) * max(fields.get(name) or 1 for name in ("n", "best_of", "beam_width"))
 
 
-def late_events(
-    arrival: Iterator[str], words: str, run: Callable[[], dict[str, Any] | Events], face: Face
-) -> Generator[bytes, None, None]:
+def late_events(arrival: Iterator[str], words: str, run: Callable[[], Any], face: Face) -> Generator[bytes, None, None]:
     """The events of a stream that has waited long: comments until its model is there, and then those of `run`. An
     error is the last of them."""
     yield f": {words}\n\n".encode()

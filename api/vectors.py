@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta
@@ -40,18 +41,10 @@ def cohere_embeddings(api: Api, fields: dict[str, Any], caller: Caller) -> dict[
     return head | {"meta": {"api_version": {"version": "2"}, "tokens": {"input_tokens": used(prompts)["total_tokens"]}}}
 
 
-def plain_embeddings(api: Api, fields: dict[str, Any], caller: Caller) -> list[Any]:
-    """The vectors alone, or with `task` "token_embed" those of all tokens."""
+def plain_embeddings(api: Api, fields: dict[str, Any], caller: Caller, task: str | None = None) -> list[Any]:
+    """The vectors alone, or with the task "token_embed" those of all tokens."""
     prompts = encoded(api, fields, fields["input"], True)
-    pooled = pool(api, fields, caller, prompts)
-    if fields.get("task") is None:
-        return [numbers(one) for one in pooled]
-    return [numbers_by_token(one, len(ids)) for one, (_, ids) in zip(pooled, prompts, strict=True)]
-
-
-def token_embeddings(api: Api, fields: dict[str, Any], caller: Caller) -> list[Any]:
-    """The vectors of each text's tokens."""
-    return plain_embeddings(api, fields | {"task": "token_embed"}, caller)
+    return shown(prompts, pool(api, fields | {"task": task}, caller, prompts), PoolingParams(task=task).by_token)
 
 
 def pooling(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:
@@ -73,19 +66,6 @@ def classify(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any]
         label = labels[max(range(len(probs)), key=probs.__getitem__)]
         data.append({"index": i, "label": label, "probs": probs, "num_classes": len(probs)})
     return listed(fields, caller, prompts, data)
-
-
-def predict(api: Api, fields: dict[str, Any], caller: Caller) -> list[Any]:
-    """The labels of each text or pair, the likeliest first; of a text that came alone no list of lists."""
-    sources, alone = fields["inputs"]
-    before, cut = named(api, fields), settled(fields)
-    pairs = [each[0] if len(each) == 1 else with_template(api, each[0], each[1], before) for each in sources]
-    prompts = [api.prompts.encode(cut, source, True) for source in pairs]
-    results = []
-    for probs in map(numbers, pool(api, fields, caller, prompts)):
-        ranked = sorted(zip(api.facts["labels"], probs, strict=True), key=lambda pair: -pair[1])
-        results.append([{"label": label, "score": prob} for label, prob in ranked])
-    return results[0] if alone else results
 
 
 def score(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:
@@ -117,11 +97,8 @@ def rerank(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any] |
     order = sorted(range(len(scores)), key=lambda i: (-scores[i], i))[: fields["top_n"] or len(documents)]
     if plain:
         return [{"index": i, "score": scores[i]} | ({"text": documents[i]} if shows else {}) for i in order]
-    results = [
-        {"index": i, "relevance_score": scores[i]} | ({"document": {"text": documents[i]}} if shows else {})
-        for i in order
-    ]
-    usage = used(prompts)
+    texts_of = {i: {"document": {"text": documents[i]}} if shows else {} for i in order}
+    results, usage = [{"index": i, "relevance_score": scores[i]} | texts_of[i] for i in order], used(prompts)
     meta = {"tokens": {"input_tokens": usage["total_tokens"]}}  # as Cohere tells it
     return {"id": caller.id, "model": fields["model"], "usage": usage, "meta": meta, "results": results}
 
@@ -145,7 +122,11 @@ def compare(
         before, cut = fields["instruction"], settled(fields)
         before = named(api, fields) if before is None else before
         pairs = zip(first * (len(second) // len(first)), second, strict=True)
-        prompts: list[Any] = [api.prompts.encode(cut, with_template(api, *pair, before), True) for pair in pairs]
+        try:
+            sources = [pair_parts(api.facts, api.tokenizer, *pair, before) for pair in pairs]
+        except ValueError as error:
+            raise ApiError(400, str(error), "query") from None
+        prompts: list[Any] = [api.prompts.encode(cut, source, True) for source in sources]
         return [numbers(pooled)[0] for pooled in pool(api, fields, caller, prompts)], prompts
     if fields["instruction"] is not None:
         message = "instruction is for models that score pairs; for this one, which embeds, there is prompt_name"
@@ -154,14 +135,6 @@ def compare(
     all_vectors = [numbers(pooled) for pooled in pool(api, fields, caller, prompts)]
     left = all_vectors[: len(first)] * (len(second) // len(first))
     return [cosine(a, b) for a, b in zip(left, all_vectors[len(first) :], strict=True)], prompts
-
-
-def with_template(api: Api, query: str, document: str, instruction: str) -> tuple[str, ...]:
-    """A pair as the model wants it, see `pair_parts`."""
-    try:
-        return pair_parts(api.facts, api.tokenizer, query, document, instruction)
-    except ValueError as error:
-        raise ApiError(400, str(error), "query") from None
 
 
 def settled(fields: dict[str, Any]) -> dict[str, Any]:
@@ -203,7 +176,7 @@ def named(api: Api, fields: dict[str, Any]) -> str:
         if name is not None:
             raise ApiError(400, "prompt_name is given beside input_type; one is enough", "prompt_name")
         same = next((names for names in ROLES if kind in names), ())
-        name = next((each for each in (kind, *same) if each in api.facts["prompts"]), None if same else kind)
+        name = next((alias for alias in (kind, *same) if alias in api.facts["prompts"]), None if same else kind)
     try:
         return opening(api.facts, name)
     except ValueError as error:
@@ -255,12 +228,16 @@ def vectors(
     kind: str, key: str, prompts: Sequence[Prompt], all_pooled: list[bytes], fields: dict[str, Any]
 ) -> list[dict[str, Any]]:
     """The entries of /v1/embeddings (`kind` "embedding") and /pooling: numbers, or their float32 bytes in base64."""
-    if PoolingParams(task=fields.get("task")).by_token and fields["encoding_format"] == "float":
-        rows = zip(all_pooled, prompts, strict=True)
-        values: Any = [numbers_by_token(pooled, len(ids)) for pooled, (_, ids) in rows]
-    else:
-        values = map(numbers if fields["encoding_format"] == "float" else in_base64, all_pooled)
+    by_token = PoolingParams(task=fields.get("task")).by_token
+    as_numbers = fields["encoding_format"] == "float"
+    values = shown(prompts, all_pooled, by_token) if as_numbers else map(in_base64, all_pooled)
     return [{"object": kind, "index": i, key: value} for i, value in enumerate(values)]
+
+
+def shown(prompts: Sequence[Prompt], all_pooled: list[bytes], by_token: bool) -> list[Any]:
+    """The numbers of each prompt's vector, or of its tokens' vectors."""
+    rows = zip(all_pooled, prompts, strict=True)
+    return [numbers_by_token(data, len(ids)) if by_token else numbers(data) for data, (_, ids) in rows]
 
 
 def in_base64(pooled: bytes) -> str:
@@ -288,19 +265,6 @@ def documents(value: Any, context: CheckContext) -> list[str]:
     return texts([document.get("text") if isinstance(document, dict) else document for document in value], context)
 
 
-def predicted(value: Any, context: CheckContext) -> tuple[list[list[str]], bool]:
-    """Each text or pair as a list, and whether it was one that came alone."""
-    alone = isinstance(value, str) or (isinstance(value, list) and all(isinstance(text, str) for text in value))
-    listed = ([value] if isinstance(value, list) else [[value]]) if alone else value
-    if not isinstance(listed, list) or not all(isinstance(each, list) and len(each) in (1, 2) for each in listed):
-        raise ValueError("it must be a text, a pair of texts, or a list of lists of one or two texts")
-    if len(listed) > (most := context.config.max_prompts):
-        raise ValueError(f"it has {len(listed)} texts; at most {most} are allowed (max_prompts)")
-    for each in listed:
-        texts(each, context)
-    return listed, alone
-
-
 TEXTS, TEXT = shared.shown(anyOf=shared.TEXT_OR_TEXTS), shared.STRING
 DOCUMENT = {"type": "object", "required": ["text"], "properties": {"text": TEXT}, "additionalProperties": False}
 DOCUMENTS = shared.shown(type="array", items={"anyOf": [TEXT, DOCUMENT]}, minItems=1)
@@ -310,13 +274,9 @@ FORM = Field("encoding_format", Literal["float", "base64"], "float")
 ACTIVATION = Field("use_activation", bool, about=shared.attributes_of(PoolingParams)["use_activation"])
 NAME = Field("prompt_name", str, about='Of the prompt that goes before each text, or ""; null: the model\'s default.')
 LAST = (*shared.CUT, shared.PRIORITY)
-TASK = Field(
-    "task", Literal["embed", "classify", "score", "token_embed", "token_classify"],
-    about="What this server does with prompts, or with each of their tokens.",
-)  # fmt: skip
-TRUNCATE = Field(
-    "truncate", bool | Literal["NONE", "START", "END"], about="Cut what is too long; what the START or END loses."
-)
+TASKS = Literal["embed", "classify", "score", "token_embed", "token_classify"]
+TASK = Field("task", TASKS, about="What this server does with prompts, or with each of their tokens.")
+TRUNCATE = Field("truncate", bool | Literal["NONE", "START", "END"], about="Cut what is too long, at its end or START.")
 SIDE = Field("truncation_side", Literal["left", "right", "Left", "Right"], None, lambda side, _: side.lower())
 KIND = Field("input_type", str, about="query or document: the prompt that the model has for it, or its default.")
 INSTRUCTION = Field("instruction", str, about="Replaces the model's own, where it scores pairs.")
@@ -339,53 +299,35 @@ COHERE_EMBEDDINGS = Face(
 TEI = {"inputs": "input", "normalize": "use_activation", "truncation_direction": "truncation_side"}
 PLAIN = (shared.MODEL, INPUT, ACTIVATION._replace(default=True), NAME, TRUNCATE, SIZE, shared.CUT[0], SIDE, LAST[-1])
 PLAIN_EMBEDDINGS = Face("embed", ("/embed",), PLAIN, plain_embeddings, "embd-", ("input",), EMBED, aliases=TEI)
-TOKEN_EMBEDDINGS = Face("embed_all", ("/embed_all",), PLAIN, token_embeddings, "embd-", ("input",), EMBED, aliases=TEI)
-RAW = Field("raw_scores", bool, about="The model's logits.")
-PREDICT = Face(
-    "predict", ("/predict",),
-    (
-        shared.MODEL, ACTIVATION, Field("inputs", shared.shown(), None, predicted, "A text, a pair, or lists of such."),
-        RAW, TRUNCATE, shared.CUT[0], SIDE, LAST[-1],
-    ),
-    predict, "predict-", ("inputs",), ("classify", "score"), {"parameters": ({},)},
-    aliases={"truncation_direction": "truncation_side"},
+TOKEN_EMBEDDINGS = Face(
+    "embed_all", ("/embed_all",), PLAIN, partial(plain_embeddings, task="token_embed"), "embd-", ("input",), EMBED,
+    aliases=TEI,
 )  # fmt: skip
 POOLING = Face("pooling", ("/pooling",), (*FIRST, NAME, TASK, *SIZED), pooling, "pool-", ("input",), VECTORS)
 CLASSIFY = Face("classify", ("/classify",), (*FIRST, *LAST), classify, "classify-", ("input",), ("classify", "score"))
 SCORED = (
-    shared.MODEL,
-    ACTIVATION,
+    shared.MODEL, ACTIVATION,
     Field("text_1", TEXTS, None, texts, "A text, or as many as text_2 has; vLLM: queries."),
     Field("text_2", TEXTS, None, texts, "A text or several; vLLM: documents."),
-    NAME,
-    INSTRUCTION,
-    *LAST,
-)
+    NAME, INSTRUCTION, *LAST,
+)  # fmt: skip
 SCORE = Face(
     "score", ("/score", "/v1/score"), SCORED, score, "score-", ("text_1", "text_2"), PAIRS,
     aliases={"queries": "text_1", "data_1": "text_1", "documents": "text_2", "items": "text_2", "data_2": "text_2"},
 )  # fmt: skip
 RERANKED = (
-    shared.MODEL,
-    ACTIVATION,
-    Field("query", Annotated[str, Meta(min_length=1)]),
+    shared.MODEL, ACTIVATION, Field("query", Annotated[str, Meta(min_length=1)]),
     Field("documents", DOCUMENTS, None, documents, "Texts, or objects with a text; or else `texts` is needed."),
     Field("texts", TEXTS, None, texts, "TEI's name of documents; the reply is then a list, as TEI's."),
     Field("top_n", shared.Count, 0, about="How many to return; 0 is all."),
     Field("return_documents", bool, about="By default they come back, but not TEI's texts."),
     Field("max_tokens_per_doc", shared.Tokens, about="What follows is cut from each document."),
-    RAW,
-    NAME,
-    INSTRUCTION,
-    TRUNCATE,
-    shared.CUT[0],
-    SIDE,
-    shared.PRIORITY,
-)
+    Field("raw_scores", bool, about="The model's logits; TEI's use_activation: false."),
+    NAME, INSTRUCTION, TRUNCATE, shared.CUT[0], SIDE, shared.PRIORITY,
+)  # fmt: skip
 RERANK = Face(
     "rerank", ("/rerank", "/v1/rerank", "/v2/rerank"), RERANKED, rerank, "rerank-", ("query",), PAIRS,
     {"rank_fields": (["text"],), "max_chunks_per_doc": (), "relevant_spans": ()},
-    aliases={
-        "truncation": "truncate", "truncation_direction": "truncation_side", "return_text": "return_documents",
-    },
+    aliases=TEI | {"truncation": "truncate", "return_text": "return_documents"},
 )  # fmt: skip
+FACES = (EMBEDDINGS, POOLING, CLASSIFY, SCORE, RERANK, COHERE_EMBEDDINGS, PLAIN_EMBEDDINGS, TOKEN_EMBEDDINGS)

@@ -46,9 +46,7 @@ class Files:
         texts = [each if isinstance(each, bytes) else json.dumps(each).encode() for each in lines]
         self.source.write_bytes(b"".join(text + b"\n" for text in texts))
 
-    def run(
-        self, engine: ScriptedClient, width: int = 8, facts: dict[str, Any] = FACTS, **config: Any
-    ) -> BatchRun:
+    def run(self, engine: ScriptedClient, width: int = 8, facts: dict[str, Any] = FACTS, **config: Any) -> BatchRun:
         file, answers = open_files(str(self.source), str(self.target))
         api = Api(engine, TOKENIZER, facts, ServerConfig(max_queue=2**40, **config), ["manta"], Board())
         batch = BatchRun(api, answers, width, tqdm(disable=True))

@@ -18,13 +18,13 @@ EMBEDDINGS = "/v1/embeddings"
 TASKS = {
     EMBEDDINGS: ("embed",), "/pooling": ("embed", "score", "classify"), "/classify": ("classify", "score"),
     "/score": ("embed", "score"), "/rerank": ("embed", "score"), "/v2/embed": ("embed",), "/embed": ("embed",),
-    "/embed_all": ("embed",), "/predict": ("classify", "score"),
+    "/embed_all": ("embed",),
 }  # fmt: skip
 GOOD: dict[str, dict[str, Any]] = {
     EMBEDDINGS: {"input": "a"}, "/pooling": {"input": "a"}, "/classify": {"input": "a"},
     "/score": {"text_1": "a", "text_2": "b"}, "/rerank": {"query": "a", "documents": ["b"]},
     "/v2/embed": {"texts": ["a"], "input_type": "search_query"}, "/embed": {"inputs": "a"},
-    "/embed_all": {"inputs": "a"}, "/predict": {"inputs": "a"},
+    "/embed_all": {"inputs": "a"},
 }  # fmt: skip
 
 

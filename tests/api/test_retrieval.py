@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from flask.testing import FlaskClient
 
-from scripted import FACTS, MISSING, TOKENIZER, ScriptedClient, client_of, post, refusal, vector_of
+from scripted import FACTS, TOKENIZER, ScriptedClient, client_of, post, refusal, vector_of
 from test_embeddings import EMBEDDINGS, SAID, floats, serving
 from text.prompts import QWEN3_INSTRUCTION, QWEN3_PAIR
 
@@ -69,13 +69,10 @@ def test_rerank_as_cohere_and_jina_have_it(engine: ScriptedClient) -> None:
 
 def test_pairs_are_put_into_the_models_template(engine: ScriptedClient) -> None:
     http_client = client_of(engine, FACTS | RANKER | {"pair_template": "qwen3", "max_model_len": 400})
-    for route, body in (("/rerank", {"query": "q", "documents": ["d"]}), ("/score", {"text_1": "q", "text_2": "d"}),
-                        ("/predict", {"inputs": ["q", "d"]})):  # fmt: skip
-        post(http_client, route, **body)
-        assert asked(engine) == [TOKENIZER.encode(QWEN3_PAIR.format(QWEN3_INSTRUCTION, "q", "d"))]
-        if route != "/predict":
-            post(http_client, route, **body, instruction="Say {} it")
-            assert asked(engine) == [TOKENIZER.encode(QWEN3_PAIR.format("Say {} it", "q", "d"))]
+    for route, body in (("/rerank", {"query": "q", "documents": ["d"]}), ("/score", {"text_1": "q", "text_2": "d"})):
+        for said, instruction in (({}, QWEN3_INSTRUCTION), ({"instruction": "Say {} it"}, "Say {} it")):
+            post(http_client, route, **body, **said)
+            assert asked(engine) == [TOKENIZER.encode(QWEN3_PAIR.format(instruction, "q", "d"))]
     post(http_client, "/rerank", query="q", documents=[LONG * 3], truncate=True)
     end = TOKENIZER.encode(QWEN3_PAIR[QWEN3_PAIR.rindex("{}") + 2 :])
     ((*_, ids),) = [asked(engine)]
@@ -166,31 +163,6 @@ def test_vectors_of_tokens(engine: ScriptedClient) -> None:
     rewards = serving(engine, "classify", max_token_numbers=8)
     assert post(rewards, "/pooling", input=[5, 6], task="token_classify").status_code == 200
     assert "9 numbers" in refusal(post(rewards, "/pooling", input=[5, 6, 7], task="token_classify"))["message"]
-
-
-def test_predict(engine: ScriptedClient) -> None:
-    http_client = serving(engine, "classify")
-    ids = [TOKENIZER.encode("To be"), TOKENIZER.encode_pair("To be", "or")]
-    named = [zip(("bad", "good", "odd"), floats(one), strict=True) for one in ids]
-    want = [[{"label": label, "score": p} for label, p in sorted(pairs, key=lambda each: -each[1])] for pairs in named]
-    assert post(http_client, "/predict", inputs="To be", parameters={}).json == want[0]
-    assert post(http_client, "/predict", inputs=["To be", "or"]).json == want[1]
-    assert post(http_client, "/predict", inputs=[["To be"], ["To be", "or"]], raw_scores=True).json == want
-    assert engine.pooled[-1][1].use_activation is False
-    for bad in (
-        [],
-        "",
-        None,
-        5,
-        ["a", "b", "c"],
-        [[]],
-        [["a", "b", "c"]],
-        ["a", ["b"]],
-        [[""]],
-        [["a"]] * 1025,
-        MISSING,
-    ):
-        assert refusal(post(http_client, "/predict", inputs=bad))["param"] == "inputs", bad
 
 
 @pytest.mark.parametrize("task", ["embed", "score"])
