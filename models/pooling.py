@@ -30,7 +30,7 @@ OLD_MODES = (  # its fields before it had `pooling_mode`, in the order of the ve
 POOLING = os.path.join("1_Pooling", "config.json")
 PROMPTS = "config_sentence_transformers.json"
 MODULES = re.compile(  # and their folders
-    r"Transformer: (LogitScore:\w[\w.-]*|"
+    r"Transformer: ((LogitScore|Dense):\w[\w.-]*|"  # a Dense alone is PyLate's, for vectors of tokens
     r"Pooling:(\w[\w.-]*)?( (Dense|LayerNorm|Dropout):\w[\w.-]*)*( Normalize:(\w[\w.-]*)?)?)"
 )
 USUAL = [("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "")]  # where no file says so
@@ -85,7 +85,7 @@ def settle_task(config: EngineConfig, model_config: ModelConfig) -> tuple[Engine
     if task == "embed":
         head = "none"
         if normalize is None:
-            normalize = read_modules(folder)[-1][0] == "Normalize"
+            normalize = read_modules(folder)[-1][0] == "Normalize" or read_modules(folder)[1][0] == "Dense"
         if pooling == "auto":
             kinds = poolings_of(folder)
         size = [size * len(kinds), *(dense.outputs for dense in dense_layers(folder, size * len(kinds)))][-1]
@@ -234,9 +234,7 @@ def check_pooling(
     if params != SamplingParams():
         raise ValueError(f"the request has sampling parameters; with the task {config.task!r} nothing is sampled")
     if pooling.task not in (None, *(tasks := POOLING_TASKS[config.task])):
-        raise ValueError(
-            f"task is {pooling.task!r:.80}; this engine's is {config.task!r}, which does {', '.join(tasks)}"
-        )
+        raise ValueError(f"task is {pooling.task!r:.80}; the engine's is {config.task!r}, and does {', '.join(tasks)}")
     if pooling.task == "token_embed" and len(model_config.poolings) > 1:
         kinds = "+".join(model_config.poolings)
         raise ValueError(f"task is 'token_embed'; this model pools by {kinds}, so its tokens have no embeddings")

@@ -84,11 +84,12 @@ def token_classifier(folder: str, raw: dict[str, Any]) -> dict[str, Any]:
         named = read_json(folder, "config_sentence_transformers.json", {}).get("activation_fn")
         options = read_json(folder, "sentence_bert_config.json", {}).get("processing_kwargs") or {}
         opens = options.get("chat_template", {}).get("add_generation_prompt")
-        settings = {
+        raw |= {
+            "architectures": [architecture],
+            "classifier_ids": ids,
             "sentence_transformers": {"activation_fn": named},
-            "pair_template": "chat" + " opened" * bool(opens),
         }
-        return raw | settings | {"architectures": [architecture], "classifier_ids": ids}
+        return raw | {"pair_template": "chat" + " opened" * bool(opens)}
     tokens, template = raw.get("classifier_from_token"), raw.pop("is_original_qwen3_reranker", None)
     if not tokens or not (template or raw.get("method")):
         return raw

@@ -159,9 +159,7 @@ class PoolingFaces:
             pairs = [pair_parts(facts, encoder, a, b, before) for a, b in zip(first, second, strict=True)]
             ids = [encoder.encode_parts(pair, keep, "right")[0] for pair in pairs]
             if keep is not None and (longest := max(map(len, ids))) > keep:
-                raise ValueError(
-                    f"truncate_prompt_tokens is {keep}; a query and what is around it have {longest} tokens"
-                )
+                raise ValueError(f"truncate_prompt_tokens is {keep}; a query with its template has {longest} tokens")
             results = self._pool(ids, pooling_params, use_tqdm)
             return [one.having(ScoringOutput(*one.outputs.data or [math.nan])) for one in results]  # it has one label
         if instruction is not None:

@@ -63,11 +63,11 @@ EVERY_FILE = [
 ]
 # These may fall. They rise only when a capability with a name of its own comes.
 MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 24, 700, 80, 750
-MOST_STORY_LINES = 6557
+MOST_STORY_LINES = 6558
 MOST_LINES = {
-    ".": 10594, "api": 6670, "checkpoints": 3548, "commands": 1006, "cpu": 2519, "device": 4406, "executors": 841,
-    "lora": 1256, "models": 3732, "observe": 1356, "ops": 3035, "processes": 4074,
-    "scheduling": 2187, "speculation": 816, "text": 4320,
+    ".": 10632, "api": 6787, "checkpoints": 3548, "commands": 1006, "cpu": 2519, "device": 4411, "executors": 841,
+    "lora": 1256, "models": 3822, "observe": 1356, "ops": 3035, "processes": 4099,
+    "scheduling": 2187, "speculation": 816, "text": 4363,
 }  # fmt: skip
 STDLIB_ONLY = {
     "admission", "checkpoints.gguf_config", "checkpoints.gguf_file", "checkpoints.gguf_folder",

@@ -151,7 +151,12 @@ def test_vectors_of_tokens_go_through_dense_layers(checkpoints, tmp_path):
     hidden = make(folder, task="embed").encode(prompts, RAW, use_tqdm=False, pooling_task="token_embed")
     save_modules(folder, {"pooling_mode": "mean"}, "Dense", "Normalize")
     dense = save_dense(folder, out_features=8, bias=False, activation_function="torch.nn.modules.linear.Identity")
-    for one, raw in zip(make(folder).encode(prompts, use_tqdm=False, pooling_task="token_embed"), hidden, strict=True):
+    listed = json.loads((folder / "modules.json").read_text())
+    llms = [make(folder)]
+    (folder / "modules.json").write_text(json.dumps([listed[0], listed[2]]))  # as PyLate has it
+    llms.append(make(folder))
+    pairs = [pair for llm in llms for pair in zip(llm.encode(prompts, None, False, "token_embed"), hidden, strict=True)]
+    for one, raw in pairs:
         want = torch.nn.functional.normalize(torch.tensor(raw.outputs.data) @ dense["linear.weight"].T)
         assert (torch.tensor(one.outputs.data) - want).abs().max() <= 1e-4
     save_modules(folder, {"pooling_mode": ["mean", "cls"]}, "Normalize")
@@ -427,7 +432,7 @@ def test_requests_of_the_wrong_kind_are_refused(checkpoints, llm):
     for engine in (llm, classifier):
         with pytest.raises(ValueError, match="score is for engines whose task is embed or score; this one's is"):
             engine.score("a", "b", use_tqdm=False)
-    with pytest.raises(ValueError, match="task is 'token_classify'; this engine's is 'embed', which does embed, token"):
+    with pytest.raises(ValueError, match="task is 'token_classify'; the engine's is 'embed', and does embed, token"):
         embedder.encode("To be", PoolingParams(task="token_classify"), use_tqdm=False)
     with pytest.raises(ValueError, match="pooling_params has the task 'token_embed'; it must be 'embed' here, or None"):
         embedder.embed("To be", PoolingParams(task="token_embed"), use_tqdm=False)
