@@ -52,8 +52,9 @@ def test_rerank_as_cohere_and_jina_have_it(engine: ScriptedClient) -> None:
     assert post(http_client, "/v2/rerank", **body, max_tokens_per_doc=4096, truncation=True).status_code == 200
     asked(engine)
     left = {"truncate": True, "truncation_direction": "Left"}
-    for how, kept in (({"truncation": True}, IDS[:63]), ({"truncate": "END"}, IDS[:63]), ({"truncate": "START"}, IDS[-63:]),
-                      (left, IDS[-63:]), ({"truncate": True, "truncate_prompt_tokens": 9}, IDS[:8])):  # fmt: skip
+    few = {"truncate": True, "truncate_prompt_tokens": 9}
+    for how, kept in (({"truncation": True}, IDS[:63]), ({"truncate": "END"}, IDS[:63]), (left, IDS[-63:]),
+                      ({"truncate": "START"}, IDS[-63:]), (few, IDS[:8])):  # fmt: skip
         post(http_client, "/v1/rerank", **body, **how)
         assert asked(engine)[0] == TOKENIZER.encode("q") + kept, how
     for how in ({}, {"truncation": False}, {"truncate": "NONE"}):
@@ -84,8 +85,8 @@ BOTH, OWN = (
 
 @pytest.mark.parametrize(
     ("prompts", "kind", "before"),
-    [(BOTH, "query", "Q: "), (BOTH, "search_query", "Q: "), (BOTH, "search_document", "P: "), (OWN, "search_query", "S: "),
-     (OWN, "passage", ""), (OWN, "clustering", "C: "), ({"clustering": "C: "}, "query", ""), ({}, "search_document", "")],
+    [(BOTH, "query", "Q: "), (BOTH, "search_query", "Q: "), (BOTH, "search_document", "P: "), (OWN, "passage", ""),
+     (OWN, "search_query", "S: "), (OWN, "clustering", "C: "), (OWN, "document", ""), ({}, "corpus", "")],
 )  # fmt: skip
 def test_an_input_type_names_a_prompt(engine: ScriptedClient, prompts: Any, kind: str, before: str) -> None:
     http_client = client_of(engine, FACTS | {"task": "embed", "labels": (), "vector_size": 32, "prompts": prompts})

@@ -6,10 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from config import DEMO
 from outputs import cosine
 from served import serving
-from tokenizer import Tokenizer
 
 pytestmark = pytest.mark.full
 TEXTS = ["To be, or not to be", "a king", "two kings and a fool"]
@@ -55,19 +53,6 @@ def test_cohere(url: str, vectors: list[list[float]]) -> None:
     for one, vector in zip(reply.embeddings.float_, vectors, strict=True):
         assert one == pytest.approx(vector, abs=1e-5)
     assert reply.texts == TEXTS and len(reply.embeddings.base64) == 3
-
-
-def test_langchain_sends_token_ids(url: str, vectors: list[list[float]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its default, `check_embedding_ctx_length`, cuts texts itself; the tokenizer it takes then must be the model's."""
-    embeddings = pytest.importorskip("langchain_openai").OpenAIEmbeddings
-    common = {"model": "demo", "base_url": f"{url}/v1", "api_key": "none"}
-    plain = embeddings(**common, check_embedding_ctx_length=False).embed_documents(TEXTS)
-    assert plain == [pytest.approx(vector, abs=1e-5) for vector in vectors]
-    chunked = embeddings(**common)
-    ids = [Tokenizer(DEMO).encode(text) for text in TEXTS]
-    tokenized = range(3), ids, [0, 1, 2], [*map(len, ids)]  # where to start, ids, whose they are, how many
-    monkeypatch.setattr(type(chunked), "_tokenize", lambda self, texts, size: tokenized)
-    assert chunked.embed_documents(TEXTS) == [pytest.approx(vector, abs=1e-5) for vector in vectors]
 
 
 def test_huggingface_hub(url: str, vectors: list[list[float]]) -> None:
