@@ -318,7 +318,8 @@ class Transformer(Owner):
             f"{name('head')}.weight": (head, "vocab"),
             f"{name('head')}.bias": (self.head_bias, "vocab"),
         })  # fmt: skip
-        parts |= self.score.parts(shares) if self.score else {}
+        for key, part in self.score.parts(shares).items() if self.score else ():  # rows of the table it may take, too
+            parts[key] = part._replace(pieces=parts[key].pieces + part.pieces) if key in parts else part
         for i, layer in zip(self.row.saved_layers(), self.layers, strict=False):
             parts |= self.parts_of(layer, f"{name('layer')}.{i}", shares)
         for key, part in parts.items():

@@ -143,6 +143,8 @@ class ModelConfig:
     head: Literal["logits", "labels", "none"] = "logits"  # what follows the last norm
     labels: tuple[str, ...] = ()  # names of the classification head's outputs
     label_activation: Literal["softmax", "sigmoid", "identity"] = "softmax"  # what makes of these what is returned
+    label_tokens: tuple[int, ...] = ()  # whose logit is the output, or the second one's without the first one's
+    pair_template: str = ""  # what is around two texts that are scored; see `text.prompts.pair_parts`
     ahead: int = 1  # layers after the last one that a checkpoint may have, which predict tokens ahead
     quantization: tuple[Format, ...] = ()  # ways in which weights may be stored, where not as numbers
     kv_cache_dtype: str = "auto"  # the option of this name

@@ -14,7 +14,7 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from plan import EngineOutput, Logprobs
 from sampling_params import BeamSearchParams, PoolingParams, SamplingParams
@@ -124,6 +124,13 @@ def numbers(pooled: bytes) -> list[float]:
     return array("f", pooled).tolist()
 
 
+def numbers_by_token(pooled: bytes, count: int) -> list[list[float]]:
+    """The numbers of the vectors of `count` tokens."""
+    flat = array("f", pooled)
+    size = len(flat) // count
+    return [flat[i * size : (i + 1) * size].tolist() for i in range(count)]
+
+
 def cosine(a: Sequence[float], b: Sequence[float]) -> float:
     """The cosine of the angle between two vectors; 0 where one of them is all zeros."""
     lengths = math.hypot(*a) * math.hypot(*b)
@@ -134,9 +141,9 @@ def cosine(a: Sequence[float], b: Sequence[float]) -> float:
 
 @dataclass
 class PoolingOutput:
-    """The vector of a prompt: an embedding, or a classifier's labels."""
+    """The vector of a prompt, an embedding or a classifier's labels; or a list of one for each token."""
 
-    data: list[float]
+    data: list[Any]
 
 
 @dataclass

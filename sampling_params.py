@@ -400,6 +400,12 @@ class BeamSearchParams:
         return SamplingParams(**dataclasses.asdict(self), n=width, use_beam_search=True)
 
 
+POOLING_TASKS = {  # what requests may ask for, by the engine's task
+    "embed": ("embed", "token_embed"), "classify": ("classify", "token_classify"),
+    "score": ("score", "classify", "token_classify"), "generate": (),
+}  # fmt: skip
+
+
 @naming_nearest
 @dataclass(frozen=True)
 class PoolingParams:
@@ -409,10 +415,18 @@ class PoolingParams:
         dimensions: the vector is cut to its first ones (Matryoshka, Kusupati et al., 2022); None leaves all.
         use_activation: divide an embedding by its length, make logits of classes probabilities. None asks the model's
             folder, and does so unless that says no.
+        task: one of `POOLING_TASKS`, of which "token_embed" and "token_classify" make a vector of each token. None is
+            what the engine does.
     """
 
     dimensions: int | None = None
     use_activation: bool | None = None
+    task: str | None = None
+
+    @property
+    def by_token(self) -> bool:
+        """Whether each token has a vector."""
+        return self.task in ("token_embed", "token_classify")
 
 
 # The fields of generation_config.json that concern sampling, and their names here.

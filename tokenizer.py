@@ -114,6 +114,20 @@ class Tokenizer:
             return (ids[:most] if side == "right" else ids[-most:]), True
         return ids, cut
 
+    def encode_parts(self, texts: tuple[str, ...], most: int | None, side: str) -> tuple[list[int], bool]:
+        """Token ids of a pair of texts, or of a text between two others, as one prompt; see `encode_cut`.
+
+        A text between two others alone loses tokens where all have more than `most`. If it has none left, there may
+        be more.
+        """
+        if len(texts) == 2:
+            return (self.encode_pair(*texts), False) if most is None else self.encode_cut(texts, most, side)
+        begin, middle, end = (self._encoding(part, False) for part in texts)
+        room = len(middle) if most is None else max(0, most - len(begin) - len(end))
+        if cut := len(middle) > room:
+            middle.truncate(room, direction=side)
+        return begin.ids + middle.ids + end.ids, cut
+
     def bad_word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """The tokens of each word as it begins a text and as it follows a space: `bad_word_ids` of `SamplingParams`."""
         texts = [space + word.lstrip() for word in words for space in ("", " ")]

@@ -158,7 +158,7 @@ class Refusals:
         return min(max(0.0, cost - self.FREE) / self.SHARE, self.MOST_WAIT)
 
 
-def reply(content: dict[str, Any], status: int = 200) -> Response:
+def reply(content: dict[str, Any] | list[Any], status: int = 200) -> Response:
     return Response(json_of(content), status, content_type="application/json")
 
 

@@ -294,7 +294,7 @@ class ModelsApi(Api):
 
     # --- requests -------------------------------------------------------------------------------------------------
 
-    def answer(self, face: Face, body: dict[str, Any], caller: Caller) -> dict[str, Any] | Events:
+    def answer(self, face: Face, body: dict[str, Any], caller: Caller) -> dict[str, Any] | list[Any] | Events:
         fields = self.read(face, body, caller)
         del body  # it may be large
         caller.release()
@@ -324,7 +324,7 @@ class ModelsApi(Api):
             answers.keep(0)
             raise
 
-    def _run(self, answers: ModelAnswers, face: Face, fields: dict[str, Any], by: Caller) -> dict[str, Any] | Events:
+    def _run(self, answers: ModelAnswers, face: Face, fields: dict[str, Any], by: Caller) -> Any:
         """Answer a request that the model has let in."""
         with contextlib.ExitStack() as stack:
             stack.callback(answers.served.count, -1)
@@ -419,7 +419,7 @@ def number_of_answers(fields: dict[str, Any]) -> int:
 
 
 def late_events(
-    arrival: Generator[None, None, None], run: Callable[[], dict[str, Any] | Events], face: Face
+    arrival: Generator[None, None, None], run: Callable[[], Any], face: Face
 ) -> Generator[bytes, None, None]:
     """The events of a stream that has waited long: comments until its model is there, and then those of `run`. An
     error is the last of them."""

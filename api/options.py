@@ -103,6 +103,7 @@ class ServerConfig:
         2**22, "log-probabilities of prompts that one reply may hold, counted with the likeliest tokens and n", 1
     )
     max_output_logprobs: int = option(2**22, "log-probabilities of answers in one reply, counted by max_tokens", 1)
+    max_token_numbers: int = option(2**22, "numbers in one reply's vectors of tokens (/pooling, /embed_all)", 1)
     clamp_max_tokens: bool = option(False, "cut max_tokens to what is left of the context, as /v1/messages always does")
     request_timeout: float = option(3600.0, "seconds that one request may take in all", 1)
     body_timeout: float = option(60.0, "seconds for a request's body to arrive", 1)

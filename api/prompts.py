@@ -36,7 +36,7 @@ from tokenizer import LONG_TEXT, Tokenizer
 CUT_MARGIN = 64  # tokens of a text beyond the ones that are kept, so that the place of the cut changes none of them
 TEXT_THREADS = 2  # of each API process, that turn long texts into tokens
 
-Source = str | list[int] | tuple[str, str]  # a text, token ids, or a pair of texts
+Source = str | list[int] | tuple[str, ...]  # a text, token ids, or a pair of texts as `pair_parts` has it
 Prompt = tuple[str | None, list[int]]  # its text, if that is all of it, and its tokens
 PLAIN = "json"  # the parser of calls that only a grammar brings about, because the chat template asks for none
 SHORT_ID = 9  # characters of a call's id, which templates of this parser demand:
@@ -106,12 +106,15 @@ class Prompts:
             raise too_long(limit, f"the prompt is too long: it has {size} characters", "prompt")
         run = self.threads.apply if size > LONG_TEXT else lambda encode, arguments: encode(*arguments)
         cut = False
-        if keep is not None:
+        if isinstance(prompt, tuple):
+            ids, cut = run(self.tokenizer.encode_parts, (texts, keep, side))
+            if keep is not None and len(ids) > keep:
+                message = f"truncate_prompt_tokens is {keep}; the query and what is around it have {len(ids)} tokens"
+                raise ApiError(400, message, "truncate_prompt_tokens")
+        elif keep is not None:
             ids, cut = run(self.tokenizer.encode_cut, (texts, keep, side, add_special_tokens))
-        elif isinstance(prompt, str):
-            ids = run(self.tokenizer.encode, (prompt, add_special_tokens))
         else:
-            ids = run(self.tokenizer.encode_pair, prompt)
+            ids = run(self.tokenizer.encode, (prompt, add_special_tokens))
         if not ids:
             raise ApiError(400, "the prompt is empty; it must have at least 1 token", "prompt")
         return (None if cut or not isinstance(prompt, str) else prompt), ids

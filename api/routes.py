@@ -60,7 +60,7 @@ class Api:
         self.bodies = ClientShares(config.max_body_bytes_in_flight, board, board.bytes, config.api_server_count)
         self.watching = ClientShares(config.max_live_viewers, board, [0] * board.PLACES)  # of this process alone
 
-    def answer(self, face: Face, body: dict[str, Any], caller: Caller) -> dict[str, Any] | Events:
+    def answer(self, face: Face, body: dict[str, Any], caller: Caller) -> dict[str, Any] | list[Any] | Events:
         """The reply to a request; an `ApiError` if it is refused. What else may end it is in `EngineCall.run`."""
         fields = self.read(face, body, caller)
         del body  # it may be large
@@ -73,7 +73,7 @@ class Api:
         caller.retention = context.retention
         return fields
 
-    def answer_fields(self, face: Face, fields: dict[str, Any], caller: Caller) -> dict[str, Any] | Events:
+    def answer_fields(self, face: Face, fields: dict[str, Any], caller: Caller) -> dict[str, Any] | list[Any] | Events:
         """The reply to a request whose fields are checked; see `answer`."""
         caller.id = face.prefix + caller.name
         if module := self._adapter(fields["model"] or self.names[0]):
@@ -84,7 +84,7 @@ class Api:
         if face.tasks and fields["priority"] and policy != "priority":
             words = f"priority is {fields['priority']}; under the policy {policy} it must be 0"
             raise ApiError(400, words, "priority")
-        reply: dict[str, Any] | Events = face.answer(self, fields, caller)
+        reply: dict[str, Any] | list[Any] | Events = face.answer(self, fields, caller)
         return reply
 
     def for_model(self, name: str | None, client: str) -> Api:

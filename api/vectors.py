@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta
@@ -16,9 +17,12 @@ from api.generation import Caller, EngineCall, admitted
 from api.prompts import Prompt
 from api.routes import Api
 from observe.logs import warn_once
-from outputs import Vector, cosine, numbers
-from sampling_params import PoolingParams
-from text.prompts import CUT, opening
+from outputs import Vector, cosine, numbers, numbers_by_token
+from sampling_params import POOLING_TASKS, PoolingParams
+from text.prompts import CUT, opening, pair_parts
+
+# What an `input_type` may be, and by which names a model's prompts mean the same, as in sentence-transformers.
+ROLES = (("query", "search_query"), ("document", "search_document", "passage", "corpus"))
 
 
 def embeddings(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:
@@ -26,11 +30,27 @@ def embeddings(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, An
     return vectors(api, fields, caller, "embedding", "embedding")
 
 
+def cohere_embeddings(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:
+    """A vector for each text, in the forms that Cohere's clients ask for."""
+    prompts = encoded(api, fields, fields["texts"], True)
+    pooled, shapes = pool(api, fields, caller, prompts), {"float": numbers, "base64": in_base64}
+    forms = {kind: [shapes[kind](one) for one in pooled] for kind in fields["embedding_types"] or ["float"]}
+    head = {"id": caller.id, "response_type": "embeddings_by_type", "embeddings": forms, "texts": fields["texts"]}
+    return head | {"meta": {"api_version": {"version": "2"}, "tokens": {"input_tokens": used(prompts)["total_tokens"]}}}
+
+
+def plain_embeddings(api: Api, fields: dict[str, Any], caller: Caller, task: str | None = None) -> list[Any]:
+    """The vectors alone, or with the task "token_embed" those of all tokens."""
+    prompts = encoded(api, fields, fields["input"], True)
+    return shown(prompts, pool(api, fields | {"task": task}, caller, prompts), PoolingParams(task=task).by_token)
+
+
 def pooling(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:
-    """Each prompt's vector, or the output of the classification head."""
+    """Each prompt's vector, or the output of the classification head; or these of each token."""
     task = api.facts["task"]
-    if fields["task"] not in (None, task, "classify" if task == "score" else task):
-        raise ApiError(400, f"task is {fields['task']}; this server's is {task}", "task")
+    if fields["task"] not in (None, *POOLING_TASKS[task]):
+        does = ", ".join(POOLING_TASKS[task])
+        raise ApiError(400, f"task is {fields['task']}; this server's is {task}, which does {does}", "task")
     return vectors(api, fields, caller, "pooling", "data")
 
 
@@ -55,15 +75,35 @@ def score(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:
     return listed(fields, caller, prompts, data)
 
 
-def rerank(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:
-    """Documents in the order of how well they answer a query; among equals the first comes first."""
-    documents = fields["documents"]
-    scores, prompts = compare(api, fields, caller, [fields["query"]], documents)
-    results: list[dict[str, Any]] = []
-    for i in sorted(range(len(scores)), key=lambda i: (-scores[i], i))[: fields["top_n"] or len(documents)]:
-        shown = {"document": {"text": documents[i]}} if fields["return_documents"] else {}
-        results.append({"index": i, "relevance_score": scores[i]} | shown)
-    return {"id": caller.id, "model": fields["model"], "usage": used(prompts), "results": results}
+def rerank(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any] | list[Any]:
+    """Documents in the order of how well they answer a query; among equals the first comes first.
+
+    A body of Cohere's or Jina's has `documents`, and one of TEI's has `texts`, for which the reply is a plain list.
+    """
+    plain, documents = fields["texts"] is not None, fields["texts"] or fields["documents"]
+    if (fields["documents"] is None) != plain:
+        is_missing = documents is None
+        message = "documents is missing" if is_missing else "texts is given beside documents; one is enough"
+        raise ApiError(400, message, "documents" if is_missing else "texts", "missing_required_parameter" * is_missing)
+    shows = not plain if fields["return_documents"] is None else fields["return_documents"]
+    compared = documents
+    if (most := fields["max_tokens_per_doc"]) is not None:
+        compared = [shortened(api, text, min(most, api.facts["max_model_len"])) for text in documents]
+    scores, prompts = compare(api, fields, caller, [fields["query"]], compared)
+    order = sorted(range(len(scores)), key=lambda i: (-scores[i], i))[: fields["top_n"] or len(documents)]
+    if plain:
+        return [{"index": i, "score": scores[i]} | ({"text": documents[i]} if shows else {}) for i in order]
+    texts_of = {i: {"document": {"text": documents[i]}} if shows else {} for i in order}
+    results, usage = [{"index": i, "relevance_score": scores[i]} | texts_of[i] for i in order], used(prompts)
+    meta = {"tokens": {"input_tokens": usage["total_tokens"]}}  # as Cohere tells it
+    return {"id": caller.id, "model": fields["model"], "usage": usage, "meta": meta, "results": results}
+
+
+def shortened(api: Api, text: str, most: int) -> str:
+    """A text without what follows its first `most` tokens."""
+    cut = {"truncate_prompt_tokens": most, "truncation_side": "right"}
+    whole, ids = api.prompts.encode(cut, text, False)
+    return text if whole is not None else api.tokenizer.decode(ids)
 
 
 def compare(
@@ -72,17 +112,38 @@ def compare(
     """How well texts go together, and the prompts that were run for it.
 
     For an embedder that is the cosine of two embeddings. For a classifier with one label, it is what the classifier
-    says of both texts as one prompt, with the model's own prompt before the first one.
+    says of both texts as one prompt, with the model's own prompt or template around them.
     """
     if api.facts["task"] == "score":
-        before = named(api, fields)
-        pairs = zip([before + text for text in first] * (len(second) // len(first)), second, strict=True)
-        prompts: list[Any] = [api.prompts.encode(fields, pair, True) for pair in pairs]
+        before, cut = fields["instruction"], settled(fields)
+        before = named(api, fields) if before is None else before
+        pairs = zip(first * (len(second) // len(first)), second, strict=True)
+        try:
+            sources = [pair_parts(api.facts, api.tokenizer, *pair, before) for pair in pairs]
+        except ValueError as error:
+            raise ApiError(400, str(error), "query") from None
+        prompts: list[Any] = [api.prompts.encode(cut, source, True) for source in sources]
         return [numbers(pooled)[0] for pooled in pool(api, fields, caller, prompts)], prompts
+    if fields["instruction"] is not None:
+        message = "instruction is for models that score pairs; for this one, which embeds, there is prompt_name"
+        raise ApiError(400, message, "instruction")
     prompts = encoded(api, fields, first + second, True)
     all_vectors = [numbers(pooled) for pooled in pool(api, fields, caller, prompts)]
     left = all_vectors[: len(first)] * (len(second) // len(first))
     return [cosine(a, b) for a, b in zip(left, all_vectors[len(first) :], strict=True)], prompts
+
+
+def settled(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields, in which `truncate` of NIM, Cohere and TEI has become `truncate_prompt_tokens` and its side."""
+    how, keep = fields.get("truncate"), fields["truncate_prompt_tokens"]
+    if how in (False, "NONE"):
+        if keep is not None:
+            message = f"truncate_prompt_tokens is {keep} beside truncate {how}; only one of them may be given"
+            raise ApiError(400, message, "truncate_prompt_tokens")
+    elif how is not None:
+        side = {"START": "left", "END": "right"}.get(how, fields["truncation_side"])
+        fields = fields | {"truncate_prompt_tokens": -1 if keep is None else keep, "truncation_side": side}
+    return fields
 
 
 def inputs(api: Api, fields: dict[str, Any]) -> list[Prompt]:
@@ -92,8 +153,9 @@ def inputs(api: Api, fields: dict[str, Any]) -> list[Prompt]:
 
 def encoded(api: Api, fields: dict[str, Any], prompts: Sequence[str | list[int]], special: bool) -> list[Prompt]:
     """Texts as the model was trained with them: after its prompt, and cut to its context. Token ids stay."""
-    before = named(api, fields)
+    before, fields = named(api, fields), settled(fields)
     cuts = api.facts["cuts_texts"] and fields["truncate_prompt_tokens"] is None
+    cuts = cuts and fields.get("truncate") not in (False, "NONE")
     cut = fields | {"truncate_prompt_tokens": -1} if cuts else fields
     sources = [before + source if isinstance(source, str) else source for source in prompts]
     pairs = [api.prompts.encode(cut if isinstance(source, str) else fields, source, special) for source in sources]
@@ -104,11 +166,17 @@ def encoded(api: Api, fields: dict[str, Any], prompts: Sequence[str | list[int]]
 
 
 def named(api: Api, fields: dict[str, Any]) -> str:
-    """The model's prompt that a request names, or its default."""
+    """The model's prompt that a request names, or its default; for a query or a document, what the model calls so."""
+    name, kind = fields.get("prompt_name"), fields.get("input_type")
+    if kind is not None:
+        if name is not None:
+            raise ApiError(400, "prompt_name is given beside input_type; one is enough", "prompt_name")
+        same = next((names for names in ROLES if kind in names), ())
+        name = next((alias for alias in (kind, *same) if alias in api.facts["prompts"]), None if same else kind)
     try:
-        return opening(api.facts, fields.get("prompt_name"))
+        return opening(api.facts, name)
     except ValueError as error:
-        raise ApiError(400, str(error), "prompt_name") from None
+        raise ApiError(400, str(error), "prompt_name" if kind is None else "input_type") from None
 
 
 def pool(api: Api, fields: dict[str, Any], caller: Caller, prompts: Sequence[Prompt]) -> list[bytes]:
@@ -120,7 +188,18 @@ def pool(api: Api, fields: dict[str, Any], caller: Caller, prompts: Sequence[Pro
             raise too_long(limit, f"a prompt is too long: it has {len(ids)}")
     if dimensions is not None and dimensions > (most := api.facts["vector_size"]):
         raise ApiError(400, f"dimensions is {dimensions}; at most {most} are there", "dimensions")
-    params = PoolingParams(dimensions, fields["use_activation"])
+    task, use = fields.get("task"), fields["use_activation"]
+    if (raw := fields.get("raw_scores")) is not None:
+        if use is not None:
+            raise ApiError(400, "raw_scores is given beside use_activation; one is enough", "raw_scores")
+        use = not raw
+    params = PoolingParams(dimensions, use, task)
+    if params.by_token:
+        size = dimensions or (api.facts["vector_size"] if task == "token_embed" else len(api.facts["labels"]))
+        count = size * sum(len(ids) for _, ids in prompts)
+        if count > (most := api.config.max_token_numbers):
+            message = f"the tokens' vectors have {count} numbers; one reply has at most {most} (max_token_numbers)"
+            raise ApiError(400, message, "input")
     requests = [Vector(f"{caller.id}-{i}", ids, params) for i, (_, ids) in enumerate(prompts)]
     with admitted(api, len(requests), caller):
         call = caller.call = EngineCall(caller, fields, requests)
@@ -143,10 +222,21 @@ def listed(fields: dict[str, Any], caller: Caller, prompts: Sequence[Prompt], da
 
 def vectors(api: Api, fields: dict[str, Any], caller: Caller, kind: str, key: str) -> dict[str, Any]:
     """The reply of /v1/embeddings (`kind` "embedding") and /pooling: numbers, or their float32 bytes in base64."""
-    encode = numbers if fields["encoding_format"] == "float" else lambda pooled: base64.b64encode(pooled).decode()
-    prompts = inputs(api, fields)
-    all_pooled = enumerate(pool(api, fields, caller, prompts))
-    return listed(fields, caller, prompts, [{"object": kind, "index": i, key: encode(each)} for i, each in all_pooled])
+    prompts, by_token = inputs(api, fields), PoolingParams(task=fields.get("task")).by_token
+    all_pooled = pool(api, fields, caller, prompts)
+    as_numbers = fields["encoding_format"] == "float"
+    values = shown(prompts, all_pooled, by_token) if as_numbers else map(in_base64, all_pooled)
+    return listed(fields, caller, prompts, [{"object": kind, "index": i, key: value} for i, value in enumerate(values)])
+
+
+def shown(prompts: Sequence[Prompt], all_pooled: list[bytes], by_token: bool) -> list[Any]:
+    """The numbers of each prompt's vector, or of its tokens' vectors."""
+    rows = zip(all_pooled, prompts, strict=True)
+    return [numbers_by_token(data, len(ids)) if by_token else numbers(data) for data, (_, ids) in rows]
+
+
+def in_base64(pooled: bytes) -> str:
+    return base64.b64encode(pooled).decode()
 
 
 # --- what they take --------------------------------------------------------------------------------------------------
@@ -179,37 +269,60 @@ FORM = Field("encoding_format", Literal["float", "base64"], "float")
 ACTIVATION = Field("use_activation", bool, about=shared.attributes_of(PoolingParams)["use_activation"])
 NAME = Field("prompt_name", str, about='Of the prompt that goes before each text, or ""; null: the model\'s default.')
 LAST = (*shared.CUT, shared.PRIORITY)
-TASK = Field("task", Literal["embed", "classify", "score"], about="What this server does with prompts.")
+TASKS = Literal["embed", "classify", "score", "token_embed", "token_classify"]
+TASK = Field("task", TASKS, about="What this server does with prompts, or with each of their tokens.")
+TRUNCATE = Field("truncate", bool | Literal["NONE", "START", "END"], about="Cut what is too long, at its end or START.")
+SIDE = Field("truncation_side", Literal["left", "right", "Left", "Right"], None, lambda side, _: side.lower())
+KIND = Field("input_type", str, about="query or document: the prompt that the model has for it, or its default.")
+INSTRUCTION = Field("instruction", str, about="Replaces the model's own, where it scores pairs.")
 FIRST = (shared.MODEL, INPUT, ACTIVATION, shared.SPECIAL_TOKENS)
 SIZED = (SIZE, FORM, *LAST)
 EMBED = ("embed",)  # tasks of the server that a route needs one of
 PAIRS = ("embed", "score")
 VECTORS = ("embed", "score", "classify")
-EMBEDDINGS = Face("embeddings", ("/v1/embeddings",), (*FIRST, NAME, *SIZED), embeddings, "embd-", ("input",), EMBED)
+EMBEDDED = (*FIRST, NAME, KIND, TRUNCATE, *SIZED)
+EMBEDDINGS = Face("embeddings", ("/v1/embeddings",), EMBEDDED, embeddings, "embd-", ("input",), EMBED)
+COHERE_EMBEDDINGS = Face(
+    "cohere_embeddings", ("/v2/embed",),
+    (
+        shared.MODEL, ACTIVATION, Field("texts", TEXTS, None, texts), KIND, TRUNCATE._replace(default="END"), SIZE,
+        Field("embedding_types", list[Literal["float", "base64"]], about="In which forms vectors come; float."), *LAST,
+    ),
+    cohere_embeddings, "embd-", ("texts",), EMBED, {"images": (), "inputs": ()},
+    aliases={"output_dimension": "dimensions", "max_tokens": "truncate_prompt_tokens"},
+)  # fmt: skip
+TEI = {"inputs": "input", "normalize": "use_activation", "truncation_direction": "truncation_side"}
+PLAIN = (shared.MODEL, INPUT, ACTIVATION._replace(default=True), NAME, TRUNCATE, SIZE, shared.CUT[0], SIDE, LAST[-1])
+PLAIN_EMBEDDINGS = Face("embed", ("/embed",), PLAIN, plain_embeddings, "embd-", ("input",), EMBED, aliases=TEI)
+TOKEN_EMBEDDINGS = Face(
+    "embed_all", ("/embed_all",), PLAIN, partial(plain_embeddings, task="token_embed"), "embd-", ("input",), EMBED,
+    aliases=TEI,
+)  # fmt: skip
 POOLING = Face("pooling", ("/pooling",), (*FIRST, NAME, TASK, *SIZED), pooling, "pool-", ("input",), VECTORS)
 CLASSIFY = Face("classify", ("/classify",), (*FIRST, *LAST), classify, "classify-", ("input",), ("classify", "score"))
 SCORED = (
-    shared.MODEL,
-    ACTIVATION,
+    shared.MODEL, ACTIVATION,
     Field("text_1", TEXTS, None, texts, "A text, or as many as text_2 has; vLLM: queries."),
     Field("text_2", TEXTS, None, texts, "A text or several; vLLM: documents."),
-    NAME,
-    *LAST,
-)
+    NAME, INSTRUCTION, *LAST,
+)  # fmt: skip
 SCORE = Face(
     "score", ("/score", "/v1/score"), SCORED, score, "score-", ("text_1", "text_2"), PAIRS,
     aliases={"queries": "text_1", "data_1": "text_1", "documents": "text_2", "items": "text_2", "data_2": "text_2"},
 )  # fmt: skip
 RERANKED = (
-    shared.MODEL,
-    ACTIVATION,
-    Field("query", Annotated[str, Meta(min_length=1)]),
-    Field("documents", DOCUMENTS, None, documents, "Texts, or objects with a text."),
+    shared.MODEL, ACTIVATION, Field("query", Annotated[str, Meta(min_length=1)]),
+    Field("documents", DOCUMENTS, None, documents, "Texts, or objects with a text; or else `texts` is needed."),
+    Field("texts", TEXTS, None, texts, "TEI's name of documents; the reply is then a list, as TEI's."),
     Field("top_n", shared.Count, 0, about="How many to return; 0 is all."),
-    Field("return_documents", bool, True),
-    NAME,
-    *LAST,
-)
+    Field("return_documents", bool, about="By default they come back, but not TEI's texts."),
+    Field("max_tokens_per_doc", shared.Tokens, about="What follows is cut from each document."),
+    Field("raw_scores", bool, about="The model's logits; TEI's use_activation: false."),
+    NAME, INSTRUCTION, TRUNCATE, shared.CUT[0], SIDE, shared.PRIORITY,
+)  # fmt: skip
 RERANK = Face(
-    "rerank", ("/rerank", "/v1/rerank", "/v2/rerank"), RERANKED, rerank, "rerank-", ("query", "documents"), PAIRS
-)
+    "rerank", ("/rerank", "/v1/rerank", "/v2/rerank"), RERANKED, rerank, "rerank-", ("query",), PAIRS,
+    {"rank_fields": (["text"],), "max_chunks_per_doc": (), "relevant_spans": ()},
+    aliases=TEI | {"truncation": "truncate", "return_text": "return_documents"},
+)  # fmt: skip
+FACES = (EMBEDDINGS, POOLING, CLASSIFY, SCORE, RERANK, COHERE_EMBEDDINGS, PLAIN_EMBEDDINGS, TOKEN_EMBEDDINGS)

@@ -271,7 +271,7 @@ class BatchRun:
 
     def _run(self, line: Line, size: int) -> None:
         name = uuid.uuid4().hex
-        answer: dict[str, Any] | ApiError
+        answer: dict[str, Any] | list[Any] | ApiError
         try:
             try:
                 answer = self._answer(line, name)
@@ -282,7 +282,7 @@ class BatchRun:
             self.flying, self.held = self.flying - 1, self.held - size
             self.room.set()
 
-    def _answer(self, line: Line, name: str) -> dict[str, Any]:
+    def _answer(self, line: Line, name: str) -> dict[str, Any] | list[Any]:
         """The route's answer. If the engine process ends meanwhile, its successor runs the line again."""
         fields = parse_json(line.body, self.api.config, self.api.facts["max_model_len"])
         line.body = b""
@@ -307,18 +307,19 @@ class BatchRun:
                     return answer
         raise AssertionError("the last attempt returns or raises")
 
-    def _write(self, line: Line, name: str, answer: dict[str, Any] | ApiError, place: dict[str, int]) -> None:
+    def _write(
+        self, line: Line, name: str, answer: dict[str, Any] | list[Any] | ApiError, place: dict[str, int]
+    ) -> None:
         """Write the answer to a line; `place` has its number if it is no request."""
         if self.ended.ready():  # perhaps because an earlier answer could not be written
             return
         error, status = None, 200
+        body: Any = answer
         if isinstance(answer, ApiError):
             status, body = answer.status, answer.body()
             mistake = body["error"]
             code = mistake["code"] or mistake["type"]
             error = {"code": code, "message": mistake["message"], "param": mistake["param"]} | place
-        else:
-            body = answer
         response = {"status_code": status, "request_id": name, "body": body}
         try:
             self.answers.write({"id": line.id, "custom_id": line.custom_id, "response": response, "error": error})
@@ -328,7 +329,7 @@ class BatchRun:
         self.counts["answered"] += 1
         self.counts["refused"] += 400 <= status < 500
         self.counts["failed"] += status >= 500
-        usage = body.get("usage") or {}  # by OpenAI's words or by Anthropic's
+        usage = (isinstance(body, dict) and body.get("usage")) or {}  # by OpenAI's words or by Anthropic's
         self.counts["prefill"] += usage.get("prompt_tokens") or usage.get("input_tokens") or 0
         self.counts["decode"] += usage.get("completion_tokens") or usage.get("output_tokens") or 0
         seconds = time.monotonic() - self.begun

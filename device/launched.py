@@ -49,8 +49,11 @@ class Launched:
             self.done.synchronize()
         result, rows = self.unfinished, self.rows
         if self.finish and self.brought is not None:
-            result.not_finite = np.flatnonzero(~np.isfinite(self.brought.numpy()).all(1)).tolist()
-            result.pooled = dict(enumerate(self.finish(self.brought.numpy())))
+            vectors = self.brought.numpy()
+            result.pooled = dict(enumerate(self.finish(vectors)))
+            # A vector of each token is in the bytes alone, and an activation may hide an infinite number.
+            by_row = ((vectors[i], np.frombuffer(data, np.float32)) for i, data in result.pooled.items())
+            result.not_finite = [i for i, pair in enumerate(by_row) if not all(np.isfinite(x).all() for x in pair)]
             result.token_ids = [-1] * len(result.pooled)
         elif rows and self.brought is not None:
             tokens, bits = (part[: len(rows.sampling)] for part in self.brought.tolist())

@@ -181,7 +181,9 @@ def add_pooling(w: Worker, pooler: Pooler) -> None:
 
     def report(run: StepRun) -> None:
         wanted = {row.slot: row.pooling for row in run.plan.new}  # each prompt enters and is done in the same step
-        run.launched.finish = partial(pooler.finish, [wanted[slot] for slot, _ in run.plan.rows])
+        params, counts = [wanted[slot] for slot, _ in run.plan.rows], [count for _, count in run.plan.rows]
+        by_token = pooler.of_tokens(run.hidden, counts, params, w.model.score)
+        run.launched.finish = partial(pooler.finish, params, by_token)
 
     w.forward_phases[w.forward_phases.index(w.score) :] = [pool]
     put(w.row_phases, w.report, report)

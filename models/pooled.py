@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -13,13 +13,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from batch_state import to_host
 from checkpoints.storage import opened
 from config import EngineConfig
 from layers import New, Owner
 from model_config import ModelConfig
 from models.families import REWARDS
 from models.pooling import MODULE_WEIGHTS, Dense, dense_layers
-from models.shares import Parts, Shares
+from models.shares import Parts, Shares, TensorPart, TensorPiece
 from sampling_params import PoolingParams
 
 if TYPE_CHECKING:
@@ -27,18 +28,27 @@ if TYPE_CHECKING:
 
 
 class LabelHead(Owner):
-    """A classification head in float32, the same on each rank: one matrix, or two with biases and a ReLU between."""
+    """A classification head in float32, the same on each rank: one matrix, or two with biases and a ReLU between.
+
+    The matrix may be rows of a language model's head, for `ModelConfig.label_tokens`.
+    """
 
     hidden: torch.Tensor | None = None
 
     def __init__(self, c: ModelConfig, new: New):
-        size, count = c.hidden_size, len(c.labels)
+        size, count = c.hidden_size, len(c.label_tokens or c.labels)
+        self.tokens, self.vocab_size = c.label_tokens, c.vocab_size
+        self.table = f"{c.row.name('embed' if c.tie_word_embeddings else 'head')}.weight"
         self.out = new(count, size, dtype=torch.float32)
         if c.architecture in REWARDS:
             self.hidden, self.hidden_bias = (new(*shape, dtype=torch.float32) for shape in ((size, size), (size,)))
             self.out_bias = new(count, dtype=torch.float32)
 
     def parts(self, shares: Shares) -> Parts:
+        if self.tokens:
+            rows = zip(self.out.split(1), self.tokens, strict=True)
+            pieces = tuple(TensorPiece(row, (slice(token, token + 1), slice(None))) for row, token in rows)
+            return {self.table: TensorPart((self.vocab_size, self.out.shape[1]), pieces)}
         if self.hidden is None:
             return shares.parts({"score.weight": (self.out, "all")})
         return shares.parts({
@@ -49,7 +59,8 @@ class LabelHead(Owner):
     def __call__(self, pooled: torch.Tensor) -> torch.Tensor:
         """The outputs [B, labels] for pooled hidden states [B, hidden]."""
         if self.hidden is None:
-            return F.linear(pooled, self.out)
+            outputs = F.linear(pooled, self.out)
+            return outputs[..., 1:] - outputs[..., :1] if len(self.tokens) == 2 else outputs
         return F.linear(F.linear(pooled, self.hidden, self.hidden_bias).relu(), self.out, self.out_bias)
 
 
@@ -84,8 +95,29 @@ class Pooler:
             pooled = layer(pooled)
         return pooled if head is None else head(pooled)
 
-    def finish(self, wanted: list[PoolingParams | None], vectors: np.ndarray) -> list[bytes]:
-        """Finish `vectors` [B, size or labels] float32 as each request asks; returns their bytes, as float32.
+    def of_tokens(
+        self, hidden: torch.Tensor, counts: list[int], wanted: list[PoolingParams | None], head: LabelHead | None
+    ) -> dict[int, torch.Tensor]:
+        """A vector of each token [count, size or labels] of the prompts that ask for it, by their place, on the host.
+
+        They are made of hidden states [T, hidden] of prompts of `counts` tokens as a vector of the prompt would be.
+        """
+        layers: list[Callable[[torch.Tensor], torch.Tensor]] = [*self.layers, *([] if head is None else [head])]
+        made, end = {}, 0
+        for i, (count, params) in enumerate(zip(counts, wanted, strict=True)):
+            begin, end = end, end + count
+            if params is not None and params.by_token:
+                vectors = hidden[begin:end].clone()  # the next step may write there
+                for layer in layers:
+                    vectors = layer(vectors.float())
+                made[i] = to_host(vectors)
+        return made
+
+    def finish(
+        self, wanted: list[PoolingParams | None], by_token: dict[int, torch.Tensor], pooled: np.ndarray
+    ) -> list[bytes]:
+        """Finish the vectors `pooled` [B, size or labels] float32, or those that `of_tokens` has made, as each request
+        asks; returns their bytes, as float32.
 
         An embedding is cut to its first `dimensions` and divided by its length. The outputs of a classification head
         become probabilities. Each of these is done where the request asks for it, or where it leaves the choice to the
@@ -95,15 +127,16 @@ class Pooler:
         labelled = config.head == "labels"
         usual = config.label_activation if labelled else "normalize" if config.normalize else "identity"
         kind = usual if labelled else "normalize"
-        for params, x in zip(wanted, vectors, strict=True):
+        for i, params in enumerate(wanted):
             assert params is not None
-            x = x[: params.dimensions]
+            x = by_token[i].float().numpy() if i in by_token else pooled[i]
+            x = x[..., : params.dimensions]
             activation = usual if params.use_activation is None else kind if params.use_activation else "identity"
             if activation == "normalize":
-                x = x / max(np.linalg.norm(x), np.float32(1e-12))
+                x = x / np.linalg.norm(x, axis=-1, keepdims=True).clip(1e-12)
             elif activation == "softmax":
-                x = np.exp(x - x.max())
-                x /= x.sum()
+                x = np.exp(x - x.max(-1, keepdims=True))
+                x /= x.sum(-1, keepdims=True)
             elif activation == "sigmoid":
                 x = 0.5 * (1 + np.tanh(0.5 * x))  # 1 / (1 + exp(-x)), which cannot overflow
             results.append(x.astype(np.float32).tobytes())

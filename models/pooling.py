@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from config import EngineConfig, read_json
 from model_config import ModelConfig
 from models.config_fields import whole
-from sampling_params import PoolingParams, SamplingParams
+from sampling_params import POOLING_TASKS, PoolingParams, SamplingParams
 
 POOLINGS = ("last", "mean", "cls", "max", "weightedmean", "mean_sqrt_len")  # see `reference.pool`
 THEIRS = re.compile("_?tokens?$")  # what sentence-transformers' names have more, as "lasttoken"
@@ -30,7 +30,8 @@ OLD_MODES = (  # its fields before it had `pooling_mode`, in the order of the ve
 POOLING = os.path.join("1_Pooling", "config.json")
 PROMPTS = "config_sentence_transformers.json"
 MODULES = re.compile(  # and their folders
-    r"Transformer: Pooling:(\w[\w.-]*)?( (Dense|LayerNorm|Dropout):\w[\w.-]*)*( Normalize:(\w[\w.-]*)?)?"
+    r"Transformer: ((LogitScore|Dense):\w[\w.-]*|"  # a Dense alone is PyLate's, for vectors of tokens
+    r"Pooling:(\w[\w.-]*)?( (Dense|LayerNorm|Dropout):\w[\w.-]*)*( Normalize:(\w[\w.-]*)?)?)"
 )
 USUAL = [("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "")]  # where no file says so
 ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "SiLU", "Sigmoid")  # of Dense layers, as torch.nn has them
@@ -84,7 +85,7 @@ def settle_task(config: EngineConfig, model_config: ModelConfig) -> tuple[Engine
     if task == "embed":
         head = "none"
         if normalize is None:
-            normalize = read_modules(folder)[-1][0] == "Normalize"
+            normalize = read_modules(folder)[-1][0] == "Normalize" or read_modules(folder)[1][0] == "Dense"
         if pooling == "auto":
             kinds = poolings_of(folder)
         size = [size * len(kinds), *(dense.outputs for dense in dense_layers(folder, size * len(kinds)))][-1]
@@ -100,6 +101,15 @@ def settle_task(config: EngineConfig, model_config: ModelConfig) -> tuple[Engine
 def is_sentence_transformer(folder: str) -> bool:
     """Whether sentence-transformers has saved this folder, or one laid out as such."""
     return any(os.path.isfile(os.path.join(folder, name)) for name in ("modules.json", POOLING))
+
+
+def has_logit_score(folder: str) -> bool:
+    """Whether a folder of sentence-transformers has a language model that says by logits how well two texts match."""
+    try:
+        with open(os.path.join(folder, "modules.json"), encoding="utf-8") as file:
+            return "LogitScore" in file.read()
+    except (OSError, UnicodeDecodeError):
+        return False  # for `read_modules` to say why, where it matters
 
 
 def read_modules(folder: str) -> list[tuple[str, str]]:
@@ -134,8 +144,9 @@ def poolings_of(folder: str) -> tuple[Any, ...]:
     Raises:
         ValueError: one of them is none that Manta has, or it leaves out the tokens of a prompt.
     """
-    name = os.path.join(read_modules(folder)[1][1], "config.json")
-    if not (raw := read_json(folder, name, {})):
+    kind, place = read_modules(folder)[1]
+    name = os.path.join(place, "config.json")
+    if kind != "Pooling" or not (raw := read_json(folder, name, {})):
         return ("last",)
     modes = raw.get("pooling_mode") or [mode for mode in OLD_MODES if raw.get("pooling_mode_" + mode)] or "mean"
     modes = [THEIRS.sub("", str(mode)) for mode in (modes if isinstance(modes, list) else [modes])]
@@ -222,6 +233,11 @@ def check_pooling(
         raise ValueError(f"the request asks for what an embedder or a classifier gives; the task is {config.task!r}")
     if params != SamplingParams():
         raise ValueError(f"the request has sampling parameters; with the task {config.task!r} nothing is sampled")
+    if pooling.task not in (None, *(tasks := POOLING_TASKS[config.task])):
+        raise ValueError(f"task is {pooling.task!r:.80}; the engine's is {config.task!r}, and does {', '.join(tasks)}")
+    if pooling.task == "token_embed" and len(model_config.poolings) > 1:
+        kinds = "+".join(model_config.poolings)
+        raise ValueError(f"task is 'token_embed'; this model pools by {kinds}, so its tokens have no embeddings")
     if pooling.dimensions is None:
         return
     if config.task != "embed":
@@ -243,5 +259,6 @@ def task_facts(config: EngineConfig, model_config: ModelConfig) -> dict[str, Any
         "vector_size": model_config.vector_size,
         "prompts": prompts,
         "default_prompt_name": default,
+        "pair_template": model_config.pair_template,
         "cuts_texts": config.task == "embed" and is_sentence_transformer(config.folder),
     }

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -20,6 +22,7 @@ from model_config import Delta, Experts, Latent, ModelConfig
 from models.config_fields import Fields, label_activation, labels, number, typed, whole
 from models.families import FAMILIES, REWARDS, architecture_of, family_of
 from models.family_row import Family, Routing
+from models.pooling import has_logit_score, read_modules
 from models.read_rope import LAYER_TYPES, WINDOWED, read_ropes, read_slopes, yarn_mscale
 from models.text_halves import FIELDS, row_of, text_half, tied_half
 from observe.logs import warn_once
@@ -63,7 +66,38 @@ def read_raw(folder: str, overrides: str | None) -> dict[str, Any]:
     within = next((name for name in HALVES if name in raw), None)
     if within and (lost := changes.keys() - raw.keys() - {*BESIDE_TEXT, "architectures"}):
         raise ValueError(f"hf_overrides has {min(lost)!r:.80}; here a field like that must be in its {within}")
-    return overridden(raw, changes)
+    return token_classifier(folder, overridden(raw, changes))
+
+
+def token_classifier(folder: str, raw: dict[str, Any]) -> dict[str, Any]:
+    """The fields of config.json, with `classifier_ids` where logits of tokens are what a classifier says.
+
+    vLLM's `classifier_from_token` names the tokens, and sentence-transformers' module LogitScore their ids.
+
+    Raises:
+        ValueError: a file is malformed, or a token is none of the vocabulary.
+    """
+    if has_logit_score(folder):
+        score = read_json(folder, os.path.join(read_modules(folder)[1][1], "config.json"))
+        ids = [score[name] for name in ("false_token_id", "true_token_id") if score.get(name) is not None]
+        architecture = re.sub("ForCausalLM$", "ForSequenceClassification", str((raw.get("architectures") or [""])[0]))
+        named = read_json(folder, "config_sentence_transformers.json", {}).get("activation_fn")
+        options = read_json(folder, "sentence_bert_config.json", {}).get("processing_kwargs") or {}
+        opens = options.get("chat_template", {}).get("add_generation_prompt")
+        raw |= {
+            "architectures": [architecture],
+            "classifier_ids": ids,
+            "sentence_transformers": {"activation_fn": named},
+        }
+        return raw | {"pair_template": "chat" + " opened" * bool(opens)}
+    tokens, template = raw.get("classifier_from_token"), raw.pop("is_original_qwen3_reranker", None)
+    if not tokens or not (template or raw.get("method")):
+        return raw
+    vocabulary = dict(read_json(folder, "tokenizer.json", {}).get("model", {}).get("vocab") or {})
+    count = 2 if template or raw.get("method") == "from_2_way_softmax" else 1
+    if not isinstance(tokens, list) or len(tokens) != count or any(str(token) not in vocabulary for token in tokens):
+        raise ValueError(f"classifier_from_token is {tokens!r:.80}; it must list {count} of tokenizer.json's tokens")
+    return raw | {"classifier_ids": [vocabulary[token] for token in tokens], "pair_template": "qwen3" * bool(template)}
 
 
 def overridden(raw: dict[str, Any], changes: dict[str, Any], half: bool = False) -> dict[str, Any]:
@@ -154,11 +188,15 @@ class ConfigReader:
             head=self.head,
             labels=names,
             label_activation=label_kind,
+            label_tokens=tuple(whole("token", id, 0, vocab_size - 1) for id in f.get("classifier_ids") or ()),
+            pair_template=f.get("pair_template") or "",
             quantization=read_quantization(f.get("quantization_config") or f.get("quantization")),  # MLX's
             notes=tuple(self.notes),
             ahead=max(f.whole(name, 0, 1024, 1 if experts else 0) for name in AHEAD),
         )
         f.check_rest(self.head_dim)
+        if config.label_tokens and (config.logit_scale != 1 or config.logit_cap or row.head_bias or row.head_norm):
+            raise ValueError(f"classifier_from_token is for plain heads; {self.architecture} changes its logits")
         return config
 
     def settled_row(self, row: Family) -> Family:
@@ -500,6 +538,8 @@ def outputs_of(reader: ConfigReader) -> tuple[tuple[str, ...], Literal["softmax"
         if count > 1:
             reader.notes.append("the labels are of a prompt's last token; let it be <extra_0>, which ends a step")
         return tuple(f"LABEL_{i}" for i in range(count)), "softmax" if count > 1 else "identity"
+    if reader.fields.get("classifier_ids"):  # two logits make one by their difference
+        return ("LABEL_0",), label_activation(reader.fields, 1)
     names = labels(reader.fields)
     return names, label_activation(reader.fields, len(names))
 

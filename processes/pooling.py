@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from tqdm import tqdm
@@ -20,11 +22,12 @@ from outputs import (
     ScoringRequestOutput,
     cosine,
     numbers,
+    numbers_by_token,
 )
 from plan import EngineCoreRequest
 from processes.client import EngineCoreClient, InprocClient, Stream, check_accepted
-from sampling_params import PoolingParams, SamplingParams
-from text.prompts import CUT, Prompt, listed, opening, read_prompt
+from sampling_params import POOLING_TASKS, PoolingParams, SamplingParams
+from text.prompts import CUT, Prompt, listed, opening, pair_parts, read_prompt
 from tokenizer import Tokenizer
 
 
@@ -67,7 +70,9 @@ class PoolingFaces:
         Args:
             prompts, use_tqdm: see `generate`.
             pooling_params: for all of them, or for each.
-            pooling_task: what is expected: "embed", "classify" or "score"; None takes what this engine does.
+            pooling_task: what is expected of each prompt: "embed", "classify" or "score", or of each of its tokens:
+                "token_embed" or "token_classify", which make `outputs.data` a list of vectors. None takes what this
+                engine does.
             tokenization_kwargs: may have `truncate_prompt_tokens`, as in vLLM, which cuts the end of a longer prompt;
                 -1 keeps what the context holds. Without it a prompt that is too long is refused; but see docs/api.md.
             prompt_name: of the model's prompt that goes before each text to embed; "" is none, None the default.
@@ -76,9 +81,9 @@ class PoolingFaces:
             ValueError: the task of this engine is to generate, or another than `pooling_task`; or see `generate`.
         """
         if pooling_task is not None:
-            self._check_task("encode", ("score", "classify") if pooling_task == "classify" else (pooling_task,))
+            self._check_task("encode", tuple(task for task, does in POOLING_TASKS.items() if pooling_task in does))
         ids = self._pooled_ids(listed(prompts), self._kept(tokenization_kwargs), prompt_name)
-        return self._pool(ids, pooling_params, use_tqdm)
+        return self._pool(ids, pooling_params, use_tqdm, pooling_task)
 
     def embed(
         self,
@@ -110,8 +115,18 @@ class PoolingFaces:
             ValueError: the model has no classification head, or see `generate`.
         """
         self._check_task("classify", ("score", "classify"))
-        results = self.encode(prompts, pooling_params, use_tqdm, tokenization_kwargs=tokenization_kwargs)
+        results = self.encode(prompts, pooling_params, use_tqdm, "classify", tokenization_kwargs)
         return [one.having(ClassificationOutput(one.outputs.data)) for one in results]
+
+    def reward(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | list[PoolingParams] | None = None,
+        use_tqdm: bool = True,
+        tokenization_kwargs: dict[str, Any] | None = None,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """The rewards that a reward model gives each token, as vLLM does: of an outcome, the last token's counts."""
+        return self.encode(prompts, pooling_params, use_tqdm, "token_classify", tokenization_kwargs)
 
     def score(
         self,
@@ -121,11 +136,12 @@ class PoolingFaces:
         use_tqdm: bool = True,
         tokenization_kwargs: dict[str, Any] | None = None,
         prompt_name: str | None = None,
+        instruction: str | None = None,
     ) -> list[ScoringRequestOutput]:
         """Score how well each of `text_2` goes with its partner in `text_1`, or with the only one there.
 
         An embedder's score is the cosine of the two embeddings, and a result has the tokens of both texts. A classifier
-        with one label scores both as one prompt: `prompt_name` is for the first.
+        with one label scores both as one prompt: `prompt_name` is for the first. An `instruction` replaces the prompt.
 
         Raises:
             ValueError: the numbers of texts differ, the task of this engine is another one, or see `generate`.
@@ -139,13 +155,15 @@ class PoolingFaces:
         first, keep = first * (len(second) // len(first)), self._kept(tokenization_kwargs)
         facts, encoder = self.llm_engine.client.facts, self.tokenizer
         if facts["task"] == "score":
-            pairs = [(opening(facts, prompt_name) + a, b) for a, b in zip(first, second, strict=True)]
-            if keep is None:
-                ids = [encoder.encode_pair(*pair) for pair in pairs]
-            else:
-                ids = [encoder.encode_cut(pair, keep, "right")[0] for pair in pairs]
+            before = opening(facts, prompt_name) if instruction is None else instruction
+            pairs = [pair_parts(facts, encoder, a, b, before) for a, b in zip(first, second, strict=True)]
+            ids = [encoder.encode_parts(pair, keep, "right")[0] for pair in pairs]
+            if keep is not None and (longest := max(map(len, ids))) > keep:
+                raise ValueError(f"truncate_prompt_tokens is {keep}; a query with its template has {longest} tokens")
             results = self._pool(ids, pooling_params, use_tqdm)
             return [one.having(ScoringOutput(*one.outputs.data or [math.nan])) for one in results]  # it has one label
+        if instruction is not None:
+            raise ValueError(f"instruction is {instruction!r:.80}; it is for models that score pairs, not embedders")
         distinct = list(dict.fromkeys(first + second))
         ids = self._pooled_ids(distinct, keep, prompt_name)
         vectors = dict(zip(distinct, self._pool(ids, pooling_params, use_tqdm), strict=True))
@@ -190,29 +208,36 @@ class PoolingFaces:
         return token_ids
 
     def _pool(
-        self, prompt_ids: list[list[int]], params: PoolingParams | list[PoolingParams] | None, use_tqdm: bool
-    ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """Have the engine make a vector of each prompt; raises what `generate` does."""
+        self, prompt_ids: list[list[int]], params: PoolingParams | list[PoolingParams] | None, use_tqdm: bool,
+        task: str | None = None,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:  # fmt: skip
+        """Have the engine make a vector of each prompt, or what `task` says; raises what `generate` does."""
         column = params if isinstance(params, list) else [params or PoolingParams()] * len(prompt_ids)
         if len(column) != len(prompt_ids):
             raise ValueError(f"pooling_params has {len(column)} entries for {len(prompt_ids)} prompts")
+        if task and (others := {param.task for param in column} - {None, task}):
+            raise ValueError(f"pooling_params has the task {others.pop()!r:.80}; it must be {task!r} here, or None")
+        column = [dataclasses.replace(param, task=task or param.task) for param in column]
         self._check_awake()
         results: dict[str, PoolingRequestOutput[PoolingOutput]] = {}
-        live, stream, client = set(), Stream(), self.llm_engine.client
+        live: dict[str, PoolingParams] = {}
+        stream, client = Stream(), self.llm_engine.client
         try:
             for ids, param in zip(prompt_ids, column, strict=True):
                 request = EngineCoreRequest(next(self.ids), ids, SamplingParams(), pooling=param)
                 client.add_request(request, stream)
-                live.add(request.request_id)
+                live[request.request_id] = param
                 results[request.request_id] = PoolingRequestOutput(request.request_id, PoolingOutput([]), ids, False)
             with tqdm(total=len(live), desc="Pooling", unit="request", disable=not use_tqdm) as bar:
                 while live:
                     output = client.get_output(stream)
                     check_accepted(output, begun=False)
-                    live.remove(output.request_id)
-                    done = results[output.request_id]
+                    done, param = results[output.request_id], live.pop(output.request_id)
                     done.error, done.finished = output.error, output.error is None
-                    done.outputs.data = numbers(output.pooled or b"")
+                    if output.pooled:
+                        count = len(done.prompt_token_ids)
+                        numbers_of = partial(numbers_by_token, count=count) if param.by_token else numbers
+                        done.outputs.data = numbers_of(output.pooled)
                     bar.update()
         finally:  # as in `generate`
             drop(client, live)

@@ -63,11 +63,11 @@ EVERY_FILE = [
 ]
 # These may fall. They rise only when a capability with a name of its own comes.
 MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 24, 700, 80, 750
-MOST_STORY_LINES = 6534
+MOST_STORY_LINES = 6535
 MOST_LINES = {
-    ".": 10516, "api": 5864, "checkpoints": 3548, "commands": 1341, "cpu": 2513, "device": 4405, "executors": 818,
-    "lora": 1207, "models": 3730, "observe": 1353, "ops": 2986, "processes": 3884,
-    "scheduling": 2177, "speculation": 816, "text": 4320,
+    ".": 10554, "api": 5980, "checkpoints": 3548, "commands": 1342, "cpu": 2513, "device": 4410, "executors": 818,
+    "lora": 1207, "models": 3820, "observe": 1353, "ops": 2986, "processes": 3909,
+    "scheduling": 2177, "speculation": 816, "text": 4363,
 }  # fmt: skip
 STDLIB_ONLY = {
     "admission", "checkpoints.gguf_config", "checkpoints.gguf_file", "checkpoints.gguf_folder",

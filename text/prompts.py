@@ -10,6 +10,7 @@ from typing import Any, NotRequired, TypedDict
 from outputs import Choices
 from plan import EngineCoreRequest
 from sampling_params import LoRARequest, SamplingParams
+from text.templates import run_template
 from tokenizer import NoTokenizer, Tokenizer
 
 
@@ -30,6 +31,14 @@ class TokensPrompt(TypedDict):
 
 Prompt = str | list[int] | TextPrompt | TokensPrompt
 KNOWN_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+# What Qwen3-Reranker was trained with, as its model card has it.
+QWEN3_PAIR = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
+    'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+    "<Instruct>: {}\n<Query>: {}\n<Document>: {}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+)
+QWEN3_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+PLACE = "\ue000document\ue000"  # stands for the document while a template is filled in
 CUT = "texts of more than {} tokens, the most that this model embeds, are cut, as sentence-transformers does"
 
 
@@ -73,6 +82,40 @@ def opening(facts: Mapping[str, Any], name: str | None) -> str:
         names = ", ".join(map(repr, prompts)) or "no prompts"
         raise ValueError(f"prompt_name is {name!r:.80}; this model has {names}, and '' asks for none")
     return prompts[name] if name else ""
+
+
+def pair_parts(
+    facts: Mapping[str, Any], tokenizer: Tokenizer, query: str, document: str, instruction: str
+) -> tuple[str, ...]:
+    """Two texts as a model wants to compare them: a pair, or the document between two halves of the model's template.
+
+    Without an instruction the template has its own. A query that brings Qwen3's template, as vLLM's users write it,
+    stays as it is.
+
+    Raises:
+        ValueError: the model's chat template takes no query and document.
+    """
+    template = facts["pair_template"]
+    if not template:
+        return instruction + query, document
+    if template == "qwen3":
+        if query.startswith(QWEN3_PAIR[: QWEN3_PAIR.index("{}")]):
+            return query, document
+        filled = QWEN3_PAIR.format(instruction or QWEN3_INSTRUCTION, query, PLACE)
+    else:
+        texts = {"system": instruction, "query": query, "document": PLACE}
+        flat: list[dict[str, Any]] = [{"role": role, "content": text} for role, text in texts.items() if text]
+        parts = [message | {"content": [{"type": "text", "text": message["content"]}]} for message in flat]
+        variables = tokenizer.special_tokens | {"add_generation_prompt": template.endswith("opened")}
+        for messages in (flat, parts):
+            filled = run_template(tokenizer.template().template, variables | {"messages": messages})
+            if PLACE in filled:
+                break
+        else:
+            raise ValueError("the model's chat template has no place for a document, in a message of this role")
+    head, _, tail = filled.rpartition(PLACE)
+    begun = head.rstrip(" ")  # a space becomes one token with the word behind it
+    return begun, head[len(begun) :] + document, tail
 
 
 class InputProcessor:

@@ -17,11 +17,14 @@ from scripted import ANSWERING, FACTS, MISSING, TOKENIZER, ScriptedClient, clien
 EMBEDDINGS = "/v1/embeddings"
 TASKS = {
     EMBEDDINGS: ("embed",), "/pooling": ("embed", "score", "classify"), "/classify": ("classify", "score"),
-    "/score": ("embed", "score"), "/rerank": ("embed", "score"),
+    "/score": ("embed", "score"), "/rerank": ("embed", "score"), "/v2/embed": ("embed",), "/embed": ("embed",),
+    "/embed_all": ("embed",),
 }  # fmt: skip
 GOOD: dict[str, dict[str, Any]] = {
     EMBEDDINGS: {"input": "a"}, "/pooling": {"input": "a"}, "/classify": {"input": "a"},
     "/score": {"text_1": "a", "text_2": "b"}, "/rerank": {"query": "a", "documents": ["b"]},
+    "/v2/embed": {"texts": ["a"], "input_type": "search_query"}, "/embed": {"inputs": "a"},
+    "/embed_all": {"inputs": "a"},
 }  # fmt: skip
 
 
@@ -86,10 +89,11 @@ def test_score_knows_vllms_other_names(engine: ScriptedClient, names: tuple[str,
     assert refusal(post(serving(engine), "/score", **{names[0]: 5}, text_2="b"))["param"] == "text_1"
 
 
-@pytest.mark.parametrize(("task", "same"), [("embed", ["embed"]), ("classify", ["classify"]),
-                                            ("score", ["score", "classify"])])  # fmt: skip
+@pytest.mark.parametrize(("task", "same"), [("embed", ["embed", "token_embed"]),
+                                            ("classify", ["classify", "token_classify"]),
+                                            ("score", ["score", "classify", "token_classify"])])  # fmt: skip
 def test_pooling_may_name_the_task(engine: ScriptedClient, task: str, same: list[str]) -> None:
-    for named in ("embed", "classify", "score", "token_embed"):
+    for named in ("embed", "classify", "score", "token_embed", "token_classify"):
         response = post(serving(engine, task), "/pooling", input="a", task=named)
         if named in same:
             assert response.status_code == 200
@@ -223,7 +227,44 @@ BAD = [
     ("/score", "text_1", ["a", "b"]),
     *(("/rerank", "documents", value) for value in ("a", [], [1], [{}], [{"text": ""}], [{"text": "a", "x": 1}], None)),
     *(("/rerank", "query", value) for value in ("", None)),
-    ("/rerank", "top_n", -1),
+    *(("/rerank", "top_n", value) for value in (-1, 1.5, "2", 2**40)),
+    *(
+        ("/rerank", name, value)
+        for name, value in (
+            ("max_chunks_per_doc", 10),
+            ("rank_fields", ["title"]),
+            ("relevant_spans", {"enabled": True}),
+            ("truncate", "MID"),
+            ("max_tokens_per_doc", 0),
+            ("texts", ["b"]),
+            ("instruction", "Say"),
+            ("documents", ["a"] * 10_000),
+        )
+    ),
+    *(
+        (EMBEDDINGS, name, value)
+        for name, value in (
+            ("input_type", "code"),
+            ("truncate", 5),
+            ("truncate_prompt_tokens", 2**31),
+            ("truncate_prompt_tokens", 65),
+        )
+    ),
+    *(
+        ("/v2/embed", name, value)
+        for name, value in (
+            ("texts", []),
+            ("texts", ["a", ""]),
+            ("images", ["data:"]),
+            ("inputs", [{}]),
+            ("embedding_types", ["int8"]),
+            ("input_type", "clustering"),
+        )
+    ),
+    *(
+        ("/embed", name, value)
+        for name, value in (("truncation_side", "up"), ("truncate", 1), ("prompt_name", "x"), ("dimensions", 33))
+    ),
 ]
 
 

@@ -39,9 +39,11 @@ GOOD: dict[str, dict[str, Any]] = {
     "tokenize": {"prompt": "a"}, "detokenize": {"tokens": [5]}, "responses": {"input": "a", "max_output_tokens": 1},
     "messages": {"messages": TALK, "max_tokens": 1}, "count_tokens": {"messages": TALK}, "embeddings": {"input": "a"},
     "pooling": {"input": "a"}, "classify": {"input": "a"}, "score": {"text_1": "a", "text_2": "b"},
-    "rerank": {"query": "a", "documents": ["b"]}, "input_tokens": {"input": "a"},
+    "rerank": {"query": "a", "documents": ["b"]}, "input_tokens": {"input": "a"}, "cohere_embeddings": {"texts": ["a"]},
+    "embed": {"input": "a"}, "embed_all": {"input": "a"},
 }  # fmt: skip
-TASK_OF = {"embeddings": "embed", "pooling": "embed", "score": "embed", "rerank": "embed", "classify": "classify"}
+EMBEDDING = ("embeddings", "pooling", "score", "rerank", "cohere_embeddings", "embed", "embed_all")
+TASK_OF = dict.fromkeys(EMBEDDING, "embed") | {"classify": "classify"}
 
 
 def check_error(status: int, content_type: str, data: bytes, path: str, statuses: range | list[int]) -> None:

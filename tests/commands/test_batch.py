@@ -43,9 +43,9 @@ class Files:
         texts = [each if isinstance(each, bytes) else json.dumps(each).encode() for each in lines]
         self.source.write_bytes(b"".join(text + b"\n" for text in texts))
 
-    def run(self, engine: ScriptedClient, width: int = 8, **config: Any) -> BatchRun:
+    def run(self, engine: ScriptedClient, width: int = 8, facts: dict[str, Any] = FACTS, **config: Any) -> BatchRun:
         file, answers = open_files(str(self.source), str(self.target))
-        api = Api(engine, TOKENIZER, FACTS, ServerConfig(max_queue=2**40, **config), ["manta"], Board())
+        api = Api(engine, TOKENIZER, facts, ServerConfig(max_queue=2**40, **config), ["manta"], Board())
         batch = BatchRun(api, answers, width, tqdm(disable=True))
         with file:
             try:
@@ -125,6 +125,20 @@ def test_an_answer_has_openais_form(files, engine):
     assert batch.counts["prefill"] == sum(usage["prompt_tokens"] for usage in usages)
     assert batch.counts["decode"] == 8
     assert batch.summary() == "3 lines answered, of them 0 refused and 0 failed"
+
+
+def test_lines_may_ask_for_vectors_and_scores(files, engine):
+    bodies = {
+        "/v1/embeddings": {"input": "a"}, "/score": {"text_1": "a", "text_2": "b"}, "/v2/embed": {"texts": ["a"]},
+        "/v1/rerank": {"query": "a", "documents": ["b"]}, "/embed": {"inputs": ["a"]}, "/pooling": {"input": "a"},
+    }  # fmt: skip
+    files.ask(*(line(url, url, body) for url, body in bodies.items()))
+    batch = files.run(engine, facts=FACTS | {"task": "embed", "vector_size": 32, "labels": ()})
+    answers = {id: answer["response"] for id, answer in files.by_id().items()}
+    assert set(answers) == set(bodies) and {answer["status_code"] for answer in answers.values()} == {200}
+    assert len(answers["/embed"]["body"][0]) == len(answers["/v1/embeddings"]["body"]["data"][0]["embedding"]) == 3
+    tokens = (answer["body"].get("usage") for id, answer in answers.items() if id != "/embed")
+    assert batch.counts["prefill"] == sum(usage["prompt_tokens"] for usage in tokens if usage) > 0
 
 
 def test_what_lines_have_that_changes_nothing_is_named_once(files, engine, caplog):

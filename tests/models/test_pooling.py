@@ -36,7 +36,7 @@ from random_checkpoints import Checkpoints, pooled
 from replay import replay
 from scheduler import Scheduler
 from sequence import SequenceGroup
-from test_embedders import RAW, make, save_modules
+from test_embedders import RAW, make, save_dense, save_modules
 from worker_steps import SHAPE
 
 
@@ -123,6 +123,45 @@ def test_classes_equal_transformers(checkpoints, name, task, activation):
     assert (probs - activation(logits)).abs().max() <= 1e-4
     plain = torch.tensor([one.outputs.data for one in llm.encode(prompts, RAW, use_tqdm=False)])
     assert (plain - logits).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("fields", [{}, {"batch_invariant": True}, {"backend": "reference"}], ids=str)
+def test_each_token_has_a_vector(checkpoints, fields):
+    """In one step with prompts that are pooled; of a classifier it is what the head says after each token."""
+    prompts = CASES["qwen3"]["prompts"]
+    oracle = load_file(checkpoints / "qwen3" / "oracle.safetensors")
+    llm = make(checkpoints / "qwen3", task="embed", **fields)
+    for cut, scaled in ((None, False), (24, None)):
+        params = [PoolingParams(cut, scaled, "token_embed" if i % 2 else None) for i in range(len(prompts))]
+        for i, one in enumerate(llm.encode(prompts, params, use_tqdm=False)):
+            many = oracle[f"hidden{i}"][:, :cut]
+            many = many / many.norm(dim=1, keepdim=True) if scaled is None else many
+            assert (torch.tensor(one.outputs.data) - (many if i % 2 else many[-1])).abs().max() <= 1e-4
+    folder, prompts = checkpoints / "labels-3", CASES["labels-3"]["prompts"]
+    head = load_file(folder / "model.safetensors")["score.weight"].float()
+    hidden = make(folder, task="embed", **fields).encode(prompts, RAW, use_tqdm=False, pooling_task="token_embed")
+    for one, want in zip(make(folder, **fields).reward(prompts, use_tqdm=False), hidden, strict=True):
+        probs = (torch.tensor(want.outputs.data) @ head.T).softmax(-1)
+        assert (torch.tensor(one.outputs.data) - probs).abs().max() <= 1e-4
+
+
+def test_vectors_of_tokens_go_through_dense_layers(checkpoints, tmp_path):
+    """As ColBERT's: a linear layer makes them smaller. Two poolings in a row leave a token none."""
+    folder, prompts = shutil.copytree(checkpoints / "qwen3", tmp_path / "model"), CASES["qwen3"]["prompts"]
+    hidden = make(folder, task="embed").encode(prompts, RAW, use_tqdm=False, pooling_task="token_embed")
+    save_modules(folder, {"pooling_mode": "mean"}, "Dense", "Normalize")
+    dense = save_dense(folder, out_features=8, bias=False, activation_function="torch.nn.modules.linear.Identity")
+    listed = json.loads((folder / "modules.json").read_text())
+    llms = [make(folder)]
+    (folder / "modules.json").write_text(json.dumps([listed[0], listed[2]]))  # as PyLate has it
+    llms.append(make(folder))
+    pairs = [pair for llm in llms for pair in zip(llm.encode(prompts, None, False, "token_embed"), hidden, strict=True)]
+    for one, raw in pairs:
+        want = torch.nn.functional.normalize(torch.tensor(raw.outputs.data) @ dense["linear.weight"].T)
+        assert (torch.tensor(one.outputs.data) - want).abs().max() <= 1e-4
+    save_modules(folder, {"pooling_mode": ["mean", "cls"]}, "Normalize")
+    with pytest.raises(ValueError, match=r"this model pools by mean\+cls, so its tokens have no embeddings"):
+        make(folder).encode(prompts, use_tqdm=False, pooling_task="token_embed")
 
 
 def test_a_checkpoint_for_text_is_an_embedder_too(checkpoints, llm):
@@ -393,6 +432,14 @@ def test_requests_of_the_wrong_kind_are_refused(checkpoints, llm):
     for engine in (llm, classifier):
         with pytest.raises(ValueError, match="score is for engines whose task is embed or score; this one's is"):
             engine.score("a", "b", use_tqdm=False)
+    with pytest.raises(ValueError, match="task is 'token_classify'; the engine's is 'embed', and does embed, token"):
+        embedder.encode("To be", PoolingParams(task="token_classify"), use_tqdm=False)
+    with pytest.raises(ValueError, match="pooling_params has the task 'token_embed'; it must be 'embed' here, or None"):
+        embedder.embed("To be", PoolingParams(task="token_embed"), use_tqdm=False)
+    with pytest.raises(
+        ValueError, match="encode is for engines whose task is classify or score; this one's is 'embed'"
+    ):
+        embedder.reward("To be", use_tqdm=False)
     for dimensions in (0, 65):
         with pytest.raises(ValueError, match=f"dimensions is {dimensions}; it must be a whole number from 1 to 64"):
             embedder.embed("To be", PoolingParams(dimensions), use_tqdm=False)
@@ -582,3 +629,5 @@ def test_vectors_that_are_not_finite_are_told() -> None:
     step = Launched(StepResult(1, []), brought=brought, finish=lambda vectors: [x.tobytes() for x in vectors])
     result = step.result()
     assert result.not_finite == [1, 2] and len(result.pooled) == 3
+    step.finish = lambda vectors: [np.array([1.0, np.nan], np.float32).tobytes()] * 3  # as of tokens
+    assert step.result().not_finite == [0, 1, 2]
