@@ -418,10 +418,12 @@ class PoolingParams:
         dimensions: the vector is cut to its first ones (Matryoshka, Kusupati et al., 2022); None leaves all.
         use_activation: divide an embedding by its length, make logits of classes probabilities. None asks the model's
             folder, and does so unless that says no.
+        second_text: the first token of a pair's second text, for models with types of tokens; None: there is one text.
     """
 
     dimensions: int | None = None
     use_activation: bool | None = None
+    second_text: int | None = None
 
 
 # The fields of generation_config.json that concern sampling, and their names here.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import time
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta
@@ -81,8 +82,9 @@ def compare(
     if api.facts["task"] == "score":
         before = named(api, fields)
         pairs = zip([before + text for text in first] * (len(second) // len(first)), second, strict=True)
-        prompts: list[Any] = [api.prompts.encode(fields, pair, True) for pair in pairs]
-        return [numbers(pooled)[0] for pooled in pool(api, fields, caller, prompts)], prompts
+        typed: list[Any] = [api.prompts.encode_with_type(fields, pair, True) for pair in pairs]
+        prompts, seconds = [prompt for prompt, _ in typed], [at for _, at in typed] if api.facts["token_types"] > 1 else ()
+        return [numbers(pooled)[0] for pooled in pool(api, fields, caller, prompts, seconds)], prompts
     prompts = encoded(api, fields, first + second, True)
     all_vectors = [numbers(pooled) for pooled in pool(api, fields, caller, prompts)]
     left = all_vectors[: len(first)] * (len(second) // len(first))
@@ -115,8 +117,10 @@ def named(api: Api, fields: dict[str, Any]) -> str:
         raise ApiError(400, str(error), "prompt_name") from None
 
 
-def pool(api: Api, fields: dict[str, Any], caller: Caller, prompts: Sequence[Prompt]) -> list[bytes]:
-    """The vector of each prompt."""
+def pool(
+    api: Api, fields: dict[str, Any], caller: Caller, prompts: Sequence[Prompt], seconds: Sequence[int | None] = ()
+) -> list[bytes]:
+    """The vector of each prompt; of `seconds` see `PoolingParams.second_text`."""
     limit = api.facts["max_model_len"]
     dimensions = fields.get("dimensions")  # not all routes have it
     for _, ids in prompts:
@@ -124,8 +128,10 @@ def pool(api: Api, fields: dict[str, Any], caller: Caller, prompts: Sequence[Pro
             raise too_long(limit, f"a prompt is too long: it has {len(ids)}")
     if dimensions is not None and dimensions > (most := api.facts["vector_size"]):
         raise ApiError(400, f"dimensions is {dimensions}; at most {most} are there", "dimensions")
-    params = PoolingParams(dimensions, fields["use_activation"])
-    requests = [Vector(f"{caller.id}-{i}", ids, params) for i, (_, ids) in enumerate(prompts)]
+    requests = [
+        Vector(f"{caller.id}-{i}", ids, PoolingParams(dimensions, fields["use_activation"], second))
+        for i, ((_, ids), second) in enumerate(zip_longest(prompts, seconds, fillvalue=None))
+    ]
     with admitted(api, len(requests), caller):
         call = caller.call = EngineCall(caller, fields, requests)
         for _ in call.run(api.client, api.config.request_timeout):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from tqdm import tqdm
@@ -141,10 +142,12 @@ class PoolingFaces:
         if facts["task"] == "score":
             pairs = [(opening(facts, prompt_name) + a, b) for a, b in zip(first, second, strict=True)]
             if keep is None:
-                ids = [encoder.encode_pair(*pair) for pair in pairs]
+                encoded = [encoder.encode_pair(*pair) for pair in pairs]
             else:
-                ids = [encoder.encode_cut(pair, keep, "right")[0] for pair in pairs]
-            results = self._pool(ids, pooling_params, use_tqdm)
+                encoded = [encoder.encode_cut(pair, keep, "right")[::2] for pair in pairs]
+            params = pooling_params or PoolingParams()
+            each = [params if facts["token_types"] < 2 else replace(params, second_text=at) for _, at in encoded]
+            results = self._pool([ids for ids, _ in encoded], each, use_tqdm)
             return [one.having(ScoringOutput(*one.outputs.data or [math.nan])) for one in results]  # it has one label
         distinct = list(dict.fromkeys(first + second))
         ids = self._pooled_ids(distinct, keep, prompt_name)
