@@ -82,12 +82,12 @@ class Transformer(Owner):
         tied = config.head == "logits" and config.tie_word_embeddings
         self.embedding = (new_last if tied and pipeline.last else new_first)(vocab, size)
         self.tables = InputTables(config, ops, new_first)
-        self.distances = Distances(self.num_heads, self.memory(True)) if self.row.name("distances") else None
+        self.distances = Distances(config, self.num_heads, self.memory(True)) if self.row.name("distances") else None
         self.layers = [self.new_layer(i) for i in range(config.num_layers)]
         self.layer_inputs = LayerInputs(config, ops, group.size, new_first) if config.layer_input_size else None
         self.altup = AltUp(config, ops, group, new_first, new_last) if config.streams else None
         self.width = size * max(1, config.streams)  # of what stages hand on beside inputs of layers
-        self.norm = Norm(config, ops, size, new_last) if self.row.name("norm") else None
+        self.norm: Any = Norm(config, ops, size, new_last) if self.row.name("norm") else None
         self.head: Weight | None = self.embedding if tied and pipeline.last else None
         if config.head == "logits" and not tied:
             self.head = new_last(vocab, size)
@@ -163,7 +163,7 @@ class Transformer(Owner):
                 inputs = incoming[:, self.width :].unflatten(1, (-1, size))
         if self.altup:
             x = self.altup(residual, self.layers[self.span.start : self.span.stop], inputs, step)
-            x = self.norm(x) if self.norm and self.group.pipeline.last else x
+            x = self.norm(x) if self.group.pipeline.last else x
         else:
             x = self.run(residual, inputs, step)
         if inputs is None or self.group.pipeline.last:
@@ -175,7 +175,7 @@ class Transformer(Owner):
         add_up, x = self.group.all_reduce, self.enter(residual)
         for i in self.span:
             layer, following = self.layers[i], self.following(i)
-            if self.row.post_norm:
+            if self.row.post_norm and layer.attn_out and layer.mlp_out:
                 x = layer.attn_out(add_up(layer.attention(x, step)), x)
                 x = layer.mlp_out(add_up(layer.mlp(x, step)), x)
                 continue
@@ -226,7 +226,7 @@ class Transformer(Owner):
         ]
         rotations = [table[batch.positions] for table in self.rotations]
         scales = [None if table is None else table[batch.positions] for table in self.query_scales]
-        distances = self.distances and self.distances.table
+        distances = self.distances.table if self.distances else None
         return Step(batch, layers, rotations, scales, plans, states_of(self, states), self.kv_scales, distances)
 
     def views(self, pool: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
@@ -310,9 +310,8 @@ class Transformer(Owner):
         head = None if self.config.tie_word_embeddings else self.head
         shares = Shares(self.config.vocab_size, self.group)
         parts = shares.parts({f"{name('embed')}.weight": (self.embedding, "vocab")})
-        for owner in (self.norm, self.distances):
-            parts |= owner.parts(name("norm" if owner is self.norm else "distances"), shares) if owner else {}
-        for owner in (self.tables, self.layer_inputs, self.altup):
+        parts |= self.norm.parts(name("norm"), shares) if self.norm else {}
+        for owner in (self.tables, self.layer_inputs, self.altup, self.distances):
             parts |= owner.parts(shares) if owner else {}
         parts |= shares.parts({
             f"{name('head')}.weight": (head, "vocab"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import time
 from collections.abc import Sequence
-from itertools import zip_longest
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta
@@ -83,7 +82,7 @@ def compare(
         before = named(api, fields)
         pairs = zip([before + text for text in first] * (len(second) // len(first)), second, strict=True)
         typed: list[Any] = [api.prompts.encode_with_type(fields, pair, True) for pair in pairs]
-        prompts, seconds = [prompt for prompt, _ in typed], [at for _, at in typed] if api.facts["token_types"] > 1 else ()
+        prompts, seconds = ([item[i] for item in typed] for i in range(2))
         return [numbers(pooled)[0] for pooled in pool(api, fields, caller, prompts, seconds)], prompts
     prompts = encoded(api, fields, first + second, True)
     all_vectors = [numbers(pooled) for pooled in pool(api, fields, caller, prompts)]
@@ -128,10 +127,10 @@ def pool(
             raise too_long(limit, f"a prompt is too long: it has {len(ids)}")
     if dimensions is not None and dimensions > (most := api.facts["vector_size"]):
         raise ApiError(400, f"dimensions is {dimensions}; at most {most} are there", "dimensions")
-    requests = [
-        Vector(f"{caller.id}-{i}", ids, PoolingParams(dimensions, fields["use_activation"], second))
-        for i, ((_, ids), second) in enumerate(zip_longest(prompts, seconds, fillvalue=None))
-    ]
+    starts = seconds if api.facts["token_types"] > 1 and seconds else [None] * len(prompts)
+    params = [PoolingParams(dimensions, fields["use_activation"], start) for start in starts]
+    pairs = zip(prompts, params, strict=True)
+    requests = [Vector(f"{caller.id}-{i}", ids, param) for i, ((_, ids), param) in enumerate(pairs)]
     with admitted(api, len(requests), caller):
         call = caller.call = EngineCall(caller, fields, requests)
         for _ in call.run(api.client, api.config.request_timeout):

@@ -178,9 +178,10 @@ def add_token_types(w: Worker) -> None:
     """The model is told which tokens are of a pair's second text."""
 
     def tell(run: StepRun) -> None:
-        seconds = {row.slot: row.pooling.second_text for row in run.plan.new if row.pooling}
-        if any(second is not None for second in seconds.values()):
-            types = [np.arange(count) >= (count if (at := seconds[slot]) is None else at) for slot, count in run.plan.rows]
+        starts = {row.slot: row.pooling.second_text for row in run.plan.new if row.pooling}
+        if {*starts.values()} - {None}:
+            rows = ((count, starts.get(slot)) for slot, count in run.plan.rows)
+            types = [np.arange(count) >= (count if start is None else start) for count, start in rows]
             run.batch.token_types = to_device(np.concatenate(types).astype(np.int32), w.device)
 
     put(w.forward_phases, w.prepare_batch, tell)

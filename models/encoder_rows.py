@@ -66,8 +66,8 @@ ENCODERS = {
         activation="silu",
         keys={"n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
             "n_inner": "intermediate_size", "n_positions": "max_position_embeddings",
-            "layer_norm_epsilon": "layer_norm_eps", "activation_function": "hidden_act", "rotary_emb_base": "rope_theta",
-            "rotary_emb_fraction": "partial_rotary_factor",
+            "layer_norm_epsilon": "layer_norm_eps", "activation_function": "hidden_act",
+            "rotary_emb_base": "rope_theta", "rotary_emb_fraction": "partial_rotary_factor",
             **dict.fromkeys(("dense_seq_output", "fused_bias_fc", "fused_dropout_add_ln", "use_xentropy",
                 "max_trained_positions", "scale_attn_weights"), "")},
         defaults=sized(

@@ -73,12 +73,13 @@ class Distances(Owner):
     """What scores get by the distance of a key, the same in all layers (MPNet, after T5). Each way there is a bucket
     for each of the first distances, and then for more and more of them."""
 
-    def __init__(self, heads: int, new: New):
+    def __init__(self, c: ModelConfig, heads: int, new: New):
+        self.name = c.row.name("distances")
         self.buckets = new(heads, 32)
         self.table = new(heads, 2 * REACH + 1, dtype=torch.float32)  # for `attention_encode`
 
-    def parts(self, name: str, shares: Shares) -> Parts:
-        return {f"{name}.weight": shares.part((self.buckets,), ("col",), transposed=True)}
+    def parts(self, shares: Shares) -> Parts:
+        return {f"{self.name}.weight": shares.part((self.buckets,), ("col",), transposed=True)}
 
     def finish(self) -> None:
         ways = self.buckets.shape[1] // 2

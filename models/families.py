@@ -32,7 +32,7 @@ PREFIXES = (
 WRAPPERS = re.compile(
     r"^((_orig_mod|module|pretrained_model|_\w+_wrapped_module)\.)+|(?<=\.)(_orig_mod|_\w+_wrapped_module)\."
 )
-OLD_NORMS = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}  # BERT's, as TensorFlow has them
+OLD_NORMS = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}  # BERT's, as in TensorFlow
 BIASED = Family(qkv_bias="attention_bias", o_bias="attention_bias")
 LLAMA = BIASED.but(mlp_bias="mlp_bias")
 MISTRAL = Family(defaults=sized(32000, 4096, 14336, 32, 32, 8, 131072, sliding_window=4096))
@@ -572,8 +572,8 @@ LLAMAS = {"internlm3": "InternLM3ForCausalLM", "iquestcoder": "IQuestCoderForCau
 HEADS: dict[str, Literal["logits", "labels", "none"]] = {  # an architecture's last part and the head that it means
     "ForCausalLM": "logits", "LMHeadModel": "logits", "ForSequenceClassification": "labels",
     "ForConditionalGeneration": "logits", "ForMaskedLM": "none", "ForPreTraining": "none", "Model": "none",
-}
-FULL = ("ForCausalLM", "LMHeadModel", "Model")  # the last part of a family's name  # fmt: skip
+}  # fmt: skip
+FULL = ("ForCausalLM", "LMHeadModel", "Model")  # the last part of a family's name
 # Reward models of Qwen2, whose classification heads have two matrices, and how many labels they have.
 REWARDS = {"Qwen2ForRewardModel": 1, "Qwen2ForProcessRewardModel": 2}
 

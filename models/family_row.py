@@ -177,7 +177,7 @@ class Family:
     # An encoder: attention in both directions over whole prompts, of which nothing is kept. A decoder becomes one if
     # config.json has `is_causal` false, or `use_bidirectional_attention` true.
     encoder: bool = False
-    pooling: str = "last"  # of hidden states, where nothing else says it
+    pooling: Literal["last", "mean", "cls"] = "last"  # of hidden states, where nothing else says it
     label_head: str = "score"  # in `LABEL_HEADS`
     label_bias: bool | str = True  # whether its dense product has a bias
     half: bool = False  # it is the text of a model that also sees or hears, which has other tensors, too

@@ -35,9 +35,9 @@ GATES = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 TRUTHS = (  # fields of a row that are true or false once config.json has been read
     "norm_weight", "norm_bias", "parallel", "qkv_bias", "o_bias", "mlp_bias", "down_bias", "head_bias", "has_qk_norm",
     "interleaved", "tied_values", "wide_mlp", "alibi", "label_bias",
-)
+)  # fmt: skip
 # Fields of a row that go with causal attention alone.
-CAUSAL = ("latent", "delta", "sinks", "alibi", "chunked", "kv_shared", "streams", "layer_inputs", "half")  # fmt: skip
+CAUSAL = ("latent", "delta", "sinks", "alibi", "chunked", "kv_shared", "streams", "layer_inputs", "half")
 EXPERT_GATES = ("silu", "gelu_tanh")  # see `reference.expert_gate_up`
 BESIDE_TEXT = ("tie_word_embeddings", "torch_dtype", "dtype", "eos_token_id", "quantization_config")
 HALVES = (*FIELDS, "thinker_config")  # the last one has a text_config of its own (Qwen Omni)
@@ -481,7 +481,7 @@ class ConfigReader:
         """Tokens of context, as the RoPE that reaches farthest has them."""
         trained = self.fields.whole("max_position_embeddings", 2, MAX_CONTEXT)
         if self.row.after_padding and (trained := trained - self.row.position_offset) < 2:
-            raise ValueError(f"config.json: max_position_embeddings leaves {trained} positions; it must leave 2 or more")
+            raise ValueError(f"config.json: max_position_embeddings leaves {trained} positions; it must leave 2")
         if dual := self.fields.value("dual_chunk_attention_config", dict):  # in one chunk it is plain attention
             chunk, near = (whole(name, dual.get(name), 0, MAX_CONTEXT) for name in ("chunk_size", "local_size"))
             if (plain := max(2, chunk - near)) < trained:
