@@ -601,8 +601,9 @@ def family_of(architecture: Any, raw: dict[str, Any]) -> tuple[str, Literal["log
         return "Qwen2ForCausalLM", "labels"
     for ending, head in HEADS.items():
         for full in FULL:
-            if name.endswith(ending) and name.removesuffix(ending) + full in FAMILIES:
-                return name.removesuffix(ending) + full, head
+            family = name.removesuffix(ending) + full
+            if name.endswith(ending) and family in FAMILIES and not (head == "logits" and FAMILIES[family].encoder):
+                return family, head
     short = [re.sub("|".join(FULL), "", family) for family in FAMILIES]
     base = re.sub("|".join(HEADS), "", name)
     near = difflib.get_close_matches(base, short, 3, 0.5) if architecture else []

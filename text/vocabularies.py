@@ -1,9 +1,10 @@
 """Vocabularies in other files than `tokenizer.json`, made into the same `tokenizers.Tokenizer` when they are loaded.
 
 `tokenizer.model` is SentencePiece's (Llama 2, Mistral 7B, Gemma), `tekken.json` is Mistral's list of byte strings that
-tiktoken ranks, as Kimi's `tiktoken.model`, Qwen 1's `qwen.tiktoken` and GLM-4's `tokenizer.model` are, and `vocab.json`
-with `merges.txt` is GPT-2's byte-level BPE, and `vocab.txt` BERT's WordPiece. The JSON files beside them, or beside `tokenizer.json`, add tokens and say
-which are special. A vocabulary that would not give the ids of its own library is refused, and the error says why.
+tiktoken ranks, as Kimi's `tiktoken.model`, Qwen 1's `qwen.tiktoken` and GLM-4's `tokenizer.model` are, `vocab.json`
+with `merges.txt` is GPT-2's byte-level BPE, and `vocab.txt` is BERT's WordPiece. The JSON files beside them, or beside
+`tokenizer.json`, add tokens and say which are special. A vocabulary that would not give the ids of its own library is
+refused, and the error says why.
 """
 
 from __future__ import annotations
