@@ -129,8 +129,8 @@ class Transformer(Owner):
             place = self.layout.places[i][1]
             attention = LatentAttention(config, ops, i, place, heads, self.max_model_len, new)
         elif config.kv_sources[i] >= 0:
-            own = EncoderAttention if self.row.encoder else Attention
-            attention = part_class(self.row.attention, own)(config, ops, self.group, i, heads, new)
+            usual = EncoderAttention if self.row.encoder else Attention
+            attention = part_class(self.row.attention, usual)(config, ops, self.group, i, heads, new)
         return Layer(config, ops, self.group, i, attention, new)
 
     # --- a step -------------------------------------------------------------------------------------------------------

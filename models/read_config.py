@@ -202,14 +202,14 @@ class ConfigReader:
     def in_both_directions(self, row: Family) -> Family:
         """The row as that of an encoder, if config.json asks for one; a ValueError if its layers are causal alone."""
         bools = (("is_causal", False), ("use_bidirectional_attention", True))
-        asked = [f"{name} {value}" for name, value in bools if self.fields.get(name) is value]
-        if row.encoder or not asked:
+        fields = [f"{name} {value}" for name, value in bools if self.fields.get(name) is value]
+        if row.encoder or not fields:
             return row
         causal = [name for name in CAUSAL if getattr(row, name)]
         causal += ["attn_logit_softcapping"] * (cap(self.fields, row, "attn_logit_softcapping") > 0)
         if causal:
             raise ValueError(
-                f"config.json has {asked[0]}, so it asks for attention in both directions; Manta has only causal "
+                f"config.json has {fields[0]}, so it asks for attention in both directions; Manta has only causal "
                 f"attention in {self.architecture}, whose family has {', '.join(causal)}"
             )
         self.head = "none" if self.head == "logits" else self.head

@@ -146,8 +146,8 @@ class PoolingFaces:
             else:
                 encoded = [encoder.encode_cut(pair, keep, "right")[::2] for pair in pairs]
             params = pooling_params or PoolingParams()
-            each = [params if facts["token_types"] < 2 else replace(params, second_text=at) for _, at in encoded]
-            results = self._pool([ids for ids, _ in encoded], each, use_tqdm)
+            pooling = [params if facts["token_types"] < 2 else replace(params, second_text=at) for _, at in encoded]
+            results = self._pool([ids for ids, _ in encoded], pooling, use_tqdm)
             return [one.having(ScoringOutput(*one.outputs.data or [math.nan])) for one in results]  # it has one label
         distinct = list(dict.fromkeys(first + second))
         ids = self._pooled_ids(distinct, keep, prompt_name)

@@ -63,16 +63,16 @@ EVERY_FILE = [
 ]
 # These may fall. They rise only when a capability with a name of its own comes.
 MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 24, 700, 80, 750
-MOST_STORY_LINES = 6558
+MOST_STORY_LINES = 6557
 MOST_LINES = {
-    ".": 10594, "api": 6670, "checkpoints": 3548, "commands": 1006, "cpu": 2519, "device": 4406, "executors": 841,
-    "lora": 1256, "models": 3732, "observe": 1356, "ops": 3035, "processes": 4074,
-    "scheduling": 2187, "speculation": 816, "text": 4320,
+    ".": 10650, "api": 6680, "checkpoints": 3548, "commands": 1006, "cpu": 2571, "device": 4444, "executors": 841,
+    "lora": 1256, "models": 3996, "observe": 1359, "ops": 3167, "processes": 4077,
+    "scheduling": 2187, "speculation": 816, "text": 4358,
 }  # fmt: skip
 STDLIB_ONLY = {
     "admission", "checkpoints.gguf_config", "checkpoints.gguf_file", "checkpoints.gguf_folder",
     "checkpoints.gguf_names", "checkpoints.gguf_tokenizer", "checkpoints.ollama", "checkpoints.quantization", "config",
-    "kv_cache", "lora.adapter", "model_config", "models.config_fields", "models.families", "models.family_row",
+    "kv_cache", "lora.adapter", "model_config", "models.config_fields", "models.encoder_rows", "models.families", "models.family_row",
     "models.kv_layout",
     "models.pooling", "models.read_config", "models.read_rope", "models.text_halves", "observe.freed_blocks",
     "observe.live", "observe.logs", "observe.metrics", "plan", "sampling_params", "scheduler",
