@@ -72,7 +72,8 @@ MOST_LINES = {
 STDLIB_ONLY = {
     "admission", "checkpoints.gguf_config", "checkpoints.gguf_file", "checkpoints.gguf_folder",
     "checkpoints.gguf_names", "checkpoints.gguf_tokenizer", "checkpoints.ollama", "checkpoints.quantization", "config",
-    "kv_cache", "lora.adapter", "model_config", "models.config_fields", "models.encoder_rows", "models.families", "models.family_row",
+    "kv_cache", "lora.adapter", "model_config", "models.config_fields", "models.encoder_rows", "models.families",
+    "models.family_row",
     "models.kv_layout",
     "models.pooling", "models.read_config", "models.read_rope", "models.text_halves", "observe.freed_blocks",
     "observe.live", "observe.logs", "observe.metrics", "plan", "sampling_params", "scheduler",
