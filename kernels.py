@@ -3,7 +3,7 @@
 Each op is a kernel, whose docstring opens with its formula and shapes, and a launcher in three parts: check, allocate,
 launch. Inside kernels a prefix tells what a name is: i_ an index, o_ offsets, m_ a mask, p_ pointers, b_ a block of
 values. Kernels run on CUDA, and on the CPU under TRITON_INTERPRET=1. The folder ops/ has more of them, which this file
-passes on: of matrix products, weights in codes, experts, LoRA adapters, latent attention, delta rules and sampling.
+passes on: of matrix products, weights in codes, experts, LoRA adapters, encoders, latents, delta rules and sampling.
 `ops/attention.py` has helpers.
 
 Shapes: B rows, T tokens, H heads, KV heads of keys and values, D elements of a head; G = H / KV. See reference.py.
@@ -35,6 +35,7 @@ from ops.attention import (
 )
 from ops.delta import CONV_TOKENS, conv_silu, delta_rule, gated_norm, sigmoid_mul  # noqa: F401 (ops like those below)
 from ops.drafts import look_up, put_drafts  # noqa: F401
+from ops.encode import attention_encode  # noqa: F401
 from ops.experts import expert_down, expert_gate_up, plan_experts, route  # noqa: F401
 from ops.latent import _decode_tile as _latent_tile
 from ops.latent import latent_decode, latent_store, rope_last  # noqa: F401

@@ -234,7 +234,8 @@ class BlockSpaceManager:
         device, tables = self.device, entry.tables
         if self.price(entry) > device.num_free - kept:
             return False
-        seq.num_computed, seq.num_reused, seq.num_published = entry.cached, entry.cached, min(map(len, tables))
+        seq.num_computed = seq.num_reused = entry.cached
+        seq.num_published = min(map(len, tables), default=0)
         device.share(entry.shared)
         self.bring_back(seq, tables, plan)
         for table, source, count in zip(tables, entry.sources, entry.missing, strict=True):

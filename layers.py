@@ -39,6 +39,7 @@ class Batch:
     max_query_len: int = 1
     longer: Sequence[tuple[int, int]] = ()  # tokens of each longer row, and its blocks; for latent attention
     drafts: DraftRows | None = None  # None: no row has drafts
+    token_types: torch.Tensor | None = None  # [T] int32, which text of a pair a token is of; None: all the first
 
     @property
     def decodes(self) -> tuple[int, torch.Tensor, torch.Tensor]:
@@ -76,7 +77,8 @@ class Step:
     plans: list[Any]  # of `plan_decode`, for each kind of layers
     states: list[tuple[torch.Tensor, torch.Tensor]]  # of each layer that has one; see `states_of`
     kv_scales: torch.Tensor | None = None  # [layers, 2] of keys and of values; see `qk_norm_rope_store`
-    rows: list[Any] | None = None  # for latent attention: its plan of the longer rows, made by the first layer
+    distances: torch.Tensor | None = None  # [heads, distances]; see `attention_encode`
+    rows: list[Any] | None = None  # latent attention's plan of the longer rows; or an encoder's keys and values
     cut: Cut | None = None  # takes the place of each attention; see `PiecewiseGraphs`
 
     def scales_of(self, source: int) -> torch.Tensor | None:
@@ -302,7 +304,7 @@ class Mlp(Owner):
         self.gate_up = new(2 * size if row.gated else size, c.hidden_size)
         self.gate_up_bias = new(len(self.gate_up)) if row.mlp_bias else None
         self.down = new(c.hidden_size, size)
-        self.down_bias = new(c.hidden_size) if row.mlp_bias else None
+        self.down_bias = new(c.hidden_size) if row.mlp_bias or row.down_bias else None
         self.act = new(2, dtype=torch.float32) if c.activation == "xielu" else None
 
     def parts(self, shares: Shares) -> Parts:
@@ -316,17 +318,17 @@ class Mlp(Owner):
             ("weight", self.gate_up, self.down, "row"),
             ("bias", self.gate_up_bias, self.down_bias, "first"),
         ):
-            if weight is None or down is None:
-                continue
             transposed = row.transposed and ending == "weight"
-            if row.gated and row.name("gate_up"):
-                both = shares.part(weight.chunk(2), ("col", "col"), transposed=transposed)
-                result[f"{name('gate_up')}.{ending}"] = both
-            else:
-                parts = ("gate", "up") if row.gated else ("up",)
-                for part, target in zip(parts, weight.chunk(len(parts)), strict=True):
-                    result[f"{name(part)}.{ending}"] = shares.part((target,), ("col",), transposed=transposed)
-            result[f"{name('down')}.{ending}"] = shares.part((down,), (word,), transposed=transposed)
+            halves = [] if weight is None else weight.chunk(2) if row.gated else [weight]
+            rest = dict(zip(("gate", "up") if row.gated else ("up",), halves, strict=False))
+            for both in ("gate_up", "up_gate"):
+                if rest and row.gated and row.name(both):
+                    pair = [rest.pop(half) for half in both.split("_")]
+                    result[f"{name(both)}.{ending}"] = shares.part(pair, ("col", "col"), transposed=transposed)
+            for part, target in rest.items():
+                result[f"{name(part)}.{ending}"] = shares.part((target,), ("col",), transposed=transposed)
+            if down is not None:
+                result[f"{name('down')}.{ending}"] = shares.part((down,), (word,), transposed=transposed)
         if self.act is not None:
             at = row.name("act")
             result |= shares.parts({f"{at}.alpha_p": (self.act[:1], "all"), f"{at}.alpha_n": (self.act[1:], "all")})

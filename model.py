@@ -19,6 +19,7 @@ from layers import Attention, Batch, Cut, Mlp, New, Norm, Owner, Step, Weight, l
 from model_config import ModelConfig
 from models.altup import AltUp, AltUpLayer, SparseMlp
 from models.delta_net import DeltaNet, states_of
+from models.encoders import Distances, EncoderAttention, InputTables
 from models.expert_layers import ExpertMlp, ExpertsBeside, serve_experts
 from models.latent_attention import LatentAttention
 from models.layer_inputs import LayerGate, LayerInputs
@@ -79,15 +80,13 @@ class Transformer(Owner):
         new_first, new_last = self.memory(pipeline.first), self.memory(pipeline.last)
         tied = config.head == "logits" and config.tie_word_embeddings
         self.embedding = (new_last if tied and pipeline.last else new_first)(vocab, size)
-        self.embed_norm = Norm(config, ops, size, new_first) if self.row.name("embed_norm") else None
-        self.positions: torch.Tensor | None = None  # the table of learned positions
-        if self.row.name("positions"):
-            self.positions = new_first(config.max_position + self.row.position_offset, size)
+        self.tables = InputTables(config, ops, new_first)
+        self.distances = Distances(config, self.num_heads, self.memory(True)) if self.row.name("distances") else None
         self.layers = [self.new_layer(i) for i in range(config.num_layers)]
         self.layer_inputs = LayerInputs(config, ops, group.size, new_first) if config.layer_input_size else None
         self.altup = AltUp(config, ops, group, new_first, new_last) if config.streams else None
         self.width = size * max(1, config.streams)  # of what stages hand on beside inputs of layers
-        self.norm = Norm(config, ops, size, new_last)
+        self.norm: Any = Norm(config, ops, size, new_last) if self.row.name("norm") else None
         self.head: Weight | None = self.embedding if tied and pipeline.last else None
         if config.head == "logits" and not tied:
             self.head = new_last(vocab, size)
@@ -129,7 +128,8 @@ class Transformer(Owner):
             place = self.layout.places[i][1]
             attention = LatentAttention(config, ops, i, place, heads, self.max_model_len, new)
         elif config.kv_sources[i] >= 0:
-            attention = part_class(self.row.attention, Attention)(config, ops, self.group, i, heads, new)
+            usual = EncoderAttention if self.row.encoder else Attention
+            attention = part_class(self.row.attention, usual)(config, ops, self.group, i, heads, new)
         return Layer(config, ops, self.group, i, attention, new)
 
     # --- a step -------------------------------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ class Transformer(Owner):
         step = self.new_step(batch, pool, states)
         step.cut = cut
         if incoming is None:
-            residual = self.embed(batch.input_ids, batch.positions)
+            residual = self.embed(batch.input_ids, batch.positions, batch.token_types)
             if part := self.layer_inputs:
                 inputs = part(residual, self.look_up(part.table_ids(batch.input_ids), part.table))
         else:
@@ -174,6 +174,10 @@ class Transformer(Owner):
         add_up, x = self.group.all_reduce, self.enter(residual)
         for i in self.span:
             layer, following = self.layers[i], self.following(i)
+            if self.row.post_norm and layer.attn_out and layer.mlp_out:
+                x = layer.attn_out(add_up(layer.attention(x, step)), x)
+                x = layer.mlp_out(add_up(layer.mlp(x, step)), x)
+                continue
             if self.row.parallel:
                 y = layer.attention(x, step)
                 x = layer.mlp(layer.mlp_in(residual) if layer.mlp_in else x, step)
@@ -221,7 +225,8 @@ class Transformer(Owner):
         ]
         rotations = [table[batch.positions] for table in self.rotations]
         scales = [None if table is None else table[batch.positions] for table in self.query_scales]
-        return Step(batch, layers, rotations, scales, plans, states_of(self, states), self.kv_scales)
+        distances = self.distances.table if self.distances else None
+        return Step(batch, layers, rotations, scales, plans, states_of(self, states), self.kv_scales, distances)
 
     def views(self, pool: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
         """Each layer's view of the pool [blocks, elements of a page]: views[kind][place in a page].
@@ -230,7 +235,7 @@ class Transformer(Owner):
         A page has its layers one after the other.
         """
         layout = self.layout
-        size = pool.shape[1] // layout.size  # of a block
+        size = pool.shape[1] // (layout.size or 1)  # of a block
 
         @functools.cache  # many kinds are alike
         def view(layers: int, parts: int, heads: int, dim: int) -> tuple[torch.Tensor, ...]:
@@ -250,16 +255,14 @@ class Transformer(Owner):
             y *= self.config.residual_scale
         return norm(y, residual) if norm else residual.add_(y)
 
-    def embed(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Embeddings [T, hidden] of ids [T]."""
+    def embed(self, ids: torch.Tensor, positions: torch.Tensor, types: torch.Tensor | None = None) -> torch.Tensor:
+        """Embeddings [T, hidden] of ids [T]; of positions and types see `InputTables`."""
         x = self.look_up(ids, self.embedding).to(self.dtype)  # a mapped table may have the checkpoint's dtype
         if self.adapt_embeddings:
             self.adapt_embeddings(x, ids)
         if self.embed_scale != 1:
             x *= self.embed_scale
-        if self.positions is not None:
-            x += F.embedding(positions + self.row.position_offset, self.positions)
-        return self.embed_norm(x) if self.embed_norm else x
+        return self.tables(x, positions, types)
 
     def look_up(self, ids: torch.Tensor, table: Any) -> torch.Tensor:
         """Rows [T, size] of a table that the ranks divide. A rank has zeros for ids that it does not hold, so the sum
@@ -289,15 +292,9 @@ class Transformer(Owner):
         """All objects that have weights of this stage as attributes."""
         pipeline = self.group.pipeline
         yield self
-        if pipeline.last:
-            yield self.norm
-        if pipeline.last and self.score:
-            yield self.score
-        for owner in (self.embed_norm, self.layer_inputs):
-            if owner and pipeline.first:
-                yield from owner.owners()
-        if self.altup:
-            yield from self.altup.owners()
+        last, first = (self.norm, self.score), (self.tables, self.layer_inputs)
+        for owner in (*last * pipeline.last, *first * pipeline.first, self.altup, self.distances):
+            yield from owner.owners() if owner else ()
         for i in self.span:
             yield from self.layers[i].owners()
 
@@ -309,12 +306,10 @@ class Transformer(Owner):
         head = None if self.config.tie_word_embeddings else self.head
         shares = Shares(self.config.vocab_size, self.group)
         parts = shares.parts({f"{name('embed')}.weight": (self.embedding, "vocab")})
-        parts |= self.norm.parts(name("norm"), shares)
-        parts |= self.embed_norm.parts(name("embed_norm"), shares) if self.embed_norm else {}
-        for owner in (self.layer_inputs, self.altup):
+        parts |= self.norm.parts(name("norm"), shares) if self.norm else {}
+        for owner in (self.tables, self.layer_inputs, self.altup, self.distances):
             parts |= owner.parts(shares) if owner else {}
         parts |= shares.parts({
-            f"{name('positions')}.weight": (self.positions, "all"),
             f"{name('head')}.weight": (head, "vocab"),
             f"{name('head')}.bias": (self.head_bias, "vocab"),
         })  # fmt: skip
@@ -366,8 +361,9 @@ class Layer(Owner):
 
     def __init__(self, c: ModelConfig, ops: ModuleType, group: Group, i: int, attention: Any, new: New):
         self.row, self.attention = c.row, attention
+        begins = attention and (i > 0 or c.row.first_norm)
         self.attn_in, self.attn_out, self.mlp_in, self.mlp_out = (
-            Norm(c, ops, c.hidden_size, new) if c.row.name(part) and (attention or part != "attn_in") else None
+            Norm(c, ops, c.hidden_size, new) if c.row.name(part) and (part != "attn_in" or begins) else None
             for part in NORMS
         )
         self.mlp: Mlp | ExpertMlp

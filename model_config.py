@@ -140,6 +140,7 @@ class ModelConfig:
     expert_layers: tuple[bool, ...] = ()
     latent: Latent | None = None
     delta: Delta | None = None  # of the layers that have no keys and values
+    token_types: int = 0  # embeddings of the texts of a pair
     head: Literal["logits", "labels", "none"] = "logits"  # what follows the last norm
     labels: tuple[str, ...] = ()  # names of the classification head's outputs
     label_activation: Literal["softmax", "sigmoid", "identity"] = "softmax"  # what makes of these what is returned
@@ -178,9 +179,10 @@ class ModelConfig:
     def layout(self, ranks: int, layers: range | None = None) -> KVLayout:
         """How the layers lie in the pages of each rank's pool, or of the pool of a stage with these `layers`.
 
-        Layers without keys of their own have the place of the layer whose keys they read. Other stages' have none.
+        Layers without keys of their own have the place of the layer whose keys they read. Other stages' have none, and
+        nor have an encoder's, which keep nothing.
         """
-        owners = [i for i, source in enumerate(self.kv_sources) if source == i]
+        owners = [i for i, source in enumerate(self.kv_sources) if source == i and not self.row.encoder]
         shapes = [self.page(ranks, i) for i in owners]
         layout = layout_of([self.windows[i] for i in owners], shapes)
         if layers is not None:

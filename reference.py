@@ -569,6 +569,47 @@ def attention_prefill(
     return out
 
 
+# starts [B + 1] int32: prompt b has the tokens from starts[b] to starts[b + 1]. Then the most tokens of a prompt, which
+# sizes the grid of a kernel.
+EncodeRows = tuple[torch.Tensor, int]
+
+
+def attention_encode(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    rows: EncodeRows,
+    scale: float,
+    window: int = 0,
+    biases: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """out[t, h] = softmax(scale * q[t, h] K^T + bias) V over all keys of t's prompt, in both directions; no cache.
+
+    Args:
+        q: [T, H, D]. k, v: [T, KV, D], of the same tokens. Only the last dimension must be contiguous.
+        rows: see `EncodeRows`.
+        window: 0 for all keys, else a token sees those less than `window` positions away (ModernBERT, Gemma).
+        biases: [H, 2 R + 1] float32, added to scores: biases[h, R + key - query], where distances beyond R count as R
+            (MPNet's relative positions); or None.
+
+    Returns:
+        out [T, H, D] in q's dtype, contiguous; zeros for tokens of no prompt.
+    """
+    out, group = torch.zeros(q.shape, dtype=q.dtype, device=q.device), q.shape[1] // k.shape[1]
+    for begin, end in pairwise(rows[0].tolist()):
+        at = torch.arange(end - begin, device=q.device)
+        distance = at - at[:, None]  # of a key from a query
+        keys, values = (x[begin:end].float().repeat_interleave(group, dim=1) for x in (k, v))
+        scores = scale * torch.einsum("nhd,lhd->hnl", q[begin:end].float(), keys)
+        if biases is not None:
+            reach = biases.shape[1] // 2
+            scores += biases[:, distance.clamp(-reach, reach) + reach]
+        if window:
+            scores = scores.masked_fill(distance.abs() >= window, -math.inf)
+        out[begin:end] = torch.einsum("hnl,lhd->nhd", scores.softmax(-1), values).to(q.dtype)
+    return out
+
+
 def _first_keys(query: torch.Tensor, window: int, chunked: bool) -> torch.Tensor:
     """The first key that a token at each position of `query` sees; see `attention_prefill`."""
     if chunked:

@@ -417,11 +417,13 @@ class PoolingParams:
             folder, and does so unless that says no.
         task: one of `POOLING_TASKS`, of which "token_embed" and "token_classify" make a vector of each token. None is
             what the engine does.
+        second_text: the first token of a pair's second text, for models with types of tokens; None: there is one text.
     """
 
     dimensions: int | None = None
     use_activation: bool | None = None
     task: str | None = None
+    second_text: int | None = None
 
     @property
     def by_token(self) -> bool:

@@ -89,14 +89,17 @@ class Tokenizer:
         """`encode` for each of several texts, on all cores."""
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts)]
 
-    def encode_pair(self, first: str, second: str) -> list[int]:
-        """Token ids of two texts as one prompt, with what the model wants around and between them."""
-        return self._tokenizer.encode(first, second).ids
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], int | None]:
+        """Token ids of two texts as one prompt, with what the model wants around and between them; and the first token
+        of the second type, if there is one (BERT)."""
+        encoding = self._tokenizer.encode(first, second)
+        return encoding.ids, second_type(encoding)
 
     def encode_cut(
         self, texts: tuple[str, ...], most: int, side: str, add_special_tokens: bool = True
-    ) -> tuple[list[int], bool]:
-        """At most `most` token ids of one text, or of two as one prompt; and whether that cut any.
+    ) -> tuple[list[int], bool, int | None]:
+        """At most `most` token ids of one text, or of two as one prompt; whether that cut any; and what `encode_pair`
+        has beside ids.
 
         As in transformers, the texts lose tokens and keep what the model wants around them, and of two texts the longer
         one loses tokens until both are as long. `side` is where they lose them: left or right.
@@ -109,24 +112,24 @@ class Tokenizer:
                 part.truncate(min(len(part), room // (len(parts) - i)), direction=side)
                 room -= len(part)
         pair = parts[1] if len(parts) == 2 else None
-        ids = self._tokenizer.post_process(parts[0], pair, add_special_tokens).ids
-        if len(ids) > most:  # not even the tokens around the texts have room
-            return (ids[:most] if side == "right" else ids[-most:]), True
-        return ids, cut
+        encoding = self._tokenizer.post_process(parts[0], pair, add_special_tokens)
+        if (over := len(encoding) - most) > 0:  # not even the tokens around the texts have room
+            encoding.truncate(most, direction=side)
+        return encoding.ids, cut or over > 0, second_type(encoding)
 
-    def encode_parts(self, texts: tuple[str, ...], most: int | None, side: str) -> tuple[list[int], bool]:
-        """Token ids of a pair of texts, or of a text between two others, as one prompt; see `encode_cut`.
-
-        A text between two others alone loses tokens where all have more than `most`. If it has none left, there may
-        be more.
-        """
+    def encode_parts(self, texts: tuple[str, ...], most: int | None, side: str) -> tuple[list[int], bool, int | None]:
+        """`encode_cut` for a pair of texts, or for a text between two others, which loses tokens alone where all have
+        more than `most`. If it has none left, there may be more. None: nothing is cut."""
         if len(texts) == 2:
-            return (self.encode_pair(*texts), False) if most is None else self.encode_cut(texts, most, side)
+            if most is not None:
+                return self.encode_cut(texts, most, side)
+            ids, second = self.encode_pair(*texts)
+            return ids, False, second
         begin, middle, end = (self._encoding(part, False) for part in texts)
         room = len(middle) if most is None else max(0, most - len(begin) - len(end))
         if cut := len(middle) > room:
             middle.truncate(room, direction=side)
-        return begin.ids + middle.ids + end.ids, cut
+        return begin.ids + middle.ids + end.ids, cut, None
 
     def bad_word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """The tokens of each word as it begins a text and as it follows a space: `bad_word_ids` of `SamplingParams`."""
@@ -260,6 +263,11 @@ class Tokenizer:
             raise ValueError(f"chat_template does not compile: {error}") from None
 
 
+def second_type(encoding: tokenizers.Encoding) -> int | None:
+    """The first token whose type is that of a pair's second text, if one is."""
+    return encoding.type_ids.index(1) if 1 in encoding.type_ids else None
+
+
 class NoTokenizer(Tokenizer):
     """Stands in for a tokenizer where there is none: prompts are token ids, and answers have no text."""
 
@@ -275,6 +283,9 @@ class NoTokenizer(Tokenizer):
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         self._refuse("a prompt that is text")
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        return [self.encode(text) for text in texts]
 
     def decode(
         self, ids: Sequence[int], skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True

@@ -369,7 +369,7 @@ class Worker(Profiled):
         input_ids, positions, slot_mapping, seq_lens = self.ops.prepare_inputs(
             state.token_ids, state.num_computed, state.block_tables, slots, starts, shape.tokens, state.block_size
         )
-        longer = [(count, state.num_blocks[slot][0]) for slot, count in run.plan.rows[first:]]
+        longer = [(count, max(state.num_blocks[slot], default=0)) for slot, count in run.plan.rows[first:]]
         if not run.plan.rows:
             longer = [(shape.max_query_len, -(-shape.max_query_len // state.block_size))] * (shape.rows - first)
         run.batch = Batch(

@@ -83,7 +83,13 @@ class Prompts:
         return None
 
     def encode(self, fields: dict[str, Any], prompt: Source, add_special_tokens: bool, output: int = 0) -> Prompt:
-        """A prompt, after `truncate_prompt_tokens`, whose -1 leaves `output` tokens. A pair of texts is one prompt."""
+        """A prompt, after `truncate_prompt_tokens`, whose -1 leaves `output` tokens."""
+        return self.encode_with_type(fields, prompt, add_special_tokens, output)[0]
+
+    def encode_with_type(
+        self, fields: dict[str, Any], prompt: Source, add_special_tokens: bool, output: int = 0
+    ) -> tuple[Prompt, int | None]:
+        """See `encode`. A pair of texts is one prompt, and its second text may begin a second type of tokens there."""
         limit, keep = self.facts["max_model_len"], fields["truncate_prompt_tokens"]
         if keep is not None and keep > limit:
             message = f"truncate_prompt_tokens is {keep}; it must be -1, or from 1 to {limit} (max_model_len)"
@@ -95,8 +101,8 @@ class Prompts:
             if (highest := max(map(max, in_parts(prompt)))) >= (size := self.facts["vocab_size"]):
                 raise ApiError(400, f"the prompt has token id {highest}; allowed: 0 to {size - 1}", "prompt")
             if keep is None:
-                return None, prompt
-            return None, (prompt[:keep] if side == "right" else prompt[-keep:])
+                return (None, prompt), None
+            return (None, prompt[:keep] if side == "right" else prompt[-keep:]), None
         texts: tuple[str, ...] = (prompt,) if isinstance(prompt, str) else prompt
         if keep is not None:
             longest = (keep + CUT_MARGIN) * self.tokenizer.longest_token  # nothing beyond is kept
@@ -105,19 +111,19 @@ class Prompts:
         if keep is None and size > limit * self.tokenizer.longest_token:  # it would hold up everyone, for nothing
             raise too_long(limit, f"the prompt is too long: it has {size} characters", "prompt")
         run = self.threads.apply if size > LONG_TEXT else lambda encode, arguments: encode(*arguments)
-        cut = False
+        cut, second = False, None
         if isinstance(prompt, tuple):
-            ids, cut = run(self.tokenizer.encode_parts, (texts, keep, side))
+            ids, cut, second = run(self.tokenizer.encode_parts, (texts, keep, side))
             if keep is not None and len(ids) > keep:
                 message = f"truncate_prompt_tokens is {keep}; the query and what is around it have {len(ids)} tokens"
                 raise ApiError(400, message, "truncate_prompt_tokens")
         elif keep is not None:
-            ids, cut = run(self.tokenizer.encode_cut, (texts, keep, side, add_special_tokens))
+            ids, cut, _ = run(self.tokenizer.encode_cut, (texts, keep, side, add_special_tokens))
         else:
             ids = run(self.tokenizer.encode, (prompt, add_special_tokens))
         if not ids:
             raise ApiError(400, "the prompt is empty; it must have at least 1 token", "prompt")
-        return (None if cut or not isinstance(prompt, str) else prompt), ids
+        return (None if cut or not isinstance(prompt, str) else prompt, ids), second
 
     def least_output(self, fields: dict[str, Any], default: int | None) -> int:
         """Tokens that a prompt that is cut to the context leaves to the output."""

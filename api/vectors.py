@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -122,8 +123,9 @@ def compare(
             sources = [pair_parts(api.facts, api.tokenizer, *pair, before) for pair in pairs]
         except ValueError as error:
             raise ApiError(400, str(error), "query") from None
-        prompts: list[Any] = [api.prompts.encode(cut, source, True) for source in sources]
-        return [numbers(pooled)[0] for pooled in pool(api, fields, caller, prompts)], prompts
+        typed: list[Any] = [api.prompts.encode_with_type(cut, source, True) for source in sources]
+        prompts, seconds = ([item[i] for item in typed] for i in range(2))
+        return [numbers(pooled)[0] for pooled in pool(api, fields, caller, prompts, seconds)], prompts
     if fields["instruction"] is not None:
         message = "instruction is for models that score pairs; for this one, which embeds, there is prompt_name"
         raise ApiError(400, message, "instruction")
@@ -179,8 +181,10 @@ def named(api: Api, fields: dict[str, Any]) -> str:
         raise ApiError(400, str(error), "prompt_name" if kind is None else "input_type") from None
 
 
-def pool(api: Api, fields: dict[str, Any], caller: Caller, prompts: Sequence[Prompt]) -> list[bytes]:
-    """The vector of each prompt."""
+def pool(
+    api: Api, fields: dict[str, Any], caller: Caller, prompts: Sequence[Prompt], seconds: Sequence[int | None] = ()
+) -> list[bytes]:
+    """The vector of each prompt; of `seconds` see `PoolingParams.second_text`."""
     limit = api.facts["max_model_len"]
     dimensions = fields.get("dimensions")  # not all routes have it
     for _, ids in prompts:
@@ -200,7 +204,9 @@ def pool(api: Api, fields: dict[str, Any], caller: Caller, prompts: Sequence[Pro
         if count > (most := api.config.max_token_numbers):
             message = f"the tokens' vectors have {count} numbers; one reply has at most {most} (max_token_numbers)"
             raise ApiError(400, message, "input")
-    requests = [Vector(f"{caller.id}-{i}", ids, params) for i, (_, ids) in enumerate(prompts)]
+    starts = seconds if api.facts["token_types"] > 1 and seconds else [None] * len(prompts)
+    rows = enumerate(zip(prompts, starts, strict=True))
+    requests = [Vector(f"{caller.id}-{i}", ids, replace(params, second_text=at)) for i, ((_, ids), at) in rows]
     with admitted(api, len(requests), caller):
         call = caller.call = EngineCall(caller, fields, requests)
         for _ in call.run(api.client, api.config.request_timeout):

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -475,6 +476,8 @@ KNOWN = {  # what people know a family by, where its name does not say it
     "BailingMoeForCausalLM": "Ling, Ring 1, 1.5", "BailingMoeV2ForCausalLM": "Ling, Ring 2",
     "BaichuanForCausalLM": "Baichuan, Baichuan 2", "BloomForCausalLM": "Bloom, BLOOMZ",
     "DeciLMForCausalLM": "Nemotron Super 49B",
+    "BertModel": "BERT, MiniLM, BGE, E5, Arctic Embed", "XLMRobertaModel": "XLM-RoBERTa, BGE-M3, multilingual E5",
+    "NewModel": "GTE v1.5, multilingual GTE", "NomicBertModel": "Nomic Embed", "ModernBertModel": "ModernBERT",
     "DeepseekV2ForCausalLM": "DeepSeek V2, V2.5, Coder V2", "DeepseekV3ForCausalLM": "DeepSeek V3, R1, Kimi K2",
     "Ernie4_5ForCausalLM": "ERNIE 4.5 (dense)", "Exaone4ForCausalLM": "EXAONE 4.0", "GlmForCausalLM": "GLM-4-9B",
     "Glm4ForCausalLM": "GLM-4-0414", "Glm4MoeForCausalLM": "GLM-4.5, 4.6", "GptOssForCausalLM": "GPT-OSS",
@@ -510,7 +513,7 @@ BEGIN, END = "<!-- the table: python campaigns/family_campaign.py --table -->", 
 
 def known_as(name: str) -> str:
     """What users call a family."""
-    return KNOWN.get(name, name.removesuffix("ForCausalLM").removesuffix("LMHeadModel"))
+    return KNOWN.get(name, re.sub("ForCausalLM$|LMHeadModel$|Model$", "", name))
 
 
 def table() -> str:
@@ -520,7 +523,7 @@ def table() -> str:
     for name in sorted(FAMILIES, key=lambda name: known_as(name).lower()):
         architectures = [name, *(alias for alias, of in ALIASES.items() if of == name)]
         names = ", ".join(f"`{architecture}`" for architecture in architectures)
-        star = "" if name in drawn else "\\*"
+        star = "" if name in drawn or FAMILIES[name].encoder else "\\*"
         lines.append(f"| {known_as(name)}{star} | {names} |")
     return "\n".join(lines)
 

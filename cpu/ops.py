@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from cpu.delta import conv_silu, delta_rule  # noqa: F401 (ops like those below)
+from cpu.encode import attention_encode  # noqa: F401
 from cpu.experts import expert_down, expert_gate_up, plan_experts  # noqa: F401
 from cpu.lora import lora_expand, lora_shrink, plan_lora  # noqa: F401
 from cpu.quantized import quantized_linear  # noqa: F401

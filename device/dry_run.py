@@ -49,7 +49,8 @@ def new_state(
     config: EngineConfig, model: Transformer, max_model_len: int, slots: int, device: str, writes: Any = None
 ) -> BatchState:
     """The batch state of `slots` sequences. Nothing is sampled where prompts are pooled."""
-    vocab_size, kinds = 0 if config.makes_vectors else model.config.vocab_size, len(model.layout.windows)
+    # Encoders, too, have a table, in which nothing stands: the kernel that makes positions runs for each kind.
+    vocab_size, kinds = 0 if config.makes_vectors else model.config.vocab_size, len(model.layout.windows) or 1
     columns = table_columns(config, max_model_len)
     checks = {"__init__": None, "__call__": lambda returned, logits, *of: wrong_tensor(returned, logits, "logits")}
     made = [load_named("logits_processors", name, checks)(model.config) for name in config.logits_processors]

@@ -39,6 +39,11 @@ IGNORED = (
 )  # fmt: skip
 HEADS = ("lm_head.weight", "embed_out.weight", "score.weight", "score.0.weight", "score.0.bias", "score.2.weight",
          "score.2.bias")  # fmt: skip  # not read where tied, or where the task needs none
+# Heads of encoders for words, and parts of those for labels where the task needs none; after a model's prefix.
+ENCODER_HEADS = (
+    "cls.", "lm_head.", "vocab_", "pooler.", "head.", "decoder.", "classifier.", "pre_classifier.",
+    "embeddings.position_ids",
+)  # fmt: skip
 READERS = 2  # one copies while the other waits for the disk; torch divides each copy among the cores
 PIECE_BYTES = 4 * 2**20  # are copied and added up at a time on a CPU, so that the sum finds them in its cache
 BUFFERS, BUFFER_BYTES = 4, 32 * 2**20  # two are filled and two emptied; a call's time is small beside that of its bytes
@@ -224,7 +229,7 @@ def skipped(saved: str, model: Transformer) -> bool:
         return True
     for prefix in PREFIXES:
         name = saved.removeprefix(prefix)
-        if name.startswith(("mtp.", "mtp_")):  # so does all of this
+        if name.startswith(("mtp.", "mtp_", *(ENCODER_HEADS if row.encoder else ()))):  # so does all of this
             return True
         layer, _, rest = name.partition(".")
         number, _, rest = rest.partition(".")

@@ -81,6 +81,10 @@ class MemoryPlan:
         """The most bytes that are reserved for a step, be it before it has logits or with them."""
         return max(self.activations, self.logits + max(self.sampling, self.logprobs)) + self.fragments
 
+    def blocks(self, room: int) -> int:
+        """Blocks of the KV pool that fit into `room` bytes; 0 where layers keep nothing."""
+        return room // self.block if self.block else 0
+
     def room(self, budget: int, used: int, measured: int = 0) -> int:
         """Bytes of a `budget` that are left for the KV pool beside what is `used` by weights and context, and beside
         the largest step: the larger of the prediction and what was `measured`, if it was run.
@@ -404,8 +408,10 @@ def report(config: EngineConfig, model: Transformer, plan: MemoryPlan, room: int
         if size:
             yield line(what, size, remark)
     check_pool(config, model, plan, room)
-    layout = model.layout
-    count, length = fit_pool(config, layout.windows, room // plan.block, max_model_len)
+    if not (layout := model.layout).windows:
+        yield f"no KV pool: a step of {tokens.removeprefix('of ')} has whole prompts of up to {max_model_len:,}"
+        return
+    count, length = fit_pool(config, layout.windows, plan.blocks(room), max_model_len)
     per_seq = blocks_per_seq(config, layout.windows, length)
     held = " or ".join(map(str, sorted(set(layout.layers))))
     of = f" = {count * config.block_size:,} tokens" if len(layout.windows) == 1 else f" for {held} layers each"

@@ -92,7 +92,7 @@ def fit_stage(
         free = (budget or memory) // config.world_size - base
         room = free if budget or free <= 0 else int(CPU_KV_SHARE * free)
     check_pool(config, model, plan, room)
-    return base, fit_pool(config, model.layout.windows, max(0, room) // plan.block, model.max_model_len)[0]
+    return base, fit_pool(config, model.layout.windows, plan.blocks(max(0, room)), model.max_model_len)[0]
 
 
 def main(out: TextIO) -> None:

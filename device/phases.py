@@ -39,6 +39,8 @@ def add_phases(worker: Worker) -> None:
         add_lockstep(worker)
     if worker.pipeline.stages > 1:
         add_stages(worker)
+    if worker.model.config.token_types > 1 and worker.pipeline.first:
+        add_token_types(worker)
     if worker.pooler and worker.pipeline.last:
         add_pooling(worker, worker.pooler)
     if worker.one_by_one:
@@ -170,6 +172,19 @@ def add_disk(w: Worker, disk: KVDisk) -> None:
 
     put(w.plan_phases, w.move_blocks, lambda run: disk.give_up(run.plan.disk_first), 0)
     w.plan_phases.append(begin)
+
+
+def add_token_types(w: Worker) -> None:
+    """The model is told which tokens are of a pair's second text."""
+
+    def tell(run: StepRun) -> None:
+        starts = {row.slot: row.pooling.second_text for row in run.plan.new if row.pooling}
+        if {*starts.values()} - {None}:
+            rows = ((count, starts.get(slot)) for slot, count in run.plan.rows)
+            types = [np.arange(count) >= (count if start is None else start) for count, start in rows]
+            run.batch.token_types = to_device(np.concatenate(types).astype(np.int32), w.device)
+
+    put(w.forward_phases, w.prepare_batch, tell)
 
 
 def add_pooling(w: Worker, pooler: Pooler) -> None:

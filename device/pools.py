@@ -63,7 +63,7 @@ def new_host_pool(start: Start, states: torch.Tensor) -> torch.Tensor:
     config = start.config
     useful = config.preemption_mode != "recompute" or config.enable_prefix_caching
     space = max(0, host_bytes(start) - states.nbytes) if useful else 0
-    count = min(space // start.memory.block, MAX_HOST_POOLS * start.num_blocks)
+    count = min(start.memory.blocks(space), MAX_HOST_POOLS * start.num_blocks)
     if start.device == "cpu":  # cached prefixes that fill gigabytes of the same memory would look like a leak
         per_seq = blocks_per_seq(config, start.model.layout.windows, start.max_model_len)
         count = min(count, per_seq * config.max_num_seqs)
@@ -93,9 +93,9 @@ def new_host(
 def count_blocks(start: Start) -> int:
     """The number of blocks of the KV pool: as many as fit on every rank, within what `fit_pool` says. Errors are those
     of `fit_pool` and `check_pool`."""
-    block = start.memory.block
-    fits = start.config.num_gpu_blocks_override or start.group.min(free_bytes(start) // block)
-    check_pool(start.config, start.model, start.memory, fits * block)
+    room, memory = free_bytes(start), start.memory
+    fits = start.config.num_gpu_blocks_override or start.group.min(memory.blocks(room))
+    check_pool(start.config, start.model, memory, fits * memory.block if memory.block else room)
     count, start.max_model_len = fit_pool(start.config, start.model.layout.windows, fits, start.max_model_len)
     return count
 

@@ -218,6 +218,8 @@ def check_sizes(config: EngineConfig, model_config: ModelConfig, device: str) ->
         config.refuse("kv_disk", f"{name} has recurrent states, which are not kept on disk, so it must be left out")
     if config.batch_invariant and model_config.latent:
         config.refuse("batch_invariant", f"{model_config.architecture} has latent attention, so it must be False")
+    if model_config.row.encoder:
+        check_encoder(config, model_config.architecture)
     drafts, most = config.num_drafts, model_config.max_position
     max_model_len = config.max_model_len or most
     if drafts and max_model_len < 4 + drafts:
@@ -232,6 +234,15 @@ def check_sizes(config: EngineConfig, model_config: ModelConfig, device: str) ->
     if max_model_len > most:
         raise ValueError(f"max_model_len is {max_model_len}; the model was made for at most {most}")
     return max_model_len
+
+
+def check_encoder(config: EngineConfig, name: str) -> None:
+    """A ValueError if an option is for keys and values that are kept, or for adapters."""
+    for option, value in (("kv_cache_dtype", "auto"), ("num_gpu_blocks_override", None), ("sanitize_kv", False)):
+        if getattr(config, option) not in (value, 0):
+            config.refuse(option, f"{name} is an encoder, which has no KV cache, so it must be {value or 'left out'}")
+    if config.enable_lora:
+        config.refuse("enable_lora", f"{name} is an encoder, for which Manta has no adapters, so it must be False")
 
 
 def check_drafts(config: EngineConfig, model_config: ModelConfig, ops: ModuleType, dtype: torch.dtype) -> None:
@@ -308,7 +319,7 @@ def print_plan(config: EngineConfig, model_config: ModelConfig, gib: float | Non
     ops = pick_ops("reference" if lacking(("triton",)) else "triton", "cuda")
     fp8 = bool(total) and (bool(gib) or gpu_capability() >= FP8_CAPABILITY)
     config, plans = plan_stages(config, model_config, ops, total, fp8)
-    model, plan, room, where = min(plans, key=lambda planned: planned[2] // planned[1].block)
+    model, plan, room, where = min(plans, key=lambda planned: planned[1].blocks(planned[2]))
     for line in report(config, model, plan, room, where):
         print(line)
 

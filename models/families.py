@@ -15,7 +15,8 @@ import re
 from collections.abc import Collection
 from typing import Any, Literal
 
-from models.family_row import Family, Routing
+from models.encoder_rows import ENCODERS
+from models.family_row import Family, Routing, sized
 
 # Before the names of a model's body, depending on what saved it; the longest ones first. The first ones are of the text
 # of a model that also sees or hears.
@@ -24,23 +25,14 @@ HALF_PREFIXES = (
     "model.text_model.", "thinker.model.", "language.model.", "language.", "llm.model.", "llm.",
 )  # fmt: skip
 PREFIXES = (
-    *HALF_PREFIXES, "model.decoder.", "thinker.", "transformer.", "gpt_neox.", "decoder.", "model.model.", "model.", "",
+    *HALF_PREFIXES, "model.decoder.", "thinker.", "transformer.", "gpt_neox.", "decoder.", "model.model.", "model.",
+    "bert.", "roberta.", "distilbert.", "mpnet.", "new.", "gte.", "nomic_bert.", "",
 )  # fmt: skip
 # What torch.compile, DDP, FSDP and TRL put into names, each around a module; a script may save them so.
 WRAPPERS = re.compile(
     r"^((_orig_mod|module|pretrained_model|_\w+_wrapped_module)\.)+|(?<=\.)(_orig_mod|_\w+_wrapped_module)\."
 )
-SIZES = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-    "max_position_embeddings",
-)  # fmt: skip
-
-
-def sized(*sizes: int | None, **more: Any) -> dict[str, Any]:
-    """Defaults of a family whose files often leave out what is its default: `SIZES`, and more."""
-    return dict(zip(SIZES, sizes, strict=True)) | more
-
-
+OLD_NORMS = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}  # BERT's, as in TensorFlow
 BIASED = Family(qkv_bias="attention_bias", o_bias="attention_bias")
 LLAMA = BIASED.but(mlp_bias="mlp_bias")
 MISTRAL = Family(defaults=sized(32000, 4096, 14336, 32, 32, 8, 131072, sliding_window=4096))
@@ -79,8 +71,9 @@ GEMMA2 = GEMMA.but(
         "sliding_window": 4096, "num_key_value_heads": 4},
 )  # fmt: skip
 GEMMA3 = GEMMA2.but(
-    full_every=6, qk_norm="head", local_rope="rope_local_base_freq",
-    fixed={"attn_logit_softcapping": None},  # transformers does not read it
+    full_every=6, qk_norm="head", local_rope="rope_local_base_freq", both_sides=True,
+    # transformers does not read the first; with the second it is EmbeddingGemma
+    fixed={"attn_logit_softcapping": None, "use_bidirectional_attention": (False, True)},
     defaults={
         **sized(262208, 2304, 9216, 26, 8, 4, 131072), "attn_logit_softcapping": None, "final_logit_softcapping": None,
         "sliding_window_pattern": None, "rope_theta": 1000000.0, "rope_local_base_freq": 10000.0},
@@ -555,6 +548,7 @@ FAMILIES = {
     "VaultGemmaForCausalLM": GEMMA2.but(
         names={"attn_out": None, "mlp_out": None}, defaults=sized(256000, 2304, 9216, 26, 8, 4, 8192)),
     "YiForCausalLM": Family(names={"attn_in": "ln1", "mlp_in": "ln2"}),
+    **ENCODERS,
 }  # fmt: skip
 
 # Other names of families: in published files, and in those of classes that transformers computes by another one.
@@ -562,6 +556,8 @@ ALIASES = {
     **dict.fromkeys(("AquilaForCausalLM", "AquilaModel", "LLaMAForCausalLM", "XverseForCausalLM"), "LlamaForCausalLM"),
     "BaiChuanForCausalLM": "BaichuanForCausalLM",
     "ChatGLMModel": "ChatGLMForCausalLM",
+    **{f"Gte{head}": f"New{head}" for head in ("Model", "ForMaskedLM", "ForSequenceClassification")},
+    "Gemma3TextModel": "Gemma3Model",
     "Ernie4_5_ForCausalLM": "Ernie4_5ForCausalLM",
     "Ernie4_5_MoEForCausalLM": "Ernie4_5_MoeForCausalLM",
     "ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM",
@@ -574,8 +570,9 @@ LLAMAS = {"internlm3": "InternLM3ForCausalLM", "iquestcoder": "IQuestCoderForCau
 
 HEADS: dict[str, Literal["logits", "labels", "none"]] = {  # an architecture's last part and the head that it means
     "ForCausalLM": "logits", "LMHeadModel": "logits", "ForSequenceClassification": "labels",
-    "ForConditionalGeneration": "logits", "Model": "none",
+    "ForConditionalGeneration": "logits", "ForMaskedLM": "none", "ForPreTraining": "none", "Model": "none",
 }  # fmt: skip
+FULL = ("ForCausalLM", "LMHeadModel", "Model")  # the last part of a family's name
 # Reward models of Qwen2, whose classification heads have two matrices, and how many labels they have.
 REWARDS = {"Qwen2ForRewardModel": 1, "Qwen2ForProcessRewardModel": 2}
 
@@ -585,9 +582,9 @@ def architecture_of(raw: dict[str, Any]) -> str | None:
     kind = str(raw.get("model_type"))
     if isinstance(raw.get("text_config"), dict):
         return f"{kind}ForConditionalGeneration"
-    plain = re.sub("v1(dense|moe)", r"\1v1", kind.removesuffix("_text").replace("_", ""))
+    plain = re.sub("v1(dense|moe)", r"\1v1", re.sub("_text$|[_-]", "", kind))
     names = (*FAMILIES, *ALIASES)
-    return next((name for name in names if re.sub("ForCausalLM|LMHeadModel|_", "", name).lower() == plain), None)
+    return next((name for name in names if re.sub("ForCausalLM|LMHeadModel|Model$|_", "", name).lower() == plain), None)
 
 
 def family_of(architecture: Any, raw: dict[str, Any]) -> tuple[str, Literal["logits", "labels", "none"]]:
@@ -602,10 +599,11 @@ def family_of(architecture: Any, raw: dict[str, Any]) -> tuple[str, Literal["log
     if name in REWARDS:
         return "Qwen2ForCausalLM", "labels"
     for ending, head in HEADS.items():
-        for full in ("ForCausalLM", "LMHeadModel"):
-            if name.endswith(ending) and name.removesuffix(ending) + full in FAMILIES:
-                return name.removesuffix(ending) + full, head
-    short = [family.removesuffix("ForCausalLM").removesuffix("LMHeadModel") for family in FAMILIES]
+        for full in FULL:
+            family = name.removesuffix(ending) + full
+            if name.endswith(ending) and family in FAMILIES and not (head == "logits" and FAMILIES[family].encoder):
+                return family, head
+    short = [re.sub("|".join(FULL), "", family) for family in FAMILIES]
     base = re.sub("|".join(HEADS), "", name)
     near = difflib.get_close_matches(base, short, 3, 0.5) if architecture else []
     kind = architecture or raw.get("model_type")
@@ -623,6 +621,8 @@ def is_of_another_half(saved: str, row: Family) -> bool:
 def our_name(saved: str, wanted: Collection[str]) -> str | None:
     """The name by which a tensor of a checkpoint is wanted, if it is."""
     saved = WRAPPERS.sub("", saved)
+    for old, new in OLD_NORMS.items():
+        saved = saved.replace(old, new)
     for prefix in PREFIXES:
         if saved.startswith(prefix) and (name := saved.removeprefix(prefix)) in wanted:
             return name

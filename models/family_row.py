@@ -9,7 +9,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 # Where a part of the model stands in a checkpoint, without ".weight" and ".bias", and without the prefix before
 # "layers". A part that a row sets to None is not there. Norms stand where they are named: before attention or the MLP
@@ -18,6 +18,8 @@ NAMES: dict[str, str | None] = {
     "embed": "embed_tokens",
     "embed_norm": None,  # a norm of the embeddings
     "positions": None,  # a table of learned positions
+    "token_types": None,  # a table of the embeddings of a pair's texts: of the first one, and of the second
+    "distances": None,  # what attention's scores get by the distance of a key, for each head
     "norm": "norm", "head": "lm_head", "layer": "layers",
     "attn_in": "input_layernorm", "attn_out": None, "mlp_in": "post_attention_layernorm", "mlp_out": None,
     "qkv": None,  # q, k and v as one tensor; see `Family.qkv_groups`
@@ -25,6 +27,7 @@ NAMES: dict[str, str | None] = {
     "q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm", "sinks": "self_attn.sinks",
     "out_gate": None,  # the gate of attention's results, where it is not in the tensor of q
     "gate_up": None,  # gate and up as one tensor, one after the other
+    "up_gate": None,  # the same, where up comes first
     "gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj",
     "act": "mlp.act_fn",  # parameters of the activation
     "layer_scale": None,  # what the hidden states are multiplied by after a layer
@@ -40,6 +43,10 @@ NAMES: dict[str, str | None] = {
     "shared_gate": "mlp.shared_expert_gate",
     "delta": "linear_attn",  # all of a layer with the gated delta rule
 }  # fmt: skip
+SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "max_position_embeddings",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -73,9 +80,35 @@ class Routing:
     layers: Literal["all", "first_k_dense_replace", "decoder_sparse_step", "moe_layers", "moe_layer_interval"] = "all"
 
 
+class LabelRow(NamedTuple):
+    """A head for labels: out(norm(act(dense(x)))) of pooled hidden states x, where norm and dense may be missing. The
+    names are those of its tensors, without ".weight"."""
+
+    out: str
+    bias: bool = True  # of out
+    dense: str = ""
+    activation: str = ""  # of torch.nn.functional
+    norm: str = ""
+
+
+LABEL_HEADS = {
+    "score": LabelRow("score", bias=False),
+    "reward": LabelRow("score.2", dense="score.0", activation="relu"),
+    "pooler": LabelRow("classifier", dense="pooler.dense", activation="tanh"),
+    "first": LabelRow("classifier.out_proj", dense="classifier.dense", activation="tanh"),
+    "relu": LabelRow("classifier", dense="pre_classifier", activation="relu"),
+    "norm": LabelRow("classifier", dense="head.dense", activation="gelu", norm="head.norm"),
+}
+
+
+def sized(*sizes: int | None, **more: Any) -> dict[str, Any]:
+    """Defaults of a family whose files often leave out what is its default: `SIZES`, and more."""
+    return dict(zip(SIZES, sizes, strict=True)) | more
+
+
 @dataclass(frozen=True)
 class Family:
-    """Where a family of decoders departs from Llama. A string in the place of a bool is a field of config.json."""
+    """Where a family departs from Llama. A string in the place of a bool is a field of config.json."""
 
     names: dict[str, str | None] = field(default_factory=dict)  # where its parts stand, if not as in `NAMES`
     # Its names of fields that others call differently, and theirs; "" for one that it does not read.
@@ -90,9 +123,12 @@ class Family:
     unit_offset: bool = False  # norms' weights are stored less 1 (Gemma)
     parallel: bool | str = False  # attention and MLP start from the same hidden states, and are added to them together
     one_norm: bool = False  # where they do, they have the same norm
+    post_norm: bool = False  # `attn_out` and `mlp_out` are norms of the sum with the hidden states, which they replace
+    first_norm: bool = True  # False: layer 0 has no norm before attention (ModernBERT)
     qkv_bias: bool | str = False
     o_bias: bool | str = False
     mlp_bias: bool | str = False
+    down_bias: bool | str = False  # of the MLP's second product, where the first one has none
     head_bias: bool | str = False
     head_norm: Literal["", "rows", "columns"] = ""  # each of the head's is divided by its length (Baichuan 2, Ling)
     # The norm of q and k: over each "head" with the same weights, or with weights for all "heads"; over "all" heads
@@ -115,6 +151,8 @@ class Family:
     window: Literal["all", "listed", "qwen", "qwen2_moe", "pattern", "attention_types"] = "all"
     window_field: str = "sliding_window"  # where its size stands
     full_every: int = 0  # that n
+    full_first: bool = False  # the first one of each n sees all, not the last one
+    both_sides: bool = False  # in both directions the size of a window is that of both sides together
     # Whether the first layers, which have no experts, are counted apart: "prefix_dense_sliding_window_pattern" is their
     # n, and where it is 1 they have RoPE (Cohere 2 MoE).
     dense_prefix: bool = False
@@ -134,6 +172,13 @@ class Family:
     scaled_slopes: bool = False  # that is added before scores are scaled (Falcon)
     clip: str = ""  # the field of what queries, keys and values are cut to as they are projected
     position_offset: int = 0  # row of the table of learned positions that belongs to position 0
+    after_padding: bool = False  # that is the row after the padding token's id, and `max_position_embeddings` counts it
+    # An encoder: attention in both directions over whole prompts, of which nothing is kept. A decoder becomes one if
+    # config.json has `is_causal` false, or `use_bidirectional_attention` true.
+    encoder: bool = False
+    pooling: Literal["last", "mean", "cls"] = "last"  # of hidden states, where nothing else says it
+    label_head: str = "score"  # in `LABEL_HEADS`
+    label_bias: bool | str = True  # whether its dense product has a bias
     half: bool = False  # it is the text of a model that also sees or hears, which has other tensors, too
     image_layers: str | tuple[int, ...] = ()  # that do nothing without an image, and so are not there (Mllama)
     image_rows: int = 0  # of the table of embeddings, after those of the vocabulary; nor are these

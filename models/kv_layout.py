@@ -43,6 +43,8 @@ def layout_of(windows: Sequence[int], shapes: Sequence[tuple[int, ...]] = ()) ->
         windows: of each layer.
         shapes: what each layer holds of a token; by default a single number.
     """
+    if not windows:  # no layer keeps anything
+        return KVLayout(0, (), (), (), (), 0)
     alike = list(zip(windows, shapes or [(1,)] * len(windows), strict=True))
     counts = Counter(alike)
     order = sorted(counts, key=lambda kind: (kind[0] > 0, -kind[0]))
@@ -95,6 +97,8 @@ def part_of(whole: KVLayout, shapes: Sequence[tuple[int, ...]], held: Sequence[i
         shapes: what each layer of the whole model holds of a token.
         held: which of these layers the stage has, in order.
     """
+    if not whole.windows:
+        return whole
     alike = [(whole.windows[whole.places[i][0]], shapes[i]) for i in held]
     kinds = [*zip(whole.windows, whole.shapes, strict=True)]
     counts = Counter(alike)

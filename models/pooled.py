@@ -6,6 +6,7 @@ import os
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ from checkpoints.storage import opened
 from config import EngineConfig
 from layers import New, Owner
 from model_config import ModelConfig
-from models.families import REWARDS
+from models.family_row import LABEL_HEADS
 from models.pooling import MODULE_WEIGHTS, Dense, dense_layers
 from models.shares import Parts, Shares, TensorPart, TensorPiece
 from sampling_params import PoolingParams
@@ -28,40 +29,42 @@ if TYPE_CHECKING:
 
 
 class LabelHead(Owner):
-    """A classification head in float32, the same on each rank: one matrix, or two with biases and a ReLU between.
+    """A classification head in float32, the same on each rank, as its row of `LABEL_HEADS` says.
 
-    The matrix may be rows of a language model's head, for `ModelConfig.label_tokens`.
+    The last matrix may be rows of a language model's head, for `ModelConfig.label_tokens`.
     """
 
-    hidden: torch.Tensor | None = None
-
     def __init__(self, c: ModelConfig, new: New):
-        size, count = c.hidden_size, len(c.label_tokens or c.labels)
+        size, count, row = c.hidden_size, len(c.label_tokens or c.labels), LABEL_HEADS[c.row.label_head]
         self.tokens, self.vocab_size = c.label_tokens, c.vocab_size
         self.table = f"{c.row.name('embed' if c.tie_word_embeddings else 'head')}.weight"
-        self.out = new(count, size, dtype=torch.float32)
-        if c.architecture in REWARDS:
-            self.hidden, self.hidden_bias = (new(*shape, dtype=torch.float32) for shape in ((size, size), (size,)))
-            self.out_bias = new(count, dtype=torch.float32)
+        new = partial(new, dtype=torch.float32)
+        self.row, self.eps = row, c.norm_eps
+        self.out, self.out_bias = new(count, size), new(count) if row.bias else None
+        self.dense = new(size, size) if row.dense else None
+        self.dense_bias = new(size) if row.dense and c.row.label_bias else None
+        self.norm = new(size) if row.norm else None
+        self.norm_bias = new(size) if row.norm and c.row.norm_bias else None
 
     def parts(self, shares: Shares) -> Parts:
         if self.tokens:
             rows = zip(self.out.split(1), self.tokens, strict=True)
             pieces = tuple(TensorPiece(row, (slice(token, token + 1), slice(None))) for row, token in rows)
             return {self.table: TensorPart((self.vocab_size, self.out.shape[1]), pieces)}
-        if self.hidden is None:
-            return shares.parts({"score.weight": (self.out, "all")})
-        return shares.parts({
-            "score.0.weight": (self.hidden, "all"), "score.0.bias": (self.hidden_bias, "all"),
-            "score.2.weight": (self.out, "all"), "score.2.bias": (self.out_bias, "all"),
-        })  # fmt: skip
+        row = self.row
+        weights = {row.out: (self.out, self.out_bias), row.dense: (self.dense, self.dense_bias)}
+        weights[row.norm] = self.norm, self.norm_bias  # nothing of a name that is empty
+        names = {f"{name}.weight": (weight, "all") for name, (weight, _) in weights.items()}
+        return shares.parts(names | {f"{name}.bias": (bias, "all") for name, (_, bias) in weights.items()})
 
     def __call__(self, pooled: torch.Tensor) -> torch.Tensor:
         """The outputs [B, labels] for pooled hidden states [B, hidden]."""
-        if self.hidden is None:
-            outputs = F.linear(pooled, self.out)
-            return outputs[..., 1:] - outputs[..., :1] if len(self.tokens) == 2 else outputs
-        return F.linear(F.linear(pooled, self.hidden, self.hidden_bias).relu(), self.out, self.out_bias)
+        if self.dense is not None:
+            pooled = getattr(F, self.row.activation)(F.linear(pooled, self.dense, self.dense_bias))
+        if self.norm is not None:
+            pooled = F.layer_norm(pooled, self.norm.shape, self.norm, self.norm_bias, self.eps)
+        outputs = F.linear(pooled, self.out, self.out_bias)
+        return outputs[..., 1:] - outputs[..., :1] if len(self.tokens) == 2 else outputs
 
 
 class Pooler:

@@ -62,14 +62,13 @@ def settle_task(config: EngineConfig, model_config: ModelConfig) -> tuple[Engine
     """
     folder, task, head = config.folder, config.task, model_config.head
     if task == "auto":
-        task = "embed" if is_sentence_transformer(folder) else "generate"
+        task = "embed" if is_sentence_transformer(folder) or model_config.row.encoder else "generate"
         if head == "labels":
             task = "score" if len(model_config.labels) == 1 else "classify"
     if task == "generate":
         if head != "logits":
-            raise ValueError(
-                f"task is 'generate'; {model_config.architecture} has no head for it, so it must be 'embed'"
-            )
+            why = "is an encoder" if model_config.row.encoder else "has no head for it"
+            raise ValueError(f"task is 'generate'; {model_config.architecture} {why}, so it must be 'embed'")
         return dataclasses.replace(config, task=task), model_config
     if task in ("score", "classify") and head != "labels":
         raise ValueError(
@@ -81,13 +80,13 @@ def settle_task(config: EngineConfig, model_config: ModelConfig) -> tuple[Engine
     if config.preemption_mode == "swap":
         raise ValueError(f"preemption_mode is 'swap'; with the task {task!r} nothing is preempted")
     pooling, normalize, longest = config.pooling_type, model_config.normalize, config.max_model_len
-    size, kinds = model_config.hidden_size, ("last" if pooling == "auto" else pooling,)
+    size, kinds = model_config.hidden_size, (model_config.row.pooling if pooling == "auto" else pooling,)
     if task == "embed":
         head = "none"
         if normalize is None:
             normalize = read_modules(folder)[-1][0] == "Normalize" or read_modules(folder)[1][0] == "Dense"
         if pooling == "auto":
-            kinds = poolings_of(folder)
+            kinds = poolings_of(folder, model_config.row.pooling)
         size = [size * len(kinds), *(dense.outputs for dense in dense_layers(folder, size * len(kinds)))][-1]
         if longest is None:
             longest = trained_length(folder, model_config.max_position)
@@ -137,9 +136,9 @@ def module_files(folder: str) -> list[str]:
     return [f"{place}/{name}" for _, place in listed if place for name in ("config.json", *MODULE_WEIGHTS)]
 
 
-def poolings_of(folder: str) -> tuple[Any, ...]:
-    """The kinds of pooling that a folder asks for, whose vectors follow one another; the last token's where nothing
-    says so.
+def poolings_of(folder: str, usual: str) -> tuple[Any, ...]:
+    """The kinds of pooling that a folder asks for, whose vectors follow one another; the `usual` one where nothing says
+    so.
 
     Raises:
         ValueError: one of them is none that Manta has, or it leaves out the tokens of a prompt.
@@ -147,7 +146,7 @@ def poolings_of(folder: str) -> tuple[Any, ...]:
     kind, place = read_modules(folder)[1]
     name = os.path.join(place, "config.json")
     if kind != "Pooling" or not (raw := read_json(folder, name, {})):
-        return ("last",)
+        return (usual,)
     modes = raw.get("pooling_mode") or [mode for mode in OLD_MODES if raw.get("pooling_mode_" + mode)] or "mean"
     modes = [THEIRS.sub("", str(mode)) for mode in (modes if isinstance(modes, list) else [modes])]
     if set(modes) - set(POOLINGS):
@@ -238,6 +237,9 @@ def check_pooling(
     if pooling.task == "token_embed" and len(model_config.poolings) > 1:
         kinds = "+".join(model_config.poolings)
         raise ValueError(f"task is 'token_embed'; this model pools by {kinds}, so its tokens have no embeddings")
+    if (second := pooling.second_text) is not None and (model_config.token_types < 2 or second < 0):
+        allowed = "from 0" if model_config.token_types > 1 else "left out, because the model has no types of tokens"
+        raise ValueError(f"second_text is {second}; it must be {allowed}")
     if pooling.dimensions is None:
         return
     if config.task != "embed":
@@ -260,5 +262,6 @@ def task_facts(config: EngineConfig, model_config: ModelConfig) -> dict[str, Any
         "prompts": prompts,
         "default_prompt_name": default,
         "pair_template": model_config.pair_template,
+        "token_types": model_config.token_types,
         "cuts_texts": config.task == "embed" and is_sentence_transformer(config.folder),
     }

@@ -36,9 +36,11 @@ ACTIVATIONS = {  # config.json's names and ours
 }  # fmt: skip
 GATES = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 TRUTHS = (  # fields of a row that are true or false once config.json has been read
-    "norm_weight", "norm_bias", "parallel", "qkv_bias", "o_bias", "mlp_bias", "head_bias", "has_qk_norm", "interleaved",
-    "tied_values", "wide_mlp", "alibi",
+    "norm_weight", "norm_bias", "parallel", "qkv_bias", "o_bias", "mlp_bias", "down_bias", "head_bias", "has_qk_norm",
+    "interleaved", "tied_values", "wide_mlp", "alibi", "label_bias",
 )  # fmt: skip
+# Fields of a row that go with causal attention alone.
+CAUSAL = ("latent", "delta", "sinks", "alibi", "chunked", "kv_shared", "streams", "layer_inputs", "half")
 EXPERT_GATES = ("silu", "gelu_tanh")  # see `reference.expert_gate_up`
 BESIDE_TEXT = ("tie_word_embeddings", "torch_dtype", "dtype", "eos_token_id", "quantization_config")
 HALVES = (*FIELDS, "thinker_config")  # the last one has a text_config of its own (Qwen Omni)
@@ -142,8 +144,6 @@ class ConfigReader:
     def config(self) -> ModelConfig:
         """The shape that it describes."""
         f, row = self.fields, self.row
-        if f.value("is_causal", bool) is False or f.get("use_bidirectional_attention") is True:
-            raise ValueError("config.json asks for attention in both directions; Manta has only causal attention")
         vocab_size, latent = f.whole("vocab_size", 1, 2**24), self.latent
         experts, expert_layers = self.experts()
         scale, (names, label_kind) = self.attention_scale(), outputs_of(self)
@@ -192,6 +192,7 @@ class ConfigReader:
             pair_template=f.get("pair_template") or "",
             quantization=read_quantization(f.get("quantization_config") or f.get("quantization")),  # MLX's
             notes=tuple(self.notes),
+            token_types=f.whole("type_vocab_size", 0, 1024, 0) if row.name("token_types") else 0,
             ahead=max(f.whole(name, 0, 1024, 1 if experts else 0) for name in AHEAD),
         )
         f.check_rest(self.head_dim)
@@ -214,6 +215,15 @@ class ConfigReader:
         row = row.but(**{name: f.truth(getattr(row, name)) for name in TRUTHS})
         if not row.has_qk_norm:
             row = row.but(qk_norm="")
+        row = self.in_both_directions(row)
+        if row.after_padding:
+            row = row.but(position_offset=1 + f.whole("pad_token_id", 0, 2**24))
+        if row.name("token_types") and not f.whole("type_vocab_size", 0, 1024):
+            row = row.but(names={"token_types": None})
+        if self.architecture in REWARDS:
+            row = row.but(label_head="reward")
+        if self.head == "labels" and f.value("classifier_pooling", str) == "mean":
+            row = row.but(pooling="mean")
         if self.name == "FalconForCausalLM":
             new = f.truth("new_decoder_architecture")
             norms = f.whole("num_ln_in_parallel_attn", 1, 2, 2 if new else 1)
@@ -226,6 +236,22 @@ class ConfigReader:
         if self.name == "BailingMoeForCausalLM" and f.truth("norm_head"):
             row = row.but(head_norm="columns")
         return row.but(names={"mlp_in": None}) if row.parallel and row.one_norm else row
+
+    def in_both_directions(self, row: Family) -> Family:
+        """The row as that of an encoder, if config.json asks for one; a ValueError if its layers are causal alone."""
+        bools = (("is_causal", False), ("use_bidirectional_attention", True))
+        fields = [f"{name} {value}" for name, value in bools if self.fields.get(name) is value]
+        if row.encoder or not fields:
+            return row
+        causal = [name for name in CAUSAL if getattr(row, name)]
+        causal += ["attn_logit_softcapping"] * (cap(self.fields, row, "attn_logit_softcapping") > 0)
+        if causal:
+            raise ValueError(
+                f"config.json has {fields[0]}, so it asks for attention in both directions; Manta has only causal "
+                f"attention in {self.architecture}, whose family has {', '.join(causal)}"
+            )
+        self.head = "none" if self.head == "logits" else self.head
+        return row.but(encoder=True, pooling="last" if self.head == "labels" else "mean")
 
     # --- sizes --------------------------------------------------------------------------------------------------------
 
@@ -430,6 +456,8 @@ class ConfigReader:
         if row.delta:
             return (0,) * layers
         window = f.whole(row.window_field, 0, 2**31, 0)
+        if row.encoder and window:  # both ways; its own token counts
+            window = 1 + (window // 2 if row.both_sides else window)
         by_qwen = row.window.startswith("qwen") or row.rope == "listed"
         if by_qwen and not f.value("use_sliding_window", bool) and not row.chunked:
             window = 0
@@ -456,7 +484,8 @@ class ConfigReader:
         every = whole("sliding_window_pattern", pattern, 1, 1024, self.row.full_every)
         first = self.fields.whole("first_k_dense_replace", 0, 1024, 0) if self.row.dense_prefix else 0
         return [
-            (i + 1) % self.prefix_every == 0 if i < first else (i - first + 1) % every == 0 for i in range(self.layers)
+            (i + 1) % self.prefix_every == 0 if i < first else (i - first + (not self.row.full_first)) % every == 0
+            for i in range(self.layers)
         ]
 
     @cached_property
@@ -489,6 +518,8 @@ class ConfigReader:
     def max_position(self) -> int:
         """Tokens of context, as the RoPE that reaches farthest has them."""
         trained = self.fields.whole("max_position_embeddings", 2, MAX_CONTEXT)
+        if self.row.after_padding and (trained := trained - self.row.position_offset) < 2:
+            raise ValueError(f"config.json: max_position_embeddings leaves {trained} positions; it must leave 2")
         if dual := self.fields.value("dual_chunk_attention_config", dict):  # in one chunk it is plain attention
             chunk, near = (whole(name, dual.get(name), 0, MAX_CONTEXT) for name in ("chunk_size", "local_size"))
             if (plain := max(2, chunk - near)) < trained:

@@ -12,7 +12,7 @@ from models.config_fields import number, typed, whole
 if TYPE_CHECKING:
     from models.read_config import ConfigReader
 
-ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
+ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional", "ntk")
 WINDOWED = ("sliding_attention", "chunked_attention")
 LAYER_TYPES = ("full_attention", *WINDOWED)
 
@@ -91,6 +91,8 @@ def read_rope(
                       ("mscale_all_dim", 0)):  # fmt: skip
         if says.get(name) is not None:
             scaling[name] = number(name, says[name], low, 1e3)
+    if kind == "ntk" and says.get("mixed_b") is not None:
+        raise ValueError(f"config.json: mixed_b is {says['mixed_b']!r:.80}; Manta has RoPE of type 'ntk' without it")
     if kind == "dynamic" and dim == 2:
         raise ValueError("config.json asks for dynamic RoPE of 2 elements of a head; it needs 4")
     if kind == "dynamic" and says.get("alpha"):  # HunYuan's: as if theta were larger, at any length

@@ -46,7 +46,11 @@ def rope_frequencies(rope: Rope, length: int) -> tuple[torch.Tensor, float]:
     if kind == "dynamic":  # NTK-aware (bloc97 and emozilla, 2023): it stretches high frequencies the least
         stretch = factor * max(length, trained) / trained - (factor - 1)
         theta = theta * stretch ** (dim / (dim - 2))
+    if kind == "ntk":  # GTE's: as if theta were larger, and all frequencies smaller
+        theta *= factor
     frequencies = 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    if kind == "ntk":
+        return frequencies / factor ** (2 / dim), 1.0
     if kind == "linear":
         return frequencies / factor, 1.0
     if kind == "proportional":  # Gemma 4: low frequencies do not turn at all

@@ -147,8 +147,13 @@ def counted(count: int, what: str) -> str:
 def start_log(facts: dict[str, Any], workers: str) -> str:
     """The lines at the start, from an engine's facts and its executor's `note`."""
     f = facts
-    fit, kinds = f["num_blocks"] // f["blocks_per_request"], len(f["windows"])
+    fit, kinds = f["num_blocks"] // (f["blocks_per_request"] or 1), len(f["windows"])
     of = f" = {f['num_blocks'] * f['block_size']:,} tokens" if kinds == 1 else f" for {kinds} kinds of layers"
+    cache = (
+        f"{f['num_blocks']:,} blocks of {f['block_size']}{of} in {f['kv_bytes'] / 2**20:,.0f} MiB: "
+        f"{counted(fit, 'request')} at the full length of {f['max_model_len']:,}"
+    )
+    cache = cache if kinds else f"none: prompts of up to {f['max_model_len']:,} tokens run whole"
     compiled = f", norms, RoPE and activations compiled in {f['compile_seconds']:.1f} s" if f["compile_seconds"] else ""
     notes = "".join(f"  note      {note}\n" for note in f["notes"])
     return (
@@ -157,9 +162,7 @@ def start_log(facts: dict[str, Any], workers: str) -> str:
         f"{notes}"
         f"  device    {f['device']}, backend {f['backend']}{compiled}{workers}\n"
         f"{memory_note(f['memory'])}"
-        f"  KV cache  {f['num_blocks']:,} blocks of {f['block_size']}{of} in "
-        f"{f['kv_bytes'] / 2**20:,.0f} MiB: {counted(fit, 'request')} at the full length of "
-        f"{f['max_model_len']:,}\n"
+        f"  KV cache  {cache}\n"
         f"{f['kv_disk']['note'] if f.get('kv_disk') else ''}"
         f"  start-up  {', '.join(f'{phase} {seconds:.2f} s' for phase, seconds in f['startup'].items())}"
     )

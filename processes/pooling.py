@@ -157,10 +157,12 @@ class PoolingFaces:
         if facts["task"] == "score":
             before = opening(facts, prompt_name) if instruction is None else instruction
             pairs = [pair_parts(facts, encoder, a, b, before) for a, b in zip(first, second, strict=True)]
-            ids = [encoder.encode_parts(pair, keep, "right")[0] for pair in pairs]
-            if keep is not None and (longest := max(map(len, ids))) > keep:
+            encoded = [encoder.encode_parts(pair, keep, "right") for pair in pairs]
+            if keep is not None and (longest := max(len(ids) for ids, _, _ in encoded)) > keep:
                 raise ValueError(f"truncate_prompt_tokens is {keep}; a query with its template has {longest} tokens")
-            results = self._pool(ids, pooling_params, use_tqdm)
+            params, typed = pooling_params or PoolingParams(), facts["token_types"] > 1
+            pooling = [dataclasses.replace(params, second_text=at) if typed else params for _, _, at in encoded]
+            results = self._pool([ids for ids, _, _ in encoded], pooling, use_tqdm)
             return [one.having(ScoringOutput(*one.outputs.data or [math.nan])) for one in results]  # it has one label
         if instruction is not None:
             raise ValueError(f"instruction is {instruction!r:.80}; it is for models that score pairs, not embedders")

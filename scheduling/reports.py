@@ -114,7 +114,7 @@ class Reports:
             "num_requests_waiting": sum(waiting.values()),
             "num_requests_waiting_by_reason": waiting,
             "num_requests_swapped": len(scheduler.swapped),
-            "kv_cache_usage_perc": 1 - blocks.num_free / blocks.num_blocks,
+            "kv_cache_usage_perc": 1 - blocks.num_free / blocks.num_blocks if blocks.num_blocks else 0.0,
             **scheduler.stats.plain(),
         }
 

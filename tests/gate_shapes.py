@@ -113,6 +113,32 @@ LATENT = (
 )
 
 
+class Encoder(NamedTuple):
+    """The sizes of an encoder's attention."""
+
+    name: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+    window: int = 0
+    reach: int = 0  # of biases by distance; 0: there are none
+    dtype: torch.dtype = torch.bfloat16
+
+
+ENCODERS = (
+    Encoder("minilm-l6", 12, 12, 32, dtype=torch.float16),
+    Encoder("mpnet-base", 12, 12, 64, reach=128),
+    Encoder("modernbert-base", 12, 12, 64, window=65),
+    Encoder("embeddinggemma-300m", 3, 1, 256),
+    Encoder("embeddinggemma-300m-window", 3, 1, 256, window=257),
+    Encoder("encoder-fp32", 12, 12, 32, dtype=torch.float32),
+    *(Encoder(f"encoder-d{d}", 16, 8, d) for d in (48, 72, 80, 96, 128)),
+    *(Encoder(f"encoder-d{d}-every", 16, 8, d, 300, 128) for d in (32, 64, 80, 128, 256)),
+    *(Encoder(f"encoder-d{d}-every-fp32", 16, 8, d, 300, 128, torch.float32) for d in (32, 64, 80, 128, 256)),
+    *(Encoder(f"encoder-d{d}-fp32", 16, 8, d, 300, 0, torch.float32) for d in (64, 128, 256)),
+)
+
+
 class Experts(NamedTuple):
     """The sizes of a layer of experts and its router's arguments."""
 

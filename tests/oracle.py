@@ -14,8 +14,9 @@ A case without one is a model of transformers. `FOLDER/<name>` gets a checkpoint
 of the prompts that the case's `generated` names. By `margins{i}` each of these tokens is likelier than the next one.
 Entry j of the case's `beams` is a dict of arguments of `generate`: its answers to prompt i are `beams{j}.{i}`, one a
 row, filled up with -1, and their scores `scores{j}.{i}`.
-A case with a `head` is saved without one for logits: `AutoModel`, or `AutoModelForSequenceClassification`. Of it there
-are the hidden states `hidden{i}` of each prompt, or what the classification head says of it, `labels{i}`.
+A case with a `head` is an `AutoModel`, an `AutoModelForSequenceClassification` or an `AutoModelForMaskedLM`. Of it
+there are the hidden states `hidden{i}` of each prompt, or what the classification head says of it, `labels{i}`. By the
+number of a prompt, `seconds` has the first token of the second type.
 Of the parameters that `zeros` names the last inputs are 0, from its number on.
 With `exact`, `exact{i}` are the logits of float64, as far as transformers computes in it.
 For each length of the case's `tables`, `table{length}` has cos | sin of that many positions.
@@ -66,8 +67,12 @@ def make(name: str, case: dict, folder: Path) -> None:
     attention = "sdpa" if case.get("shape", {}).get("alibi") else "eager"  # Falcon's eager attention adds ALiBi twice
     model = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention, **options)
     if "head" in case:
+        body = model.base_model if "MaskedLM" in case["head"] else model
+        inputs = [{"input_ids": torch.tensor([prompt])} for prompt in case["prompts"]]
+        for i, second in case.get("seconds", {}).items():
+            inputs[int(i)]["token_type_ids"] = (torch.arange(len(case["prompts"][int(i)])) >= second).long()[None]
         with torch.no_grad():
-            outputs = [model(torch.tensor([prompt])) for prompt in case["prompts"]]
+            outputs = [body(**kwargs) for kwargs in inputs]
         results = {
             f"labels{i}" if "logits" in output else f"hidden{i}": output[0][0].contiguous()
             for i, output in enumerate(outputs)

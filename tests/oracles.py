@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -236,6 +237,33 @@ def attention(
     return torch.einsum("htl,lhd->thd", scores.softmax(-1)[:, :, :length], v)
 
 
+def encode(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    window: int = 0,
+    biases: torch.Tensor | None = None,
+    naive: bool = False,
+) -> torch.Tensor:
+    """Attention in both directions of q [n, H, D] to k and v [n, KV, D], the tokens of a prompt."""
+    q, k, v = (x.to(q.dtype if naive else torch.float64) for x in (q, k, v))
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    scores = torch.einsum("thd,lhd->htl", q, k) * scale
+    for i, j in itertools.product(range(len(q)), repeat=2):
+        if biases is not None:
+            reach = biases.shape[1] // 2
+            scores[:, i, j] += biases[:, max(-reach, min(j - i, reach)) + reach].to(scores)
+        if window and abs(i - j) >= window:
+            scores[:, i, j] = -torch.inf
+    return torch.einsum("htl,lhd->thd", scores.softmax(-1), v)
+
+
+def encoded(ops: ModuleType, *args: Any) -> torch.Tensor:
+    """attention_encode of the module `ops` for rows whose two parts come after q, k and v."""
+    return ops.attention_encode(*args[:3], args[3:5], *args[5:])
+
+
 def decode(
     ops: ModuleType,
     q: torch.Tensor,
@@ -262,8 +290,8 @@ def prefill(ops: ModuleType, q: torch.Tensor, kv: torch.Tensor, *args: Any) -> t
 
 
 def call(ops: ModuleType, op: str) -> Callable[..., Any]:
-    """ops.<op>; attention_decode makes its own plan, and attention_prefill its rows."""
-    made = {"attention_decode": decode, "attention_prefill": prefill}
+    """ops.<op>; attention_decode makes its own plan, and attention_prefill and attention_encode their rows."""
+    made = {"attention_decode": decode, "attention_prefill": prefill, "attention_encode": encoded}
     return functools.partial(made[op], ops) if op in made else getattr(ops, op)
 
 

@@ -21,6 +21,8 @@ from typing import Any
 
 import pytest
 
+from encoder_cases import ENCODERS
+
 TESTS = Path(__file__).parent
 DATA = TESTS / "data"
 NEW = 64  # tokens that transformers goes on with
@@ -563,7 +565,8 @@ def rename(folder: Path, case: Fields) -> None:
 # --- all of them ------------------------------------------------------------------------------------------------------
 
 GROUPS = {
-    "families": FAMILIES, "remote": REMOTE, "llamas": LLAMAS, "pooled": POOLED, "beams": SEARCHED,
+    "families": FAMILIES, "remote": REMOTE, "llamas": LLAMAS, "pooled": POOLED, "encoders": ENCODERS,
+    "beams": SEARCHED,
 }  # fmt: skip
 KEPT = {
     "families": (
@@ -572,6 +575,8 @@ KEPT = {
     "remote": (),
     "llamas": ("llama-gqa-llama3-rope-tied", "llama-longrope", "qwen2-sharded-tied"),
     "pooled": ("qwen3", "labels-3"),
+    "encoders": (
+        "bert", "bert-score", "xlm-roberta", "distilbert", "mpnet", "nomic", "modernbert", "gte", "embedding-gemma"),
     "beams": ("llama",),
 }  # fmt: skip
 
@@ -579,8 +584,9 @@ KEPT = {
 def ask() -> None:
     """Add to each case what transformers is asked: prompts of tokens, how many tokens more, and beams."""
     lengths = {"families": (7, 41), "remote": (7, 41), "pooled": (1, 7, 41, 100, 1, 64), "beams": (1, 7, 23)}
+    lengths["encoders"] = 1, 2, 7, 17, 64, 100, 200, 41, 9
     for group, cases in GROUPS.items():
-        first = int(group == "families")
+        first = {"families": 1, "encoders": 4}.get(group, 0)  # others may be paddings
         for name, entry in cases.items():
             rng, vocab = random.Random(name), entry["shape"]["vocab_size"]  # a new case changes no other one's prompts
             entry["prompts"] = [[rng.randrange(first, vocab) for _ in range(n)] for n in lengths.get(group, (1, 7, 41))]

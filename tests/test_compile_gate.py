@@ -27,6 +27,7 @@ from gate_shapes import (
     ATTENTION,
     CODED,
     DELTA,
+    ENCODERS,
     EXPERTS,
     KV8,
     LATENT,
@@ -37,6 +38,7 @@ from gate_shapes import (
     WHOLE,
     Coded,
     Delta,
+    Encoder,
     Experts,
     Lora,
     Shape,
@@ -46,7 +48,7 @@ from gate_shapes import (
 SHARED_LIMIT = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 103: 232448, 120: 101376, 121: 101376}
 REGISTERS = 64 * 1024  # that a processor has
 SHARDS = 2
-KERNELS = 41
+KERNELS = 42
 OLDEST = "3.6.0"  # Triton that requirements.txt allows
 BRIEF: dict[int, tuple[str, ...]] = {
     # These launch every kernel.
@@ -65,6 +67,9 @@ BRIEF: dict[int, tuple[str, ...]] = {
         "qwen3-30b-a3b-int4",
         "deepseek-v3-fp8",
         "d128-kv8",
+        "minilm-l6",
+        "mpnet-base",
+        "modernbert-base",
     ),
     86: ("gemma3-4b",),  # whose prefill needs most of the shared memory there
 }
@@ -196,6 +201,14 @@ def latents(s: Shape, tables: torch.Tensor, ints: torch.Tensor) -> Iterator[Call
     yield lambda ops: ops.attention_prefill(plain, pages, (tables, ints[:1], ints[:1], ints[:2], 2), scale, 0)
 
 
+def encoder_launches(s: Encoder) -> Iterator[Callable[[Any], object]]:
+    """Attention of an encoder, of views of one product."""
+    qkv = torch.zeros(2, s.heads + 2 * s.kv_heads, s.head_dim, dtype=s.dtype)
+    parts = qkv.split((s.heads, s.kv_heads, s.kv_heads), dim=1)
+    rows, biases = (torch.zeros(2, dtype=torch.int32), 2), torch.zeros(s.heads, 2 * s.reach + 1) if s.reach else None
+    yield lambda ops: ops.attention_encode(*parts, rows, 0.1, s.window, biases)
+
+
 def delta_launches(s: Delta) -> Iterator[Callable[[Any], object]]:
     """What a gated delta-rule layer launches, for a row of one token and a longer one, for rows with drafts, and the
     gate of attention."""
@@ -261,6 +274,8 @@ def all_launches(whole: bool) -> Iterator[tuple[str, Iterator[Callable[[Any], ob
     """The name of each shape, and calls of all launchers that it has."""
     for shape in (*WHOLE, *ATTENTION, *KV8, *LATENT):
         yield shape.name, launches(shape, shape not in WHOLE, whole)
+    for encoder in ENCODERS:
+        yield encoder.name, encoder_launches(encoder)
     for experts in EXPERTS:
         yield experts.name, expert_launches(experts, whole)
     for delta in DELTA:
@@ -558,7 +573,7 @@ def test_shared_memory_fits(gate: list[dict[str, Any]]) -> None:
     assert not [r for r in gate if r["shared"] > SHARED_LIMIT[r["arch"]]]
 
 
-@pytest.mark.parametrize("name", ["attention_prefill", "linear", "quantized_linear"])
+@pytest.mark.parametrize("name", ["attention_prefill", "attention_encode", "linear", "quantized_linear"])
 def test_the_warp_group_matrix_unit_is_used(gate: list[dict[str, Any]], name: str) -> None:
     found = [r for r in gate if r["arch"] == 90 and r["kernel"].startswith(name)]
     found = [r for r in found if "fp32" not in r["kernel"] and "d512" not in r["kernel"]]  # see _prefill_tile

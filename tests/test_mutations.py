@@ -26,10 +26,10 @@ import test_lora
 import test_matmul
 import test_quantized
 import test_reference
-from ops import delta, drafts, experts, latent, lora, matmul, quantized, sampling
+from ops import delta, drafts, encode, experts, latent, lora, matmul, quantized, sampling
 
 PLAN_DECODE = test_kernels.test_plan_decode_counts_the_tiles_that_hold_a_key
-HOMES = (delta, drafts, experts, kernels, latent, lora, matmul, quantized, sampling)
+HOMES = (delta, drafts, encode, experts, kernels, latent, lora, matmul, quantized, sampling)
 # The kernel (and of what, where it has several), what stands in it, what is put there, and the test whose chosen
 # examples see it. Where a test has none, one of its cases follows.
 MUTATIONS: dict[str, tuple[Any, ...]] = {
@@ -85,6 +85,10 @@ MUTATIONS: dict[str, tuple[Any, ...]] = {
     "attention_prefill, in FP8": ("scale *= tl.load(kv_scales)", "scale *= 1.0", test_reference.test_attention_prefill),
     "attention_prefill, of chunks": (
         "tl.maximum(i_end - 1, 0), WINDOW", "tl.maximum(i_low, 0), WINDOW", test_reference.test_attention_prefill),
+    "attention_encode": (
+        "i_tile + TOKENS - 1 + WINDOW", "i_tile + TOKENS - 2 + WINDOW", test_reference.test_attention_encode),
+    "attention_encode, of no prompt": ("i_start + i_tile, num_tokens", "i_start + i_tile, num_tokens - TOKENS",
+        test_reference.test_attention_encode),
     "mask_words": (
         "o_at < i_known", "o_at < i_known - 1", test_kernels_sampling.test_one_word_that_matches_bars_its_end, (1,)),
     "mask_words, of drafts": ("i_slot * MASKS + n", "i_slot * MASKS", test_kernels_sampling.test_mask_words),

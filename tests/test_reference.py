@@ -334,6 +334,55 @@ def test_attention_prefill(
             oracles.check_error(got[tokens], oracles.attention(*args), oracles.attention(*args, naive=True))
 
 
+@tried(
+    st.lists(st.integers(0, 80) | st.sampled_from([1, 32, 64, 65, 150]), min_size=1, max_size=4),
+    st.sampled_from([(1, 1, 32), (6, 2, 32), (4, 4, 48), (3, 1, 72), (5, 1, 80), (2, 2, 96), (4, 2, 128)]),
+    dtypes,
+    WINDOWS,
+    st.sampled_from([0, 0, 1, 9, 100]),
+    st.booleans(),
+    on=[
+        ([5, 0, 64, 1, 65], (6, 2, 32), F32, 0, 0, False),
+        ([33, 33, 150], (3, 1, 48), F32, 20, 0, True),
+        ([32, 3], (2, 2, 72), BF16, 1, 0, False),
+        ([150, 2, 96], (2, 1, 80), F32, 60, 9, True),
+        ([130, 7], (2, 2, 32), F16, 200, 100, False),
+    ],
+    drawn=45,
+)
+def test_attention_encode(
+    ops: ModuleType,
+    place: str,
+    lengths: list[int],
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    window: int,
+    reach: int,
+    transposed: bool,
+) -> None:
+    """Of parts of one product, or keys and values that lie by heads. All that is of no prompt is NaN."""
+    (heads, kv_heads, d), tokens, starts = shape, sum(lengths), ints(0, *np.cumsum(lengths).tolist())
+    qkv = torch.randn(tokens + 200, heads + 2 * kv_heads, d).to(dtype)
+    qkv[tokens:] = float("nan")
+    q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
+    if transposed:
+        k, v = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (k, v))
+    options = d**-0.5, window, torch.randn(heads, 2 * reach + 1) * 2 if reach else None
+    empty = torch.empty
+    with pytest.MonkeyPatch.context() as patch:  # what an op does not write stays NaN
+        patch.setattr(torch, "empty", lambda *args, **more: empty(*args, **more).fill_(float("nan")))
+        got = oracles.run(ops, "attention_encode", place, q, k, v, starts, max(lengths), *options)
+    assert got.is_contiguous() and got.dtype == dtype and not got[tokens:].any()
+    for begin, end in itertools.pairwise(starts.tolist()):
+        one = [x[begin:end] for x in (q, k, v)]
+        if begin < end:
+            want, naive = (oracles.encode(*one, *options, naive) for naive in (False, True))
+            oracles.check_error(got[begin:end], want, naive)
+        if begin < end and ops is not reference:  # other prompts change no bit
+            alone = oracles.run(ops, "attention_encode", place, *one, ints(0, end - begin), end - begin, *options)
+            assert torch.equal(got[begin:end], alone)
+
+
 def test_uniform_is_philox() -> None:
     seeds = torch.tensor([0, 1, -1, 2**32, 2**63 - 1, -(2**63), 987654321987654321])
     for position in (0, 1, 2, 4095, 2**20, 2**31 - 1):

@@ -1,9 +1,10 @@
 """Vocabularies in other files than `tokenizer.json`, made into the same `tokenizers.Tokenizer` when they are loaded.
 
 `tokenizer.model` is SentencePiece's (Llama 2, Mistral 7B, Gemma), `tekken.json` is Mistral's list of byte strings that
-tiktoken ranks, as Kimi's `tiktoken.model`, Qwen 1's `qwen.tiktoken` and GLM-4's `tokenizer.model` are, and `vocab.json`
-with `merges.txt` is GPT-2's byte-level BPE. The JSON files beside them, or beside `tokenizer.json`, add tokens and say
-which are special. A vocabulary that would not give the ids of its own library is refused, and the error says why.
+tiktoken ranks, as Kimi's `tiktoken.model`, Qwen 1's `qwen.tiktoken` and GLM-4's `tokenizer.model` are, `vocab.json`
+with `merges.txt` is GPT-2's byte-level BPE, and `vocab.txt` is BERT's WordPiece. The JSON files beside them, or beside
+`tokenizer.json`, add tokens and say which are special. A vocabulary that would not give the ids of its own library is
+refused, and the error says why.
 """
 
 from __future__ import annotations
@@ -54,7 +55,17 @@ AFTER = {  # special tokens that classes have after their files'; {} is the id
 }  # fmt: skip
 BEFORE = {"ChatGLMTokenizer": ["[gMASK]", "sop"], "ChatGLM4Tokenizer": ["[gMASK]", "<sop>"]}  # in front of each text
 # How the classes of tokenizers that are saved as vocab.json and merges.txt split a text; None is GPT-2's own way.
-SPLITS = {"GPT2Tokenizer": None, "CodeGenTokenizer": None, "Qwen2Tokenizer": QWEN2}
+SPLITS = {"GPT2Tokenizer": None, "CodeGenTokenizer": None, "RobertaTokenizer": None, "Qwen2Tokenizer": QWEN2}
+BERT = {"cls_token": "[CLS]", "sep_token": "[SEP]", "unk_token": "[UNK]", "pad_token": "[PAD]", "mask_token": "[MASK]"}
+ROBERTA = {
+    "bos_token": "<s>", "cls_token": "<s>", "eos_token": "</s>", "sep_token": "</s>", "unk_token": "<unk>",
+    "pad_token": "<pad>", "mask_token": "<mask>",
+}  # fmt: skip
+# The special tokens of classes of encoders, where no file names others.
+ENCODERS = {
+    **dict.fromkeys(("BertTokenizer", "DistilBertTokenizer"), BERT), "RobertaTokenizer": ROBERTA,
+    "MPNetTokenizer": ROBERTA | {"unk_token": "[UNK]"},
+}  # fmt: skip
 WITHOUT_PREFIX = ("", "PreTrainedTokenizer", "TokenizersBackend", "GemmaTokenizer")  # classes without add_prefix_space
 
 
@@ -335,11 +346,33 @@ def read_merges(path: Path, settings: Settings) -> tuple[Tokenizer, dict[str, st
         raise ValueError(f"merges.txt has the line {' '.join(malformed)!r:.80}; a line must have two tokens")
     vocab = read_json(str(path.parent), path.name)
     tokenizer = byte_level(vocab, merges, SPLITS[kind], bool(settings.config.get("add_prefix_space")))
-    names, added = {}, {}
-    if kind != "Qwen2Tokenizer" and not settings.names and "<|endoftext|>" in vocab:  # GPT-2 has no file that says so
+    names, added = ENCODERS.get(kind, {}), {}
+    if (
+        kind not in ("Qwen2Tokenizer", "RobertaTokenizer") and not settings.names and "<|endoftext|>" in vocab
+    ):  # GPT-2 has no file that says so
         names = {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>", "unk_token": "<|endoftext|>"}
         added = {vocab["<|endoftext|>"]: AddedToken("<|endoftext|>", special=True, normalized=False)}
-    return finish(tokenizer, settings, added, names, adds_bos=False)
+    return finish(tokenizer, settings, added, names, adds_bos=False, pairs=kind if kind in ENCODERS else "")
+
+
+def read_wordpiece(path: Path, settings: Settings) -> tuple[Tokenizer, dict[str, str]]:
+    """A `vocab.txt`: a token in each line, whose number is its id."""
+    config = settings.config
+    kind = str(config.get("tokenizer_class") or "BertTokenizer").removesuffix("Fast")
+    if kind not in ENCODERS or kind in SPLITS or config.get("do_basic_tokenize") is False:
+        kinds = ", ".join(ENCODERS.keys() - SPLITS)
+        raise ValueError(f"its tokenizer_class is {kind!r:.80}; Manta converts {kinds} with do_basic_tokenize")
+    vocab = {token: id for id, token in enumerate(path.read_text(encoding="utf-8").removesuffix("\n").split("\n"))}
+    names = ENCODERS[kind] | settings.names
+    tokenizer = Tokenizer(models.WordPiece(vocab, unk_token=names["unk_token"]))
+    chinese, lower = (config.get(name) is not False for name in ("tokenize_chinese_chars", "do_lower_case"))
+    tokenizer.normalizer = normalizers.BertNormalizer(True, chinese, config.get("strip_accents"), lower)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    added = {}
+    if kind == "MPNetTokenizer" and (id := vocab.get(names["mask_token"])) is not None:
+        added[id] = AddedToken(names["mask_token"], lstrip=True, special=True, normalized=False)
+    return finish(tokenizer, settings, added, names, adds_bos=False, pairs=kind)
 
 
 def read_tiktoken(path: Path, settings: Settings) -> tuple[Tokenizer, dict[str, str]]:
@@ -395,8 +428,9 @@ def merges_of(ranks: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def finish(
-    tokenizer: Tokenizer, settings: Settings, added: dict[int, AddedToken], names: dict[str, str], adds_bos: bool
-) -> tuple[Tokenizer, dict[str, str]]:
+    tokenizer: Tokenizer, settings: Settings, added: dict[int, AddedToken], names: dict[str, str], adds_bos: bool,
+    pairs: str = "",
+) -> tuple[Tokenizer, dict[str, str]]:  # fmt: skip
     """Add the tokens that the vocabulary and the files beside it name, and the tokens around each text.
 
     A ValueError: a token has another id in the vocabulary, or its id leaves a gap after the vocabulary.
@@ -405,6 +439,7 @@ def finish(
         added: of the vocabulary itself, by id.
         names: of the vocabulary itself; the files' names count more.
         adds_bos: whether a text gets a BOS where the files do not say so.
+        pairs: the class of an encoder, which has other tokens around a text, and between two.
     """
     kind = str(settings.config.get("tokenizer_class"))
     after = {  # letters in a word are no token
@@ -422,12 +457,14 @@ def finish(
     adds["bos_token"] = adds_bos if adds["bos_token"] is None else adds["bos_token"]
     bos, eos = ([names[name]] if adds[name] and name in names else [] for name in ("bos_token", "eos_token"))
     bos = BEFORE.get(kind, bos)
+    bos, eos = ([names["cls_token"]], [names["sep_token"]]) if pairs else (bos, eos)
     around = {text: tokenizer.token_to_id(text) for text in bos + eos}
     if missing := [text for text, id in around.items() if id is None]:
         raise ValueError(f"token {missing[0]!r:.80} goes around each text and is not in the vocabulary")
     if around:
         single = [*bos, "$A", *eos]
-        pair = single + [part.replace("$A", "$B") + ":1" for part in single]
+        between, type_of = (bos, ":1") if not pairs else ([], ":1") if ENCODERS[pairs] is BERT else (eos, "")
+        pair = single + [part + type_of for part in (*between, "$B", *eos)]
         tokenizer.post_processor = processors.TemplateProcessing(single, pair, list(around.items()))
     return tokenizer, names
 
@@ -442,4 +479,5 @@ def check_ids(tokenizer: Tokenizer, expected: dict[int, str]) -> None:
 READERS = {  # the first of them that is there counts
     "tokenizer.json": read_plain, "tekken.json": read_tekken, "tokenizer.model": read_sentencepiece,
     "tiktoken.model": read_tiktoken, "qwen.tiktoken": read_tiktoken, "vocab.json": read_merges,
+    "vocab.txt": read_wordpiece,
 }  # fmt: skip

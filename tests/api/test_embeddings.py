@@ -103,7 +103,7 @@ def test_pooling_may_name_the_task(engine: ScriptedClient, task: str, same: list
 
 def test_a_classifier_scores_pairs(engine: ScriptedClient) -> None:
     answer = post(serving(engine, "score", ("relevant",)), "/score", text_1=["a", "b"], text_2=["c", "d"]).json
-    assert [ids for ids, _ in engine.pooled] == [TOKENIZER.encode_pair("a", "c"), TOKENIZER.encode_pair("b", "d")]
+    assert [ids for ids, _ in engine.pooled] == [TOKENIZER.encode_pair("a", "c")[0], TOKENIZER.encode_pair("b", "d")[0]]
     assert [entry["score"] for entry in answer["data"]] == [floats(ids)[0] for ids, _ in engine.pooled]
 
 
@@ -113,7 +113,8 @@ def test_rerank(engine: ScriptedClient, route: str) -> None:
     http_client = serving(engine, "score", ("relevant",))
     answer = post(http_client, route, query="q", documents=documents).json
     scores = [(result["index"], result["relevance_score"]) for result in answer["results"]]
-    lengths = [float(len(TOKENIZER.encode_pair("q", text))) for text in ("x", documents[1]["text"], "x", "some words")]
+    texts = ("x", documents[1]["text"], "x", "some words")
+    lengths = [float(len(TOKENIZER.encode_pair("q", text)[0])) for text in texts]
     assert scores == sorted(enumerate(lengths), key=lambda item: (-item[1], item[0]))
     assert answer["results"][0]["document"] == {"text": documents[1]["text"]}
     count = int(sum(lengths))
@@ -196,7 +197,7 @@ def test_pairs_begin_with_the_models_prompt(engine: ScriptedClient, route: str) 
     http_client = client_of(engine, FACTS | SAID | {"task": "score", "labels": ("relevant",), "vector_size": 32})
     for fields, before in (({}, "Find: "), ({"prompt_name": "query"}, "Find: "), ({"prompt_name": ""}, "")):
         post(http_client, route, **GOOD[route], **fields)
-        assert [ids for ids, _ in engine.pooled] == [TOKENIZER.encode_pair(f"{before}a", "b")]
+        assert [ids for ids, _ in engine.pooled] == [TOKENIZER.encode_pair(f"{before}a", "b")[0]]
         engine.pooled.clear()
     assert refusal(post(http_client, route, **GOOD[route], prompt_name="passage"))["param"] == "prompt_name"
 

@@ -347,14 +347,15 @@ def test_a_family_reads_its_own_fields_alone(name: str, foreign: dict[str, Any])
         ("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"), ("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM"),
         ("granitemoe", "GraniteMoeForCausalLM"), ("hunyuan_v1_moe", "HunYuanMoEV1ForCausalLM"),
         ("ernie4_5_moe", "Ernie4_5_MoeForCausalLM"), ("kimi_k2", "KimiK2ForCausalLM"), ("mpt", "MptForCausalLM"),
-        ("bert", None), (None, None),
+        ("bert", "BertModel"), ("xlm-roberta", "XLMRobertaModel"), ("nomic_bert", "NomicBertModel"),
+        ("new", "NewModel"), ("albert", None), (None, None),
     ],
 )  # fmt: skip
 def test_without_architectures_the_model_type_decides(kind: str | None, family: str | None) -> None:
     assert architecture_of({"model_type": kind}) == family
     raw = {field: value for field, value in file_of("llama-biases").items() if field != "architectures"}
     assert isinstance(reading(raw | {"model_type": "llama"}), ModelConfig)
-    assert reading(raw | {"model_type": "bert"}).startswith("config.json is of a 'bert'; ")
+    assert reading(raw | {"model_type": "albert"}).startswith("config.json is of a 'albert'; ")
     half = {"model_type": "gemma3", "text_config": PUBLISHED["Qwen/Qwen3-8B"]}
     assert reading(half).num_layers == 36
     assert "text_config is [1]; it must be an object" in reading(

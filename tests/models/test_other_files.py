@@ -18,7 +18,8 @@ from safetensors.torch import load_file, save_file
 
 from family_campaign import Oracle
 from model_config import ModelConfig
-from models.families import ALIASES, SIZES, family_of
+from models.families import ALIASES, family_of
+from models.family_row import SIZES
 from models.read_config import ConfigReader
 from oracle_checks import check, logits_of, make_worker
 from random_checkpoints import DATA, FAMILIES, SEEING, Checkpoints, shape

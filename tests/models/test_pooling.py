@@ -251,9 +251,14 @@ def test_what_a_folder_may_not_ask_for(tmp_path, pooling, modules, message):
         ("Qwen3ForCausalLM", {}, {"task": "classify"}, "no classification head, so it must be 'embed' or 'generate'"),
         ("Qwen3ForSequenceClassification", {}, {"task": "score"}, "the model has 2 labels, so it must be 'classify'"),
         ("Qwen3ForCausalLM", {}, {"task": "embed", "preemption_mode": "swap"}, "preemption_mode is 'swap'; with the"),
-        ("Qwen3ForCausalLM", {"is_causal": False}, {}, "attention in both directions"),
+        (
+            "Qwen3ForCausalLM",
+            {"is_causal": False},
+            {"task": "generate"},
+            "Qwen3ForCausalLM is an encoder, so it must be",
+        ),
         ("Qwen3ForSequenceClassification", {"id2label": {"1": "a"}}, {}, "it must name 0 to 0"),
-        ("BertModel", {}, {}, "config.json is of a 'BertModel'; "),
+        ("AlbertModel", {}, {}, "config.json is of a 'AlbertModel'; nearest"),
     ],
 )
 def test_what_a_model_cannot_do(tmp_path, architecture, more, fields, message):
@@ -497,7 +502,7 @@ def test_scores_are_cosines_of_an_embedder_and_what_a_classifier_says_of_a_pair(
     settings.unlink()
     for name, before in ((None, "To ask: "), ("query", "To ask: "), ("", "")):
         (pair,) = asking.score(*texts[:2], use_tqdm=False, prompt_name=name)
-        assert pair.prompt_token_ids == asking.tokenizer.encode_pair(before + texts[0], texts[1])
+        assert pair.prompt_token_ids == asking.tokenizer.encode_pair(before + texts[0], texts[1])[0]
     for bad in ((["a", "b"], "c"), ("a", ["b", 3]), ([], [])):
         with pytest.raises(ValueError, match="text_1"):
             ranker.score(*bad, use_tqdm=False)

@@ -1,0 +1,51 @@
+"""Attention of encoders on a CPU: torch's fused one over each prompt, as a view of what the products gave.
+
+Neighbours of one length are a batch. Others are not gathered and padded to one: 255 prompts of 5 to 60 tokens (12 heads
+of 32, one core, float32 and bfloat16) take 37 and 39 ms alone, 40 and 36 sorted in steps of 8, 82 and 94 in one batch.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from itertools import groupby, pairwise
+
+import torch
+import torch.nn.functional as F
+
+from reference import EncodeRows
+
+QUERIES = 128  # of a prompt at a time where there is a mask, so that keys outside all their windows are not read
+
+
+def attention_encode(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: EncodeRows, scale: float, window: int = 0,
+    biases: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Attend in both directions over whole prompts (`reference.attention_encode`)."""
+
+    @functools.cache
+    def mask(queries: int, keys: int, ahead: int) -> torch.Tensor:
+        """What is added to scores [H or 1, queries, keys], where the first query is `ahead` of the first key."""
+        distance = torch.arange(keys) - torch.arange(queries)[:, None] - ahead
+        table = torch.zeros(1, 1) if biases is None else biases
+        added = table[:, distance.clamp(-(reach := table.shape[1] // 2), reach) + reach]
+        return added.masked_fill_(distance.abs() >= window, -math.inf) if window else added
+
+    out = torch.zeros(q.shape, dtype=q.dtype)
+    for n, group in groupby(pairwise(rows[0].tolist()), lambda span: span[1] - span[0]):
+        spans, size = list(group), n if biases is None and not 0 < window < n else QUERIES
+        tokens = slice(spans[0][0], spans[-1][1])
+        for first in range(0, n, size or 1):
+            queries, keys, values, new = (x[tokens].unflatten(0, (-1, n)).transpose(1, 2) for x in (q, k, v, out))
+            last = min(first + size, n)
+            low, high = (max(0, first + 1 - window), min(n, last - 1 + window)) if window else (0, n)
+            added = None
+            if size == QUERIES:  # neighbouring lengths have parts of one mask
+                added = mask(-(-(last - first) // 64) * 64, -(-(high - low) // 64) * 64, first - low)
+                added = added[:, : last - first, : high - low]
+            seen = keys[:, :, low:high], values[:, :, low:high]
+            new[:, :, first:last] = F.scaled_dot_product_attention(
+                queries[:, :, first:last], *seen, added, scale=scale, enable_gqa=True
+            )
+    return out
