@@ -207,7 +207,7 @@ def test_either_meaning_of_rope_ratio_can_be_said() -> None:
 
 @pytest.mark.parametrize("alias", ALIASES)
 def test_an_alias_is_of_its_family(alias: str) -> None:
-    assert family_of(alias, {}) == (ALIASES[alias], "logits")
+    assert family_of(alias, {}) == family_of(ALIASES[alias], {})
 
 
 @pytest.mark.parametrize("kind", ["internlm3", "iquestcoder"])
