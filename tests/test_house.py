@@ -65,8 +65,8 @@ EVERY_FILE = [
 MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 24, 700, 80, 750
 MOST_STORY_LINES = 6558
 MOST_LINES = {
-    ".": 10594, "api": 6670, "checkpoints": 3548, "commands": 1006, "cpu": 2519, "device": 4406, "executors": 841,
-    "lora": 1256, "models": 3732, "observe": 1356, "ops": 3035, "processes": 4074,
+    ".": 10636, "api": 6670, "checkpoints": 3548, "commands": 1006, "cpu": 2568, "device": 4406, "executors": 841,
+    "lora": 1256, "models": 3732, "observe": 1356, "ops": 3163, "processes": 4074,
     "scheduling": 2187, "speculation": 816, "text": 4320,
 }  # fmt: skip
 STDLIB_ONLY = {
