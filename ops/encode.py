@@ -119,7 +119,7 @@ def attention_encode(
 
     kinds = q.dtype, _chip(q.device), biases is not None
     block_m, block_n, block_d, warps, stages = _encode_tile(head_dim, heads // kv_heads, *kinds)
-    grid = len(starts), triton.cdiv(most, block_m // (heads // kv_heads)), kv_heads
+    grid = len(starts), triton.cdiv(max(most, 1), block_m // (heads // kv_heads)), kv_heads
     attention_encode_kernel[grid](
         q, k, v, starts, biases, out, len(starts) - 1, tokens, *(stride // UNIT.value for stride in strides),
         scale * LOG2E.value, heads, kv_heads, head_dim, window, 0 if biases is None else biases.shape[1] // 2, block_m,
