@@ -34,18 +34,15 @@ def attention_encode(
 
     out = torch.zeros(q.shape, dtype=q.dtype)
     for n, group in groupby(pairwise(rows[0].tolist()), lambda span: span[1] - span[0]):
-        spans, size = list(group), n if biases is None and not 0 < window < n else QUERIES
-        tokens = slice(spans[0][0], spans[-1][1])
-        for first in range(0, n, size or 1):
+        spans, masked = list(group), biases is not None or 0 < window < n
+        tokens, size = slice(spans[0][0], spans[-1][1]), QUERIES if masked else max(n, 1)
+        for first in range(0, n, size):
             queries, keys, values, new = (x[tokens].unflatten(0, (-1, n)).transpose(1, 2) for x in (q, k, v, out))
             last = min(first + size, n)
             low, high = (max(0, first + 1 - window), min(n, last - 1 + window)) if window else (0, n)
-            added = None
-            if size == QUERIES:  # neighbouring lengths have parts of one mask
-                added = mask(-(-(last - first) // 64) * 64, -(-(high - low) // 64) * 64, first - low)
-                added = added[:, : last - first, : high - low]
-            seen = keys[:, :, low:high], values[:, :, low:high]
-            new[:, :, first:last] = F.scaled_dot_product_attention(
-                queries[:, :, first:last], *seen, added, scale=scale, enable_gqa=True
-            )
+            parts = queries[:, :, first:last], keys[:, :, low:high], values[:, :, low:high]
+            added, queried, seen = None, last - first, high - low
+            if masked:  # neighbouring lengths have parts of one mask
+                added = mask(-(-queried // 64) * 64, -(-seen // 64) * 64, first - low)[:, :queried, :seen]
+            new[:, :, first:last] = F.scaled_dot_product_attention(*parts, added, scale=scale, enable_gqa=True)
     return out

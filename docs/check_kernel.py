@@ -77,6 +77,12 @@ def pool(device):
     return Inputs(lambda ops: ops.pool(hidden, starts, "weightedmean"))
 
 
+def attention_encode(device):
+    qkv, biases, starts = draw(device, 75, 4 + 2 * 2, 32), draw(device, 4, 41).float(), ints([0, 5, 75], device)
+    q, k, v = qkv.split((4, 2, 2), dim=1)
+    return Inputs(lambda ops: ops.attention_encode(q, k, v, (starts, 70), 0.2, 30, biases))
+
+
 def rope_last(device):
     x, turn = draw(device, 5, 3, 48), rotation(device)
     return Inputs(lambda ops: ops.rope_last(x, turn), (x,))
@@ -91,7 +97,8 @@ def mask_words(device):
 
 
 MADE = (
-    layer_norm, square_sums, act, round_inputs, quantized_rows, sigmoid_mul, pool, rope_last, mask_words,
+    layer_norm, square_sums, act, round_inputs, quantized_rows, sigmoid_mul, pool, attention_encode, rope_last,
+    mask_words,
 )  # fmt: skip
 
 

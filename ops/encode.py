@@ -100,18 +100,14 @@ def _encode_tile(head_dim: int, group: int, dtype: torch.dtype, chip: Chip, bias
         size = 32 if block_d <= 64 else 16
         return max(size, rows), size, block_d, 4 if block_d <= 32 else 8, 2
     block_n = 32 if biased or block_d > 128 or (block_d > 64 and not chip.wgmma) else 64
-    return max(64, rows), block_n, block_d, 8 if block_d > 128 else 4, 3 if chip.roomy or block_d <= 128 else 2
+    warps = 8 if block_d > (64 if biased else 128) else 4
+    return max(64, rows), block_n, block_d, warps, 3 if chip.roomy or block_d <= 128 else 2
 
 
 def attention_encode(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    rows: EncodeRows,
-    scale: float,
-    window: int = 0,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: EncodeRows, scale: float, window: int = 0,
     biases: torch.Tensor | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """Attend in both directions over whole prompts (`reference.attention_encode`)."""
     (starts, most), (tokens, heads, head_dim), kv_heads = rows, q.shape, k.shape[1]
     strides = [stride for x in (q, k, v) for stride in x.stride()[:2]]
@@ -123,7 +119,7 @@ def attention_encode(
 
     kinds = q.dtype, _chip(q.device), biases is not None
     block_m, block_n, block_d, warps, stages = _encode_tile(head_dim, heads // kv_heads, *kinds)
-    grid = len(starts), triton.cdiv(most, block_m // (heads // kv_heads)), kv_heads
+    grid = len(starts), triton.cdiv(max(most, 1), block_m // (heads // kv_heads)), kv_heads
     attention_encode_kernel[grid](
         q, k, v, starts, biases, out, len(starts) - 1, tokens, *(stride // UNIT.value for stride in strides),
         scale * LOG2E.value, heads, kv_heads, head_dim, window, 0 if biases is None else biases.shape[1] // 2, block_m,
