@@ -206,7 +206,8 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
     ),
     "embed": (
         "bench_embed:compare_embeddings", flag("shape", "small", choices=SHAPES),
-        flag("texts", 1000, "of 10 to 40 tokens each"), flag("repeats", 5), *peers("sentence-transformers"),
+        flag("texts", 1000), flag("lengths", [10, 40], "tokens of the shortest text and of the longest"),
+        flag("repeats", 5), *peers("sentence-transformers", "onnxruntime"),
         flag("dtype", "float32", choices=("float32", "bfloat16")), flag("device", "auto"), THREADS,
     ),
     "lora": (

@@ -19,20 +19,27 @@ from config import VERSION
 from made_models import SHAPES, make_model
 from turns import in_turns, median_ratio
 
-LENGTHS = (10, 40)  # tokens of the shortest text and of the longest
 MODULES = ("Transformer", "Pooling", "Normalize")  # of sentence-transformers
 
 
-def short_texts(count: int, vocab_size: int) -> list[str]:
-    """Texts of `LENGTHS` made-up words, each of which is one token of the tokenizer that `make_model` writes."""
-    rng = random.Random(0)
-    return [" ".join(f"w{rng.randrange(1, vocab_size)}" for _ in range(rng.randint(*LENGTHS))) for _ in range(count)]
+def short_texts(count: int, vocab_size: int, lengths: Sequence[int]) -> list[str]:
+    """Texts of made-up words, each of which is one token of the tokenizer that `make_model` writes.
+
+    Args:
+        lengths: tokens of the shortest text and of the longest one.
+    """
+    rng, (least, most) = random.Random(0), lengths
+    return [" ".join(f"w{rng.randrange(1, vocab_size)}" for _ in range(rng.randint(least, most))) for _ in range(count)]
 
 
-def make_embedder(folder: Path, dimensions: int) -> None:
+def make_embedder(folder: Path, dimensions: int, pooling: str) -> None:
     """Add to a folder of `make_model` what sentence-transformers saves with a model; its tokenizer splits at spaces.
 
-    A text becomes the last token's hidden state [dimensions], divided by its length, as in Qwen3-Embedding.
+    A text becomes the last token's hidden state [dimensions] as in Qwen3-Embedding, or the mean of all as in MiniLM,
+    divided by its length.
+
+    Args:
+        pooling: "lasttoken" or "mean_tokens".
     """
     import tokenizers
 
@@ -48,21 +55,23 @@ def make_embedder(folder: Path, dimensions: int) -> None:
         (folder / path).mkdir(exist_ok=True)
     for name, content in (
         ("modules.json", modules),
-        ("1_Pooling/config.json", {"word_embedding_dimension": dimensions, "pooling_mode_lasttoken": True}),
+        ("1_Pooling/config.json", {"word_embedding_dimension": dimensions, f"pooling_mode_{pooling}": True}),
         ("sentence_bert_config.json", {"max_seq_length": 512}),
         ("tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "w0"}),
     ):
         (folder / name).write_text(json.dumps(content, indent=2) + "\n")
 
 
-def compare_embeddings(shape: str, texts: int, repeats: int, peers: Peers, **options: Any) -> list[dict[str, Any]]:
+def compare_embeddings(
+    shape: str, texts: int, lengths: list[int], repeats: int, peers: Peers, **options: Any
+) -> list[dict[str, Any]]:
     """The figures of `bench.py embed`: of a model with random weights, which is made for it and removed."""
     fields = SHAPES[shape] | {"dtype": options["dtype"]}
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder), fields)
-        make_embedder(Path(folder), fields["hidden_size"])
-        with running(peers, folder, options) as others:
-            return embed_figures(folder, short_texts(texts, fields["vocab_size"]), repeats, options, others)
+        make_embedder(Path(folder), fields["hidden_size"], "mean_tokens" if shape == "minilm" else "lasttoken")
+        with running(peers, folder, options, "--cache", folder) as others:
+            return embed_figures(folder, short_texts(texts, fields["vocab_size"], lengths), repeats, options, others)
 
 
 def embed_figures(

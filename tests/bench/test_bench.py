@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 import bench
-from bench_embed import LENGTHS, embed_figures, make_embedder, short_texts
+from bench_embed import embed_figures, make_embedder, short_texts
 from bench_engine import (
     Peer,
     agreement,
@@ -243,11 +243,11 @@ def test_experts_that_no_token_meets():
 
 def test_embeddings_take_turns_with_a_peer(tmp_path):
     make_model(tmp_path, SHAPES["qwen3-0.6b"] | TINY | {"dtype": "float32"})
-    make_embedder(tmp_path, TINY["hidden_size"])
-    texts = short_texts(5, TINY["vocab_size"])
+    make_embedder(tmp_path, TINY["hidden_size"], "lasttoken")
+    texts = short_texts(5, TINY["vocab_size"], (10, 40))
     first, *_ = LLM(str(tmp_path), device="cpu").embed(texts, use_tqdm=False)
     assert [f"w{id}" for id in first.prompt_token_ids] == texts[0].split()
-    assert all(LENGTHS[0] <= len(text.split()) <= LENGTHS[1] for text in texts)
+    assert all(10 <= len(text.split()) <= 40 for text in texts)
 
     class Fake:
         name = "fake"
