@@ -177,25 +177,23 @@ class Child:
         Raises:
             ChildProcessError: no successor of it starts any more.
         """
-        if self.process.poll() is not None and not self.starting:
+        starts = self.starting
+        if self.process.poll() is not None and not starts:
             self.listen()
             self.on_end()
             if time.monotonic() >= self.not_before:
                 logger.warning(f"{self.name} has ended {ending(self.process)} (pid {self.process.pid}); another starts")
                 self._close_pipes()
                 self._launch()
-        elif self.starting and self._has_spoken():
-            if self._ready():
-                self.failures = 0
-                took = time.monotonic() - self.begun
-                logger.warning(f"{self.name} is ready again after {took:.1f} s (pid {self.process.pid})")
-            else:
-                self.not_before = time.monotonic() + PAUSE * self.failures
-                self.failures += 1
-                if self.failures == MAX_FAILURES:
-                    raise ChildProcessError(f"{self.name} has failed to start {MAX_FAILURES} times in a row, the most")
-        else:
-            self.look()
+        elif (ready := self.progress()) and starts:
+            self.failures = 0
+            took = time.monotonic() - self.begun
+            logger.warning(f"{self.name} is ready again after {took:.1f} s (pid {self.process.pid})")
+        elif ready is False:
+            self.not_before = time.monotonic() + PAUSE * self.failures
+            self.failures += 1
+            if self.failures == MAX_FAILURES:
+                raise ChildProcessError(f"{self.name} has failed to start {MAX_FAILURES} times in a row, the most")
 
     def look(self) -> None:
         """Kill the process if it takes too long to start, or has stood still for too long."""
