@@ -320,8 +320,7 @@ class ParentPipe:
 
     def ready(self, facts: dict[str, Any]) -> None:
         """Tell the parent that the process is ready, with its facts; heartbeats follow."""
-        with os.fdopen(os.dup(self.out), "w") as out:
-            out.write(json.dumps(facts) + "\n")
+        self.tell(facts)
         os.set_blocking(self.out, False)  # a parent that does not read them must not hold up anything
         threading.Thread(target=self._beat, daemon=True).start()
 
@@ -329,7 +328,7 @@ class ParentPipe:
         """Say why the process cannot start, on stderr and to the parent, and end it."""
         console.error(f"{PROG}: error: {why}")
         with contextlib.suppress(OSError):
-            os.write(self.out, json.dumps({FAILURE: why}).encode() + b"\n")
+            self.tell({FAILURE: why})
         sys.exit(2)
 
     def _beat(self) -> None:
