@@ -146,9 +146,10 @@ class Child:
         return True
 
     def tell(self, options: dict[str, Any]) -> None:
-        """Change options of the process, and of its successors."""
-        self.options |= options
-        self._write(options)
+        """Change options of the process, and of its successors, if they are not as they should be."""
+        if self.options | options != self.options:
+            self.options |= options
+            self._write(options)
 
     def call(self, method: str) -> None:
         """Have an engine's process call one of its utilities, and end if that fails; `progress` tells when it has."""

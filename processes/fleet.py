@@ -250,7 +250,7 @@ class Fleet:
             if rank not in self.engines and not (in_turn and STARTING in states):
                 self._launch(rank)
         if sharing and self.coordinator:
-            self.coordinator.resize(len(self.engines))
+            self.coordinator.tell({"sharing": len(self.engines)})
 
     def _end(self, rank: int) -> None:
         engine = self.engines.pop(rank)
