@@ -472,9 +472,6 @@ class Board(ctypes.Structure):
     """
 
     PLACES, MOST_NAMES, MOST_NAME = 256, 2**10, 64
-    draining: bool
-    wanted: int
-    engines: MutableSequence[int]
     _fields_ = (
         ("draining", ctypes.c_bool), ("wanted", ctypes.c_int64), ("engines", ctypes.c_int64 * PLACES),
         ("answers", ctypes.c_int64 * PLACES), ("bytes", ctypes.c_int64 * PLACES),
