@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 
 from checkpoints.hub import checkpoint_files
-from checkpoints.storage import opened
+from checkpoints.storage import tensors_in
 from layers import Batch, New, Norm, Owner, Weight, linear
 from model import Transformer
 from model_config import ModelConfig
@@ -249,12 +249,9 @@ def config_of_layer(c: ModelConfig) -> ModelConfig:
 
 def tensor_names(folder: str) -> set[str]:
     """The names of all tensors of a checkpoint, as it has them; none if files are missing, as in a plan."""
-    names: set[str] = set()
     with contextlib.suppress(ValueError):  # which loading says, too
-        for path in checkpoint_files(folder):
-            with opened(path) as file:
-                names |= set(file.keys())
-    return names
+        return {name for _, name in tensors_in(checkpoint_files(folder))}
+    return set()
 
 
 def new_mtp(base: Transformer, source: str) -> DraftHead:
