@@ -93,11 +93,9 @@ class Repeated:
             if time.monotonic() < self.next:
                 self.unlogged, self.last = self.unlogged + 1, message
                 return
-            before = (
-                f" ({self.unlogged} more since the last such line, the latest: {self.last})" if self.unlogged else ""
-            )
+            rest = f" ({self.unlogged} more since the last such line, the latest: {self.last})" if self.unlogged else ""
             self.unlogged, self.next = 0, time.monotonic() + REPEATED_INTERVAL
-        logger.warning(message + before)
+        logger.warning(message + rest)
 
 
 class StatLogger:

@@ -74,9 +74,7 @@ class KVSanitizer:
         self.token_ids, self.block_tables = state.token_ids, state.block_tables
         self.block_size, self.windows = block_size, windows = state.block_size, tuple(windows)
         self.shadow = new_shadow(len(pool), block_size, device)
-        self.host_shadow = new_shadow(
-            num_host_blocks, block_size, "cpu"
-        )  # where `device/kv_disk.py` reads and fills it
+        self.host_shadow = new_shadow(num_host_blocks, block_size, "cpu")  # which `device/kv_disk.py` reads and fills
         self.step = -1  # of the latest plan
         self.names = [""] * slots  # of the requests and samples
         # [slot, i] is the hash of the sequence's first i tokens. The last row is for padding.

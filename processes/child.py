@@ -146,9 +146,10 @@ class Child:
         return True
 
     def tell(self, options: dict[str, Any]) -> None:
-        """Change options of the process, and of its successors."""
-        self.options |= options
-        self._write(options)
+        """Change options of the process, and of its successors, if they are not as they should be."""
+        if self.options | options != self.options:
+            self.options |= options
+            self._write(options)
 
     def call(self, method: str) -> None:
         """Have an engine's process call one of its utilities, and end if that fails; `progress` tells when it has."""
@@ -177,25 +178,23 @@ class Child:
         Raises:
             ChildProcessError: no successor of it starts any more.
         """
-        if self.process.poll() is not None and not self.starting:
+        starts = self.starting
+        if self.process.poll() is not None and not starts:
             self.listen()
             self.on_end()
             if time.monotonic() >= self.not_before:
                 logger.warning(f"{self.name} has ended {ending(self.process)} (pid {self.process.pid}); another starts")
                 self._close_pipes()
                 self._launch()
-        elif self.starting and self._has_spoken():
-            if self._ready():
-                self.failures = 0
-                took = time.monotonic() - self.begun
-                logger.warning(f"{self.name} is ready again after {took:.1f} s (pid {self.process.pid})")
-            else:
-                self.not_before = time.monotonic() + PAUSE * self.failures
-                self.failures += 1
-                if self.failures == MAX_FAILURES:
-                    raise ChildProcessError(f"{self.name} has failed to start {MAX_FAILURES} times in a row, the most")
-        else:
-            self.look()
+        elif (ready := self.progress()) and starts:
+            self.failures = 0
+            took = time.monotonic() - self.begun
+            logger.warning(f"{self.name} is ready again after {took:.1f} s (pid {self.process.pid})")
+        elif ready is False:
+            self.not_before = time.monotonic() + PAUSE * self.failures
+            self.failures += 1
+            if self.failures == MAX_FAILURES:
+                raise ChildProcessError(f"{self.name} has failed to start {MAX_FAILURES} times in a row, the most")
 
     def look(self) -> None:
         """Kill the process if it takes too long to start, or has stood still for too long."""
@@ -322,8 +321,7 @@ class ParentPipe:
 
     def ready(self, facts: dict[str, Any]) -> None:
         """Tell the parent that the process is ready, with its facts; heartbeats follow."""
-        with os.fdopen(os.dup(self.out), "w") as out:
-            out.write(json.dumps(facts) + "\n")
+        self.tell(facts)
         os.set_blocking(self.out, False)  # a parent that does not read them must not hold up anything
         threading.Thread(target=self._beat, daemon=True).start()
 
@@ -331,7 +329,7 @@ class ParentPipe:
         """Say why the process cannot start, on stderr and to the parent, and end it."""
         console.error(f"{PROG}: error: {why}")
         with contextlib.suppress(OSError):
-            os.write(self.out, json.dumps({FAILURE: why}).encode() + b"\n")
+            self.tell({FAILURE: why})
         sys.exit(2)
 
     def _beat(self) -> None:
@@ -474,9 +472,6 @@ class Board(ctypes.Structure):
     """
 
     PLACES, MOST_NAMES, MOST_NAME = 256, 2**10, 64
-    draining: bool
-    wanted: int
-    engines: MutableSequence[int]
     _fields_ = (
         ("draining", ctypes.c_bool), ("wanted", ctypes.c_int64), ("engines", ctypes.c_int64 * PLACES),
         ("answers", ctypes.c_int64 * PLACES), ("bytes", ctypes.c_int64 * PLACES),

@@ -90,11 +90,6 @@ class CoordinatorProcess(Child):
     def __init__(self, size: int, sharing: int, startup_timeout: float):
         super().__init__("the coordinator", __file__, {"size": size, "sharing": sharing}, startup_timeout)
 
-    def resize(self, sharing: int) -> None:
-        """From now on so many engines share the experts."""
-        if sharing != self.options["sharing"]:
-            self.tell({"sharing": sharing})
-
 
 def coordinator_main() -> None:
     """Run the coordinator's process."""

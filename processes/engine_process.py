@@ -274,8 +274,6 @@ class EngineProcess(Child):
             gpus = visible_gpus()
             mine = range(first, first + count) if gpus is None else gpus[first : first + count]
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, mine))
-        self.launched = "all ranks" if config.distributed_executor_backend == "external_launcher" else ""
-        self.irreplaceable = self.launched  # what goes with it
         name = f"engine process {rank}" if config.max_engines > 1 else "the engine process"
         served_as = config.served_as or (str(rank) if config.max_engines > 1 else "")
         options = dataclasses.asdict(config) | {"beside_server": True, "served_as": served_as}
@@ -284,8 +282,10 @@ class EngineProcess(Child):
 
     def on_end(self) -> None:
         """Raise for what cannot be replaced: ranks of an external launcher, and weights that came as tensors."""
-        if self.irreplaceable:
-            raise ChildProcessError(f"{self.name} has ended, and {self.irreplaceable} with it")
+        launched = self.options["distributed_executor_backend"] == "external_launcher"
+        if launched or self.options["weights"] == TENSORS:
+            gone = "weights that came as tensors" if self.options["weights"] == TENSORS else "all ranks"
+            raise ChildProcessError(f"{self.name} has ended, and {gone} with it")
 
     @property
     def weights(self) -> dict[str, Any]:
@@ -298,7 +298,6 @@ class EngineProcess(Child):
         """The engine has other weights; its successor loads the same, if it can."""
         self.options |= options
         self.facts |= options
-        self.irreplaceable = "weights that came as tensors" if options["weights"] == TENSORS else self.launched
 
     def on_ready(self) -> None:
         """Have a successor keep these sizes, which clients know; if it measured again it might come to less."""

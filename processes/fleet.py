@@ -166,18 +166,17 @@ class Fleet:
     def check(self) -> None:
         """Check all children, and start and end engines, so that there are as many as wanted."""
         unwatched = (STARTING,) if self.config.lockstep else (STARTING, DRAINING)
+        left_alone = [engine for rank, engine in self.engines.items() if self.board.engines[rank] in unwatched]
         for child in self.children:
-            if not (isinstance(child, EngineProcess) and self._state(child) in unwatched):
+            if child not in left_alone:
                 child.check()
         if self.changing:
             self._resize(self.board.wanted)
 
-    def _state(self, engine: EngineProcess) -> int:
-        return self.board.engines[engine.options["data_parallel_rank"]]
-
     def _newest_weights(self, rank: int) -> dict[str, Any]:
         """The newest weights of the ready engines other than this one, as options; empty if there are none."""
-        others = [engine for other, engine in self.engines.items() if other != rank and self._state(engine) == READY]
+        states = self.board.engines
+        others = [engine for other, engine in self.engines.items() if other != rank and states[other] == READY]
         return max((engine.weights for engine in others), key=lambda options: options["weights_version"], default={})
 
     def _has_newest_weights(self, rank: int) -> bool:
@@ -234,7 +233,7 @@ class Fleet:
             if rank not in self.engines and not (in_turn and STARTING in states):
                 self._launch(rank)
         if sharing and self.coordinator:
-            self.coordinator.resize(len(self.engines))
+            self.coordinator.tell({"sharing": len(self.engines)})
 
     def _end(self, rank: int) -> None:
         engine = self.engines.pop(rank)

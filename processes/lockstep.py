@@ -135,9 +135,6 @@ class Peers:
         self.waiting = False
         return self.met
 
-    def close(self) -> None:
-        self.connection.close()
-
 
 class Meetings:
     """The coordinator's part: which of `size` engines wait, and where they meet once all do."""

@@ -19,7 +19,7 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Iterator, MutableSequence, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -64,23 +64,6 @@ class ModelRow(ctypes.Structure):
         running: a process's requests that it runs, and when the last of them ended.
     """
 
-    state: int
-    loads: int
-    ends: int
-    place: int
-    begun: float
-    need: int
-    max_model_len: int
-    task: bytes
-    refused_until: float
-    status: int
-    why: bytes
-    folder: bytes
-    unload: bool
-    asked: MutableSequence[float]
-    connected: MutableSequence[bool]
-    running: MutableSequence[int]
-    used: MutableSequence[float]
     _fields_ = (
         ("state", ctypes.c_int64), ("loads", ctypes.c_int64), ("ends", ctypes.c_int64), ("place", ctypes.c_int64),
         ("begun", ctypes.c_double), ("need", ctypes.c_int64), ("max_model_len", ctypes.c_int64),
@@ -105,7 +88,6 @@ class ModelRow(ctypes.Structure):
 class ModelBoard(Board):
     """The board of a server with several models: `rows`, one for each, and what all of them share."""
 
-    rows: Sequence[ModelRow]
     _fields_ = (("rows", ModelRow * MOST_MODELS),)  # type: ignore[assignment]
 
     def clear(self, age: int) -> None:

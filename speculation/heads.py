@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 
 from checkpoints.hub import checkpoint_files
-from checkpoints.storage import opened
+from checkpoints.storage import tensors_in
 from layers import Batch, New, Norm, Owner, Weight, linear
 from model import Transformer
 from model_config import ModelConfig
@@ -107,21 +107,19 @@ class DraftHead(Transformer):
         config: the shape of the head's layer; see `config_of_layer`.
         names: what the checkpoint calls its parts.
         bias: whether W has one.
+        inputs: W's columns; None: for an embedding and a hidden state.
     """
 
     unread: tuple[str, ...] = ("embed_tokens.weight",)  # the model's, once more
 
-    def __init__(self, base: Transformer, config: ModelConfig, names: Names, bias: bool = False):
+    def __init__(
+        self, base: Transformer, config: ModelConfig, names: Names, bias: bool = False, inputs: int | None = None
+    ):
         super().__init__(config, base.ops, base.device, base.dtype, base.max_model_len, base.group)
         self.base, self.names = base, names
-        self.joint = self.new_joint(bias)
+        self.joint = Joint(config, self.ops, names, self.memory(True), inputs or 2 * config.hidden_size, bias)
         if not names.embedding_norm:
             self.layers[0].attn_in = None
-
-    def new_joint(self, bias: bool) -> Joint:
-        """W, and the norms before it."""
-        new = self.memory(True)
-        return Joint(self.config, self.ops, self.names, new, 2 * self.config.hidden_size, bias)
 
     def predict(self, batch: Batch, pool: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The input [T, hidden] of `logits`, which then say the tokens after `batch.input_ids` [T]; and what stands in
@@ -166,9 +164,10 @@ class Eagle3Head(DraftHead):
     unread = ("embed_tokens.weight", "t2d", "d2t")  # beside its weights; `ids` is made of the last
 
     def __init__(self, base: Transformer, config: ModelConfig, shape: Eagle3Shape, ids: torch.Tensor):
-        self.shape = shape
-        super().__init__(base, config, shape.names)
-        new, size = self.memory(True), config.hidden_size
+        size = config.hidden_size
+        width = len(shape.taps) * size
+        super().__init__(base, config, shape.names, inputs=width)
+        self.shape, new = shape, self.memory(True)
         attention, group = self.layers[0].attention, base.group
         attention.qkv = new(len(attention.qkv), 2 * size)
         self.layers[0].attn_in = Norm(config, self.ops, size, new)
@@ -177,12 +176,7 @@ class Eagle3Head(DraftHead):
         self.head = new(-(-len(ids) // group.size), size)
         self.reads = shape.taps
         self.taps = [Tap(base, i) for i in shape.taps]
-        width = len(self.taps) * size
         self.state_norms = [Norm(config, self.ops, width // len(shape.state_norms), new) for _ in shape.state_norms]
-
-    def new_joint(self, bias: bool) -> Joint:
-        width = len(self.shape.taps) * self.config.hidden_size
-        return Joint(self.config, self.ops, self.names, self.memory(True), width, bias)
 
     def tapped(self) -> torch.Tensor:
         """h [T, hidden], of the model's latest step."""
@@ -255,12 +249,9 @@ def config_of_layer(c: ModelConfig) -> ModelConfig:
 
 def tensor_names(folder: str) -> set[str]:
     """The names of all tensors of a checkpoint, as it has them; none if files are missing, as in a plan."""
-    names: set[str] = set()
     with contextlib.suppress(ValueError):  # which loading says, too
-        for path in checkpoint_files(folder):
-            with opened(path) as file:
-                names |= set(file.keys())
-    return names
+        return {name for _, name in tensors_in(checkpoint_files(folder))}
+    return set()
 
 
 def new_mtp(base: Transformer, source: str) -> DraftHead:

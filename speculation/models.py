@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from checkpoints.hub import checkpoint_files
-from checkpoints.storage import opened
+from checkpoints.storage import tensors_in
 from checkpoints.tied_head import settle_head
 from config import read_json
 from model import Transformer
@@ -129,10 +129,8 @@ def token_ids(options: SpeculativeConfig, saved: set[str], few: int | None, voca
     that file they are the first `few`, and without that number all."""
     if "d2t" not in saved:
         return torch.arange(few if few and not saved else vocab_size, device="cpu")
-    for path in checkpoint_files(options.model):
-        with opened(path) as file:
-            if "d2t" in file.keys():  # noqa: SIM118 (a safetensors file is not a dict)
-                moved = file.get_tensor("d2t")
+    tensors = tensors_in(checkpoint_files(options.model))
+    moved = next(file.get_tensor(name) for file, name in tensors if name == "d2t")
     ids = torch.arange(len(moved), device="cpu") + moved
     for token in (int(ids.min()), int(ids.max())):
         if not 0 <= token < vocab_size:
