@@ -84,34 +84,21 @@ markers = lru_cache(maxsize=64)(Markers)  # made once for the same texts
 
 @dataclass(slots=True)
 class Source:
-    """The unread text of an answer. No place in `text` may be remembered over a `yield`, but `mark`."""
+    """The text of an answer, as far as it has come."""
 
     steps: int = 0  # since others were served
-    text: str = ""  # the unread text begins in it at `at`
-    at: int = 0
-    dropped: int = 0  # characters of the answer that came before `text`
+    text: str = ""
+    at: int = 0  # the place in it up to which it has been read
     mark: int | None = None  # a place to which the reading may go back
     ended: bool = False  # whether no more text will come
     in_reasoning: bool = False  # whether the text at `at` is hidden reasoning
     ended_in_content: bool = False  # whether the end of reasoning has come in the content
 
     def feed(self, text: str) -> None:
-        """Add text, and drop what has been read once it is the longer part, so that unread text is seldom copied."""
-        read = self.at if self.mark is None else self.mark
+        """Add text."""
         held, self.text = self.text, ""  # a text that one variable alone refers to grows in place
-        if 2 * read > len(held):
-            held, self.dropped, self.at = held[read:], self.dropped + read, self.at - read
-            self.mark = None if self.mark is None else 0
         held += text
         self.text = held
-
-    @property
-    def place(self) -> int:
-        """How many characters of the answer come before `at`, to which `go` comes back as long as it is unread."""
-        return self.dropped + self.at
-
-    def go(self, place: int) -> None:
-        self.at = place - self.dropped
 
     def work(self, steps: int) -> None:
         """Serve others after so many more steps, if these are enough."""

@@ -317,11 +317,9 @@ class PythonFormat(ToolParser):
         if begin != "[":
             yield from source.follows(begin)
             yield from source.space()
-        place = source.place
         listed = self.listed and (yield from source.follows("["))
         if (yield from source.space()) == "{":
-            source.go(place)
-            yield from JsonFormat((), self.end).read(calls, "[")
+            yield from JsonFormat((), self.end).read(calls, "{" if listed else "[")
             return
         while True:
             yield from source.space()

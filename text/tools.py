@@ -333,7 +333,7 @@ def read_answer(calls: Calls, format: ToolParser, thinking: ReasoningParser, mar
             make, stops = content, begins | starts | strays | quoted | closers | {*openers}
         if not (mark := (yield from source.until(markers(stops), make))):
             return
-        is_first = source.place == begun
+        is_first = source.at == begun
         if mark in begins:
             if not (yield from read_calls(calls, format, mark, make)):
                 if make is content:  # the answer tells of calls
@@ -359,7 +359,7 @@ def read_answer(calls: Calls, format: ToolParser, thinking: ReasoningParser, mar
             continue
         source.in_reasoning = mark in starts
         yield from source.space()
-        begun = source.place
+        begun = source.at
 
 
 def read_calls(calls: Calls, format: ToolParser, begin: str, make: Make) -> Steps[bool]:
