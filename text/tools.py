@@ -269,13 +269,10 @@ class AnswerReader:
 
     def feed(self, text: str) -> list[AnswerPart]:
         """Take more of the answer's text, cut anywhere; returns the parts that are certain now."""
-        text, kept, start, end = self._held + text, [], 0, -1
-        while start != end:
-            begin = max(end, 0)
-            start, end = self._dropped.split(text, begin)
-            kept.append(text[begin:start])
-        self._held = text[end:]
-        self.source.feed("".join(kept))
+        *kept, last = self._dropped.pattern.split(self._held + text)
+        end, _ = self._dropped.split(last)
+        self._held = last[end:]
+        self.source.feed("".join([*kept, last[:end]]))
         return self._read()
 
     def end(self) -> list[AnswerPart]:
