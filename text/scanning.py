@@ -151,19 +151,19 @@ class Source:
         At the end of the text, the rest is read, and nothing returned. With `is_cut` a marker must come, so its
         beginning at the end of the text is no text.
         """
-        searched = 0  # characters from `at` on that hold no marker: white space
+        start = self.at  # between it and `at` there is no marker, but white space
         while True:
-            start, end = stops.split(self.text, self.at + searched, not self.ended)
+            searched = start
+            start, end = stops.split(self.text, searched, not self.ended)
             if self.ended and start == end and not is_cut:
                 start = end = stop = len(self.text)
             else:
-                new = self.text[self.at + searched : start].rstrip()
-                stop = self.at + searched + len(new) if new else self.at
-            searched = start - stop
+                new = self.text[searched:start].rstrip()
+                stop = searched + len(new) if new else self.at
             if stop > self.at:
                 yield make(self.take(stop))
             if end > start:
-                return self.text[self.at + searched : self.at + searched + end - start]
+                return self.text[start:end]
             if self.ended:
                 self.at = len(self.text)
                 return ""

@@ -44,14 +44,14 @@ def closes(source: Source, closers: Collection[str], begins: Collection[str]) ->
 
     Returns whether they have been read.
     """
-    source.mark = source.at
-    char, left = (yield from source.space()), {*closers}
+    begin, left = source.at, {*closers}
+    char = yield from source.space()
     while closer := (yield from source.follows(*left)):
         left.remove(closer)
         char = yield from source.space()
-    behind = source.at - source.mark
+    end = source.at
     is_last = not char or (yield from source.follows(*begins)) != ""
-    source.at, source.mark = source.mark + behind * is_last, None
+    source.at = end if is_last else begin
     return is_last
 
 
