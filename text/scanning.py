@@ -89,7 +89,7 @@ class Source:
     steps: int = 0  # since others were served
     text: str = ""
     at: int = 0  # the place in it up to which it has been read
-    mark: int | None = None  # a place to which the reading may go back
+    mark: int | None = None  # to where the reading goes back if what comes is no call; None within one
     ended: bool = False  # whether no more text will come
     in_reasoning: bool = False  # whether the text at `at` is hidden reasoning
     ended_in_content: bool = False  # whether the end of reasoning has come in the content
