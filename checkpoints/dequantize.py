@@ -67,7 +67,8 @@ class Packed:
     Args:
         views: tensors of this one's shape. What is done to this one is done to each of them.
         values: makes the elements of such views, in float32 or bytes.
-        coded_as: how it can be kept without becoming numbers, if it can. Then the views are `coordinates`.
+        coded_as: how it can be kept without becoming numbers, if it can. Then each of the views is of
+            places along one dimension, as those of `coordinates` are.
         read_codes: the arguments (rows, columns, group, wide) give the code of each element, as an integer of 8 bits
             where the file has one, the scale and zero of each `group` of columns, and the factors of each `wide` of
             them. The zeros are in the measure of the codes. `rows` are the places of one column along each dimension
@@ -331,7 +332,7 @@ def grid(rows: tuple[torch.Tensor, ...], columns: torch.Tensor) -> Places:
 
 def rows_of(packed: Packed, ids: torch.Tensor) -> torch.Tensor:
     """The numbers [T, K] float32 of some rows [T] of a whole matrix [N, K]."""
-    return Packed(grid((ids,), packed.views[-1][0]), packed.values).float()
+    return Packed(grid((packed.views[0][ids, 0],), packed.views[-1][0]), packed.values).float()
 
 
 def axes(packed: Packed) -> tuple[tuple[torch.Tensor, ...], torch.Tensor] | None:

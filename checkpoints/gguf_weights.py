@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from checkpoints.dequantize import CodedRows, Packed, apart, coordinates, distinct
+from checkpoints.dequantize import CodedRows, Packed, apart, distinct
 from checkpoints.gguf_blocks import BLOCK_TYPES, BLOCKS, DTYPES, split, unpack
 from checkpoints.gguf_file import FLOATS, Header, parts_of, read_header
 from checkpoints.gguf_names import XIELU, Order, SavedTensor, architecture_in, kinds_of, saved_names, stored_row
@@ -94,9 +94,11 @@ def of_model(paths: tuple[str, ...], times: tuple[int, ...]) -> tuple[Header, fr
     return headers[0], kinds_of([name for header in headers for name in header.tensors])
 
 
-def in_order(size: int, order: Order, name: str) -> torch.Tensor:
+def in_order(size: int, order: Order | None, name: str) -> torch.Tensor:
     """For each of so many rows, or columns, its place in the file: from `begin` on they lie as [outer, a, b, inner],
-    and in other checkpoints as [outer, b, a, inner]."""
+    and in other checkpoints as [outer, b, a, inner]. Without an order they lie alike."""
+    if not order:
+        return torch.arange(size)
     begin, *shape = order
     end = begin + math.prod(shape)
     if not 0 <= begin <= end <= size:
@@ -109,9 +111,9 @@ def packed(table: torch.Tensor, kind: str, rows: Order | None = None, columns: O
     """The numbers that blocks [..., N, blocks of a row, bytes] of a kind stand for, [..., N, K], whose rows or columns
     lie in this order; see `in_order`."""
     numbers = BLOCKS[kind][0]
-    shape = (*table.shape[:-2], table.shape[-2] * numbers)
-    row_places = in_order(shape[-2], rows, kind) if rows else None
-    column_places = in_order(shape[-1], columns, kind) if columns else None
+    *outer, n, count, _ = table.shape
+    along = [*map(torch.arange, outer), in_order(n, rows, kind), in_order(count * numbers, columns, kind)]
+    views = torch.meshgrid(*along, indexing="ij")  # places in the file
 
     def values(*places: torch.Tensor) -> torch.Tensor:
         if not places[0].numel():
@@ -119,30 +121,24 @@ def packed(table: torch.Tensor, kind: str, rows: Order | None = None, columns: O
         *outer, at = map(distinct, places)
         fixed = [dim for dim in range(at.ndim) if all(place.shape[dim] == 1 for place in outer)]
         axis = max(fixed, key=lambda dim: at.shape[dim])  # the dimension along which a row goes on
-        step, at = at.stride(axis), at.flatten()
-        at = at if column_places is None else column_places[at]
+        at = at.flatten()
         first, end = int(at.min()) // numbers, int(at.max()) // numbers + 1
-        if row_places is not None:
-            outer[-1] = row_places[outer[-1]]
         blocks = table[..., first:end, :][tuple(place.select(axis, 0) for place in outer)]
         at = at - first * numbers
-        part = slice(int(at[0]), int(at[-1]) + 1, max(1, step)) if column_places is None else at
+        part = at if bool((at.diff() != 1).any()) else slice(int(at[0]), int(at[-1]) + 1)
         return unpack(blocks, kind)[..., part].movedim(-1, axis)
 
     if kind not in BLOCK_TYPES:
-        return Packed(coordinates(shape), values)
+        return Packed(views, values)
     coded_as, stored_group = BLOCK_TYPES[kind][1], BLOCK_TYPES[kind][1].group
     if columns:  # groups do not reach beyond a head
         group, wide = (math.gcd(size, columns[-1]) if size else 0 for size in (coded_as.group, coded_as.wide))
         coded_as = coded_as._replace(group=group, wide=wide)
 
     def read_codes(rows: tuple[torch.Tensor, ...], columns: torch.Tensor, group: int, wide: int) -> CodedRows:
-        at = columns if column_places is None else column_places[columns]
-        first, end = int(at.min()) // numbers, int(at.max()) // numbers + 1
-        *outer, row = rows
-        places = [*outer, row if row_places is None else row_places[row]]
-        codes, scales, mins, factors = split(at_rows(table[..., first:end, :], places), kind)
-        at = at - first * numbers  # among those of these blocks
+        first, end = int(columns.min()) // numbers, int(columns.max()) // numbers + 1
+        codes, scales, mins, factors = split(at_rows(table[..., first:end, :], rows), kind)
+        at = columns - first * numbers  # among those of these blocks
         begin, count, gaps = int(at[0]), len(at), bool((at.diff() != 1).any())
         pairs = codes.dtype == torch.uint8
         if pairs and not gaps and begin % 32 == count % 32 == 0:
@@ -156,7 +152,7 @@ def packed(table: torch.Tensor, kind: str, rows: Order | None = None, columns: O
         factors = None if factors is None else factors[:, at[::wide] // numbers]
         return CodedRows(codes, scales[:, groups], mins, factors)
 
-    return Packed(coordinates(shape), values, coded_as, read_codes)
+    return Packed(views, values, coded_as, read_codes)
 
 
 def times(blocks: Packed, factor: float) -> Packed:
@@ -172,10 +168,10 @@ def times(blocks: Packed, factor: float) -> Packed:
     return Packed(blocks.views, lambda *places: blocks.values(*places) * factor, coded_as, read_codes)
 
 
-def at_rows(table: torch.Tensor, places: list[torch.Tensor]) -> torch.Tensor:
+def at_rows(table: torch.Tensor, places: tuple[torch.Tensor, ...]) -> torch.Tensor:
     """The entries [n, ..] of a table at places [n] along each of its first dimensions. Rows that follow one another are
     a view, because a copy of bytes at places is slow."""
     *outer, rows = places
     if bool((rows.diff() == 1).all()) and all(bool((place == place[0]).all()) for place in outer):
         return table[tuple(int(place[0]) for place in outer)].narrow(0, int(rows[0]), len(rows))
-    return table[tuple(places)]
+    return table[places]

@@ -244,10 +244,9 @@ def activations_of(scheme: str, group: dict[str, Any], columns: int) -> tuple[st
 
 def read_modelopt(raw: dict[str, Any]) -> list[Format]:
     """NVFP4 and FP8 of NVIDIA's modelopt, also one for some modules and another for others."""
-    algorithm, layers = raw.get("quant_algo"), raw.get("quantized_layers")
-    mixed = algorithm == "MIXED_PRECISION" and isinstance(layers, dict) and bool(layers)
+    layers = raw.get("quantized_layers") if raw.get("quant_algo") == "MIXED_PRECISION" else None
     formats = []
-    for layer in layers.values() if mixed and layers else (raw,):
+    for layer in layers.values() if isinstance(layers, dict) and layers else (raw,):
         name = layer.get("quant_algo") if isinstance(layer, dict) else layer
         if name not in tuple(ALGORITHMS):
             raise ValueError(

@@ -191,8 +191,7 @@ class Turns:
         self.compile, self.lock = compile, threading.Lock()
         self.threads = ThreadPoolExecutor(COMPILERS, thread_name_prefix="grammar")
         self.jobs: dict[StructuredOutputsParams, Job] = {}
-        self.running: list[Job] = []
-        self.busy: set[str] = set()  # clients for whom something is compiled
+        self.running: dict[str, Job] = {}  # by the client whose turn it is
         self.latest: dict[str, float] = {}  # when the latest turn of a client ended
 
     def ask(self, wanted: StructuredOutputsParams, client: str, future: Future[Grammar] | None = None) -> None:
@@ -214,21 +213,19 @@ class Turns:
                     job.future.cancel()
 
     def _job(self, wanted: StructuredOutputsParams) -> Job | None:
-        running = (job for job in self.running if job.wanted == wanted and not job.future.cancelled())
+        running = (job for job in self.running.values() if job.wanted == wanted and not job.future.cancelled())
         return self.jobs.get(wanted) or next(running, None)
 
     def _compile_all(self) -> None:
         """Compile all that may be compiled now."""
-        while taken := self._take():
-            job, client = taken
+        for job, client in iter(self._take, None):
             with contextlib.suppress(InvalidStateError):  # it was cancelled
                 try:
                     job.future.set_result(self.compile(job.wanted))
                 except BaseException as error:
                     job.future.set_exception(error.with_traceback(None))
             with self.lock:
-                self.running.remove(job)
-                self.busy.discard(client)
+                del self.running[client]
                 self.latest[client] = time.monotonic()
                 if not self.jobs:
                     self.latest.clear()
@@ -236,13 +233,12 @@ class Turns:
     def _take(self) -> tuple[Job, str] | None:
         """The next job, and the client whose turn it is; None if each job left waits for its client's turn."""
         with self.lock:
-            waiting = {client: job for job in reversed([*self.jobs.values()]) for client in job.clients}
-            if not (free := waiting.keys() - self.busy):
+            waiting = {client: job for job in reversed(self.jobs.values()) for client in job.clients}
+            if not (free := waiting.keys() - self.running.keys()):
                 return None
             client = min(free, key=lambda client: (self.latest.get(client, 0.0), client))
-            self.busy.add(client)
-            self.running.append(self.jobs.pop(waiting[client].wanted))
-            return self.running[-1], client
+            self.running[client] = self.jobs.pop(waiting[client].wanted)
+            return self.running[client], client
 
 
 class Grammars:

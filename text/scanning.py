@@ -84,34 +84,21 @@ markers = lru_cache(maxsize=64)(Markers)  # made once for the same texts
 
 @dataclass(slots=True)
 class Source:
-    """The unread text of an answer. No place in `text` may be remembered over a `yield`, but `mark`."""
+    """The text of an answer, as far as it has come."""
 
     steps: int = 0  # since others were served
-    text: str = ""  # the unread text begins in it at `at`
-    at: int = 0
-    dropped: int = 0  # characters of the answer that came before `text`
-    mark: int | None = None  # a place to which the reading may go back
+    text: str = ""
+    at: int = 0  # the place in it up to which it has been read
+    mark: int | None = None  # to where the reading goes back if what comes is no call; None within one
     ended: bool = False  # whether no more text will come
     in_reasoning: bool = False  # whether the text at `at` is hidden reasoning
     ended_in_content: bool = False  # whether the end of reasoning has come in the content
 
     def feed(self, text: str) -> None:
-        """Add text, and drop what has been read once it is the longer part, so that unread text is seldom copied."""
-        read = self.at if self.mark is None else self.mark
+        """Add text."""
         held, self.text = self.text, ""  # a text that one variable alone refers to grows in place
-        if 2 * read > len(held):
-            held, self.dropped, self.at = held[read:], self.dropped + read, self.at - read
-            self.mark = None if self.mark is None else 0
         held += text
         self.text = held
-
-    @property
-    def place(self) -> int:
-        """How many characters of the answer come before `at`, to which `go` comes back as long as it is unread."""
-        return self.dropped + self.at
-
-    def go(self, place: int) -> None:
-        self.at = place - self.dropped
 
     def work(self, steps: int) -> None:
         """Serve others after so many more steps, if these are enough."""
@@ -164,19 +151,19 @@ class Source:
         At the end of the text, the rest is read, and nothing returned. With `is_cut` a marker must come, so its
         beginning at the end of the text is no text.
         """
-        searched = 0  # characters from `at` on that hold no marker: white space
+        start = self.at  # between it and `at` there is no marker, but white space
         while True:
-            start, end = stops.split(self.text, self.at + searched, not self.ended)
+            searched = start
+            start, end = stops.split(self.text, searched, not self.ended)
             if self.ended and start == end and not is_cut:
                 start = end = stop = len(self.text)
             else:
-                new = self.text[self.at + searched : start].rstrip()
-                stop = self.at + searched + len(new) if new else self.at
-            searched = start - stop
+                new = self.text[searched:start].rstrip()
+                stop = searched + len(new) if new else self.at
             if stop > self.at:
                 yield make(self.take(stop))
             if end > start:
-                return self.text[self.at + searched : self.at + searched + end - start]
+                return self.text[start:end]
             if self.ended:
                 self.at = len(self.text)
                 return ""

@@ -153,29 +153,21 @@ def parts_of(schema: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[st
     return changed
 
 
-def closed(schema: Any) -> Any:
-    """Forbid an object's properties that its schema does not name, in all of a schema."""
-    if not isinstance(schema, dict):
-        return schema
-    changed = parts_of(schema, closed)
-    return {"additionalProperties": False} | changed if "properties" in changed else changed
-
-
 def plain(schema: Any, left: list[str] | None = None, is_closed: bool = False) -> Any:
     """Write a schema in keywords that llguidance knows; if `is_closed`, objects get no properties beside those named.
 
     The list `left` gets the keywords that have to be left out; where it is not given, there may be none. A ValueError:
     it lies too deep, or says what no grammar can hold an answer to.
     """
-    rewriting = Rewriting(schema, left is None)
     try:
-        made = rewriting.change(closed(schema) if is_closed and not IN_PLACE.search(json.dumps(schema)) else schema)
+        rewriting = Rewriting(schema, left is None, is_closed and not IN_PLACE.search(json.dumps(schema)))
+        made = rewriting.change(schema)
     except RecursionError:
         raise ValueError("its lists and objects lie too deep in each other") from None
-    if rewriting.left and left is None:
-        raise ValueError(f"no grammar can hold an answer to {' and '.join(rewriting.left)}, as the schema has it")
     if left is not None:
         left.extend(rewriting.left)
+    elif rewriting.left:
+        raise ValueError(f"no grammar can hold an answer to {' and '.join(rewriting.left)}, as the schema has it")
     return made
 
 
@@ -185,8 +177,9 @@ class Rewriting:
     Formats that nobody checks say nothing; nor does `oneOf`, which becomes `anyOf` and allows more.
     """
 
-    def __init__(self, root: Any, strict: bool):
-        self.strict, self.root, self.steps, self.patterns = strict, root, 0, MOST_OF_PATTERNS
+    def __init__(self, root: Any, strict: bool, is_closed: bool):
+        self.strict, self.root, self.is_closed = strict, root, is_closed
+        self.steps, self.patterns = 0, MOST_OF_PATTERNS
         self.left: dict[str, None] = {}
 
     def change(self, schema: Any) -> Any:
@@ -197,6 +190,8 @@ class Rewriting:
         if self.steps % 64 == 0:
             time.sleep(0)  # there may be many parts, and an API process serves others as well
         changed, rules = {**schema}, list[Any](list_of(schema, "allOf"))
+        if self.is_closed and "properties" in schema:
+            changed.setdefault("additionalProperties", False)
         if changed.get("not") in ({}, True):  # so zod says that there is no value
             del changed["not"]
             rules.append(False)

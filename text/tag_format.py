@@ -117,9 +117,9 @@ class TagFormat(ToolParser):
         elif source.is_cut(self.quotes[:1]):
             source.at = len(source.text)
         while (mark := (yield from source.until(stops, make, is_cut=True))) and not quoted:
-            source.mark = source.at
+            place = source.at
             is_end = yield from self._ends_value(calls, keys)
-            source.back()
+            source.at = place
             if is_end:
                 break
             yield make(source.take(source.text.index(mark, source.at) + len(mark)))
@@ -130,15 +130,15 @@ class TagFormat(ToolParser):
             yield from source.follows(self.value_end)
 
     def _ends_value(self, calls: Calls, keys: Collection[str]) -> Waiting[bool]:
-        """Whether a value ends at the mark that comes next, at `Source.mark`; else that is a part of it.
+        """Whether a value ends at the mark that comes next; else that is a part of it. It is read, with what follows.
 
         Behind its end mark comes the next argument, the end of the call, another call, or the end of the answer. Where
         the model leaves that mark out, the next argument is one of the tool's, in a line of its own, and behind the end
         of the call comes another one, or the end of the answer.
         """
-        source = calls.source
+        source, begin = calls.source, calls.source.at
         yield from source.space()
-        in_own_line = self.newline in source.text[source.mark : source.at]
+        in_own_line = self.newline in source.text[begin : source.at]
         has_mark = (yield from source.follows(self.value_end)) != ""
         yield from source.space()
         if (yield from source.follows(self.key)):

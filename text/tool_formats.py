@@ -317,11 +317,9 @@ class PythonFormat(ToolParser):
         if begin != "[":
             yield from source.follows(begin)
             yield from source.space()
-        place = source.place
         listed = self.listed and (yield from source.follows("["))
         if (yield from source.space()) == "{":
-            source.go(place)
-            yield from JsonFormat((), self.end).read(calls, "[")
+            yield from JsonFormat((), self.end).read(calls, "{" if listed else "[")
             return
         while True:
             yield from source.space()
@@ -439,8 +437,7 @@ class HarmonyFormat:
 
     def _header(self, source: Source) -> Waiting[str]:
         """Read a message's header and its end, if one comes next. A cut one is dropped."""
-        source.mark = source.at
-        header = ""
+        begin, header = source.at, ""
         yield from source.space()
         mark = yield from source.follows("to=", *self.begins)
         if mark == "<|message|>":
@@ -451,8 +448,7 @@ class HarmonyFormat:
                 header = mark + rest if (yield from source.follows("<|message|>")) else ""
                 header = re.sub(r"<\|channel\|>.*(?=<\|channel\|>)", "", header, flags=re.DOTALL)  # the last one counts
         if not header and not (source.ended and mark.startswith("<")):
-            source.back()
-        source.mark = None
+            source.at = begin
         return header
 
     def _message(self, calls: Calls, header: str, is_kept: bool) -> Steps[None]:

@@ -44,14 +44,14 @@ def closes(source: Source, closers: Collection[str], begins: Collection[str]) ->
 
     Returns whether they have been read.
     """
-    source.mark = source.at
-    char, left = (yield from source.space()), {*closers}
+    begin, left = source.at, {*closers}
+    char = yield from source.space()
     while closer := (yield from source.follows(*left)):
         left.remove(closer)
         char = yield from source.space()
-    behind = source.at - source.mark
+    end = source.at
     is_last = not char or (yield from source.follows(*begins)) != ""
-    source.at, source.mark = source.mark + behind * is_last, None
+    source.at = end if is_last else begin
     return is_last
 
 
@@ -269,13 +269,10 @@ class AnswerReader:
 
     def feed(self, text: str) -> list[AnswerPart]:
         """Take more of the answer's text, cut anywhere; returns the parts that are certain now."""
-        text, kept, start, end = self._held + text, [], 0, -1
-        while start != end:
-            begin = max(end, 0)
-            start, end = self._dropped.split(text, begin)
-            kept.append(text[begin:start])
-        self._held = text[end:]
-        self.source.feed("".join(kept))
+        *kept, last = self._dropped.pattern.split(self._held + text)
+        end, _ = self._dropped.split(last)
+        self._held = last[end:]
+        self.source.feed("".join([*kept, last[:end]]))
         return self._read()
 
     def end(self) -> list[AnswerPart]:
@@ -333,7 +330,7 @@ def read_answer(calls: Calls, format: ToolParser, thinking: ReasoningParser, mar
             make, stops = content, begins | starts | strays | quoted | closers | {*openers}
         if not (mark := (yield from source.until(markers(stops), make))):
             return
-        is_first = source.place == begun
+        is_first = source.at == begun
         if mark in begins:
             if not (yield from read_calls(calls, format, mark, make)):
                 if make is content:  # the answer tells of calls
@@ -359,7 +356,7 @@ def read_answer(calls: Calls, format: ToolParser, thinking: ReasoningParser, mar
             continue
         source.in_reasoning = mark in starts
         yield from source.space()
-        begun = source.place
+        begun = source.at
 
 
 def read_calls(calls: Calls, format: ToolParser, begin: str, make: Make) -> Steps[bool]:
