@@ -78,7 +78,9 @@ class Step:
     states: list[tuple[torch.Tensor, torch.Tensor]]  # of each layer that has one; see `states_of`
     kv_scales: torch.Tensor | None = None  # [layers, 2] of keys and of values; see `qk_norm_rope_store`
     distances: torch.Tensor | None = None  # [heads, distances]; see `attention_encode`
-    rows: list[Any] | None = None  # latent attention's plan of the longer rows; or an encoder's keys and values
+    rows: list[Any] | None = None  # for latent attention: its plan of the longer rows, made by the first layer
+    kv: Sequence[torch.Tensor] = ()  # an encoder's keys and values [T, KV, D] of the layer that runs
+    places: torch.Tensor | None = None  # [T] where its kernel stores them, made by the first layer
     cut: Cut | None = None  # takes the place of each attention; see `PiecewiseGraphs`
 
     def scales_of(self, source: int) -> torch.Tensor | None:

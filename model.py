@@ -174,7 +174,8 @@ class Transformer(Owner):
         add_up, x = self.group.all_reduce, self.enter(residual)
         for i in self.span:
             layer, following = self.layers[i], self.following(i)
-            if self.row.post_norm and layer.attn_out and layer.mlp_out:
+            if self.row.post_norm:
+                assert layer.attn_out and layer.mlp_out
                 x = layer.attn_out(add_up(layer.attention(x, step)), x)
                 x = layer.mlp_out(add_up(layer.mlp(x, step)), x)
                 continue

@@ -425,6 +425,13 @@ class PoolingParams:
     task: str | None = None
     second_text: int | None = None
 
+    def __post_init__(self) -> None:
+        for name in ("dimensions", "second_text"):  # the engine knows their ranges
+            if not isinstance(value := getattr(self, name), int | None) or isinstance(value, bool):
+                raise ValueError(f"{name} is {reprlib.repr(value)}; it must be a whole number or None")
+        if not isinstance(self.use_activation, bool | None):
+            raise ValueError(f"use_activation is {reprlib.repr(self.use_activation)}; it must be True, False or None")
+
     @property
     def by_token(self) -> bool:
         """Whether each token has a vector."""

@@ -59,6 +59,7 @@ class Tokenizer:
         self._tokenizer.no_padding()
         self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self.special_ids = frozenset(i for i, t in self._tokenizer.get_added_tokens_decoder().items() if t.special)
+        self._is_bpe = isinstance(self._tokenizer.model, tokenizers.models.BPE)
         decoder = self._tokenizer.decoder
         self._joins_with_spaces = decoder is None
         state = decoder.__getstate__() if decoder else b"{}"
@@ -182,8 +183,11 @@ class Tokenizer:
 
     @functools.cached_property
     def longest_token(self) -> int:
-        """Characters of the longest token. A text with more than that for each token of the context cannot fit it."""
-        return max(map(len, self._tokenizer.get_vocab()))
+        """Characters of the longest token. A text with more than that for each token of the context cannot fit it.
+
+        Other kinds than BPE drop blanks, and know long words as one token: theirs counts 64 times.
+        """
+        return max(map(len, self._tokenizer.get_vocab())) * (1 if self._is_bpe else 64)
 
     @functools.cached_property
     def gap(self) -> tuple[str, list[int]]:

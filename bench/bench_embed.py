@@ -105,7 +105,8 @@ def compare_alone(shape: str, texts: int, lengths: list[int], peers: Peers, **op
             runs: dict[str, Callable[[int], Any]] = {
                 "Manta": lambda turn: llm.embed(work[turn - 1], use_tqdm=False), "Manta over HTTP": ask,
             }  # fmt: skip
-            runs |= {peer.name: lambda turn, peer=peer: peer(work[turn - 1 : turn or None], 0) for peer in others}
+            alone = [work[:1], *([text] for text in work)]
+            runs |= {peer.name: functools.partial(answer_turn, peer, alone, 0) for peer in others}
             timed = {name: functools.partial(seconds_of, run) for name, run in runs.items()}
             results = in_turns(timed, len(work))
         return [

@@ -61,7 +61,7 @@ def need_of(config: EngineConfig, memory: int, budget: int | None) -> tuple[int,
     blocks = min(count for _, count in pools)
     need = max(base + blocks * plan.block for (base, _), (_, plan, *_) in zip(pools, stages, strict=True))
     model, plan = stages[0][:2]
-    options = {"num_gpu_blocks_override": blocks, "max_model_len": model.max_model_len, "task": config.task}
+    options = {"num_gpu_blocks_override": blocks or None, "max_model_len": model.max_model_len, "task": config.task}
     if model.state_size and config.enable_prefix_caching:
         options["num_state_snapshots"] = plan.states // (4 * model.state_size) - config.max_num_seqs
     return need * (1 if total else config.world_size), [plan for _, plan, *_ in stages], options

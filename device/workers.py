@@ -47,7 +47,7 @@ class Workers:
     ):  # fmt: skip
         self.executor, self.config, self.start_over = executor, config, start_over
         self.sizes = {name: facts[name] for name in ("max_model_len", "num_host_blocks")}
-        self.sizes["num_gpu_blocks_override"] = facts["num_blocks"]
+        self.sizes["num_gpu_blocks_override"] = facts["num_blocks"] or None  # encoders have no pool
         if states := facts["states"]:
             self.sizes |= {"num_state_snapshots": states["snapshots"], "num_host_states": states["host"]}
         self.on_trouble: Callable[[str | None], None] = lambda trouble: None  # None: nothing is wrong any more

@@ -45,7 +45,7 @@ ENCODERS = {
         defaults=sized(
             50368, 768, 1152, 22, 12, None, 8192, layer_norm_eps=1e-5, hidden_act="gelu", sliding_window=128,
             sliding_window_pattern=3, rope_theta=160000.0, rope_local_base_freq=10000.0, classifier_pooling="cls"),
-        fixed={"classifier_activation": "gelu"},
+        fixed={"classifier_activation": "gelu", "classifier_pooling": ("cls", "mean")},
         names={"embed": "embeddings.tok_embeddings", "embed_norm": "embeddings.norm", "norm": "final_norm",
             "attn_in": "attn_norm", "mlp_in": "mlp_norm", "qkv": "attn.Wqkv", "o": "attn.Wo", "gate_up": "mlp.Wi",
             "down": "mlp.Wo"}),

@@ -19,29 +19,30 @@ class EncoderAttention(Attention):
     """Attention of whole prompts in both directions. Their keys and values are gone after the layer."""
 
     def store(self, x: torch.Tensor, step: Step) -> torch.Tensor:
-        """The queries [T, heads, dim] of hidden states x; the keys and values wait in `step.rows` for `attend`."""
+        """The queries [T, heads, dim] of hidden states x; the keys and values wait in `step.kv` for `attend`."""
         row, c, qkv = self.row, self.config, linear(x, self.qkv, self.qkv_bias)
         if c.clip_qkv:
             qkv.clamp_(-c.clip_qkv, c.clip_qkv)
         if not c.ropes[self.rope].dim and self.q_norm is None:
-            q, *step.rows = (part.unflatten(1, (-1, self.dim)) for part in qkv.split(self.sizes, 1))
+            q, *step.kv = (part.unflatten(1, (-1, self.dim)) for part in qkv.split(self.sizes, 1))
             return q
         # The kernel that stores in pages stores here, in pages of one token.
         count, scales = len(qkv), self.all_heads(qkv) if row.qk_norm == "all" else None
         kv = qkv.new_empty(count, 2, self.kv_heads, 1, self.dim)
+        if step.places is None:
+            step.places = torch.arange(count, device=qkv.device)
         q = self.ops.qk_norm_rope_store(
             qkv, self.q_norm, self.k_norm, c.norm_eps, step.rotations[self.rope],
-            torch.arange(count, device=qkv.device), kv, bool(row.interleaved), row.norm, row.qk_norm == "after", scales,
+            step.places, kv, bool(row.interleaved), row.norm, row.qk_norm == "after", scales,
         )  # fmt: skip
-        step.rows = [*kv[:, :, :, 0].unbind(1)]
+        step.kv = kv[:, :, :, 0].unbind(1)
         growth = step.query_scales[self.rope]
         return q if growth is None else q * growth.to(q.dtype)
 
     def attend(self, q: torch.Tensor, step: Step) -> torch.Tensor:
         """The heads' results [T, heads * dim]."""
-        assert step.rows
-        (k, v), c, batch = step.rows, self.config, step.batch
-        rows = batch.starts, batch.max_query_len
+        (k, v), c, batch = step.kv, self.config, step.batch
+        rows, step.kv = (batch.starts, batch.max_query_len), ()  # their memory is free before the MLP
         return self.ops.attention_encode(q, k, v, rows, c.scale, c.windows[self.i], step.distances).flatten(1)
 
 

@@ -572,6 +572,8 @@ HEADS: dict[str, Literal["logits", "labels", "none"]] = {  # an architecture's l
     "ForCausalLM": "logits", "LMHeadModel": "logits", "ForSequenceClassification": "labels",
     "ForConditionalGeneration": "logits", "ForMaskedLM": "none", "ForPreTraining": "none", "Model": "none",
 }  # fmt: skip
+OF_ENCODERS = {"ForMaskedLM": True, "ForPreTraining": True, "ForCausalLM": False, "LMHeadModel": False,
+               "ForConditionalGeneration": False}  # fmt: skip  # heads of these alone, or of all others
 FULL = ("ForCausalLM", "LMHeadModel", "Model")  # the last part of a family's name
 # Reward models of Qwen2, whose classification heads have two matrices, and how many labels they have.
 REWARDS = {"Qwen2ForRewardModel": 1, "Qwen2ForProcessRewardModel": 2}
@@ -601,8 +603,10 @@ def family_of(architecture: Any, raw: dict[str, Any]) -> tuple[str, Literal["log
     for ending, head in HEADS.items():
         for full in FULL:
             family = name.removesuffix(ending) + full
-            if name.endswith(ending) and family in FAMILIES and not (head == "logits" and FAMILIES[family].encoder):
-                return family, head
+            if name.endswith(ending) and family in FAMILIES:
+                encoder = FAMILIES[family].encoder
+                if OF_ENCODERS.get(ending, encoder) == encoder:
+                    return family, head
     short = [re.sub("|".join(FULL), "", family) for family in FAMILIES]
     base = re.sub("|".join(HEADS), "", name)
     near = difflib.get_close_matches(base, short, 3, 0.5) if architecture else []

@@ -17,7 +17,7 @@ import os
 import re
 from typing import Any, NamedTuple
 
-from config import EngineConfig, read_json
+from config import EngineConfig, read_json, sentence_file
 from model_config import ModelConfig
 from models.config_fields import whole
 from sampling_params import POOLING_TASKS, PoolingParams, SamplingParams
@@ -88,8 +88,8 @@ def settle_task(config: EngineConfig, model_config: ModelConfig) -> tuple[Engine
         if pooling == "auto":
             kinds = poolings_of(folder, model_config.row.pooling)
         size = [size * len(kinds), *(dense.outputs for dense in dense_layers(folder, size * len(kinds)))][-1]
-        if longest is None:
-            longest = trained_length(folder, model_config.max_position)
+    if longest is None and (task == "embed" or model_config.row.encoder):
+        longest = trained_length(folder, model_config.max_position, task != "embed")
     config = dataclasses.replace(
         config, task=task, pooling_type=kinds[0] if len(kinds) == 1 else "auto", max_model_len=longest,
         enable_chunked_prefill=False, enable_prefix_caching=False, preemption_mode="recompute",
@@ -196,16 +196,17 @@ def read_prompts(folder: str) -> tuple[dict[str, str], str | None]:
     return {key: text or "" for key, text in prompts.items()}, default
 
 
-def trained_length(folder: str, most: int) -> int | None:
-    """The tokens of a prompt that a folder of sentence-transformers allows, at most `most`; None if it does not say.
+def trained_length(folder: str, most: int, labelled: bool = False) -> int | None:
+    """The tokens of a prompt that a folder of sentence-transformers allows, or that of an encoder with a head for
+    labels, at most `most`; None if it does not say.
 
     Version 6 of the library saves it with the tokenizer, earlier ones in a file of their own.
 
     Raises:
         ValueError: what it says is no number of tokens.
     """
-    files = {"sentence_bert_config.json": "max_seq_length"}
-    if is_sentence_transformer(folder):
+    files = {sentence_file(folder): "max_seq_length"}
+    if labelled or is_sentence_transformer(folder):
         files["tokenizer_config.json"] = "model_max_length"  # 1e30 where nobody has said it
     for name, key in files.items():
         if (length := read_json(folder, name, {}).get(key)) is not None:

@@ -17,12 +17,12 @@ from typing import Any, Literal
 
 from checkpoints.gguf_names import stored_row
 from checkpoints.quantization import read_quantization
-from config import MAX_CONTEXT, read_json
+from config import MAX_CONTEXT, read_json, sentence_file
 from model_config import Delta, Experts, Latent, ModelConfig
 from models.config_fields import Fields, label_activation, labels, number, typed, whole
 from models.families import FAMILIES, REWARDS, architecture_of, family_of
 from models.family_row import Family, Routing
-from models.pooling import has_logit_score, read_modules
+from models.pooling import PROMPTS, has_logit_score, read_modules
 from models.read_rope import LAYER_TYPES, WINDOWED, read_ropes, read_slopes, yarn_mscale
 from models.text_halves import FIELDS, row_of, text_half, tied_half
 from observe.logs import warn_once
@@ -79,23 +79,29 @@ def token_classifier(folder: str, raw: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: a file is malformed, or a token is none of the vocabulary.
     """
+    settings = read_json(folder, PROMPTS, {})
+    if settings.get("model_type") == "CrossEncoder" and settings.get("activation_fn"):
+        raw |= {"sentence_transformers": {"activation_fn": settings["activation_fn"]}}
     if has_logit_score(folder):
         score = read_json(folder, os.path.join(read_modules(folder)[1][1], "config.json"))
         ids = [score[name] for name in ("false_token_id", "true_token_id") if score.get(name) is not None]
         architecture = re.sub("ForCausalLM$", "ForSequenceClassification", str((raw.get("architectures") or [""])[0]))
-        named = read_json(folder, "config_sentence_transformers.json", {}).get("activation_fn")
-        options = read_json(folder, "sentence_bert_config.json", {}).get("processing_kwargs") or {}
-        opens = options.get("chat_template", {}).get("add_generation_prompt")
-        raw |= {
-            "architectures": [architecture],
-            "classifier_ids": ids,
-            "sentence_transformers": {"activation_fn": named},
-        }
+        options: Any = read_json(folder, sentence_file(folder), {}).get("processing_kwargs") or {}
+        try:
+            opens = options.get("chat_template", {}).get("add_generation_prompt")
+        except AttributeError:
+            name = sentence_file(folder)
+            raise ValueError(f"{name}: processing_kwargs is {options!r:.80}; it must be an object of objects") from None
+        raw |= {"architectures": [architecture], "classifier_ids": ids}
         return raw | {"pair_template": "chat" + " opened" * bool(opens)}
     tokens, template = raw.get("classifier_from_token"), raw.pop("is_original_qwen3_reranker", None)
     if not tokens or not (template or raw.get("method")):
         return raw
-    vocabulary = dict(read_json(folder, "tokenizer.json", {}).get("model", {}).get("vocab") or {})
+    fields = read_json(folder, "tokenizer.json", {})
+    vocabulary = fields.get("model", {}).get("vocab") or {}
+    if isinstance(vocabulary, list):  # pieces and how likely each is
+        vocabulary = {piece: id for id, (piece, _) in enumerate(vocabulary)}
+    vocabulary = vocabulary | {token["content"]: token["id"] for token in fields.get("added_tokens") or ()}
     count = 2 if template or raw.get("method") == "from_2_way_softmax" else 1
     if not isinstance(tokens, list) or len(tokens) != count or any(str(token) not in vocabulary for token in tokens):
         raise ValueError(f"classifier_from_token is {tokens!r:.80}; it must list {count} of tokenizer.json's tokens")
@@ -222,7 +228,7 @@ class ConfigReader:
             row = row.but(names={"token_types": None})
         if self.architecture in REWARDS:
             row = row.but(label_head="reward")
-        if self.head == "labels" and f.value("classifier_pooling", str) == "mean":
+        if self.head == "labels" and f.get("classifier_pooling") == "mean":
             row = row.but(pooling="mean")
         if self.name == "FalconForCausalLM":
             new = f.truth("new_decoder_architecture")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 
@@ -112,7 +113,10 @@ def attention_encode(
     (starts, most), (tokens, heads, head_dim), kv_heads = rows, q.shape, k.shape[1]
     strides = [stride for x in (q, k, v) for stride in x.stride()[:2]]
     assert k.shape == v.shape == (tokens, kv_heads, head_dim) and heads % kv_heads == 0 and scale > 0
-    assert q.stride(2) == k.stride(2) == v.stride(2) == 1 and not any(stride % UNIT.value for stride in strides)
+    if any(stride % UNIT.value for stride in strides):  # heads of 26, as TinyBERT's, take copies of 32
+        q, k, v = (F.pad(x, (0, -head_dim % UNIT.value)).contiguous() for x in (q, k, v))
+        return attention_encode(q, k, v, rows, scale, window, biases)[..., :head_dim].contiguous()
+    assert q.stride(2) == k.stride(2) == v.stride(2) == 1
     assert biases is None or (biases.dtype == torch.float32 and biases.is_contiguous() and len(biases) == heads)
 
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

@@ -309,7 +309,7 @@ class EngineProcess(Child):
 def sizes_of(facts: dict[str, Any]) -> dict[str, Any]:
     """The options by which another engine has the sizes of the one that has reported these facts."""
     same = ("max_model_len", "max_num_batched_tokens", "num_host_blocks")
-    return {name: facts[name] for name in same} | {"num_gpu_blocks_override": facts["num_blocks"]}
+    return {name: facts[name] for name in same} | {"num_gpu_blocks_override": facts["num_blocks"] or None}
 
 
 if __name__ == "__main__":

@@ -137,8 +137,8 @@ def test_texts_are_scored_in_pairs_or_one_against_all(make_llm):
             assert scores == pytest.approx([cosine(left[i], right[j]) for i, j in pairs], abs=1e-4)
         (encoded,) = embedder.encode(answers[0], pooling_task="embed", use_tqdm=False)
         assert list(encoded.outputs.data) == pytest.approx(right[0], abs=1e-5)
-        with pytest.raises(ValueError, match=r"token_embed.* this one's is 'embed'"):
-            embedder.encode(answers[0], pooling_task="token_embed", use_tqdm=False)
+        with pytest.raises(ValueError, match=r"classify.* this one's is 'embed'"):
+            embedder.encode(answers[0], pooling_task="classify", use_tqdm=False)
 
 
 def test_a_text_is_a_conversation_whose_answer_may_fill_the_context(llm, monkeypatch):

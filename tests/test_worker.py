@@ -558,7 +558,7 @@ def test_the_host_pool_beside_a_gpu_leaves_the_host_memory(make, monkeypatch):
     monkeypatch.setattr(pools, "pinned", lambda count, shape, *_: torch.zeros(min(count, 60), *shape))
     made, states = Start.__new__(Start), worker.host_states
     made.group, made.device, made.model, made.num_blocks = worker.group, "cuda", worker.model, 1000
-    made.memory = SimpleNamespace(block=BLOCK_BYTES)
+    made.memory = SimpleNamespace(block=BLOCK_BYTES, blocks=lambda room: room // BLOCK_BYTES)
     for fields, sharers, blocks in (({}, 1, 50), ({}, 2, 25), ({"num_host_blocks": 60}, 1, 60)):
         made.config = dataclasses.replace(worker.config, swap_space=1.0, preemption_mode="auto", **fields)
         made.sharers = sharers

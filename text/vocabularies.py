@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from config import read_json
+from config import read_json, sentence_file
 
 SPACE = "\u2581"  # how SentencePiece vocabularies spell a space
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # SentencePiece's types of pieces
@@ -95,7 +95,7 @@ def convert(path: Path) -> tuple[Tokenizer, dict[str, str]]:
     settings = read_settings(path.parent)
     tokenizer, names = READERS[path.name](path, settings)
     tokenizer.encode_special_tokens = bool(settings.config.get("split_special_tokens"))
-    if read_json(str(path.parent), "sentence_bert_config.json", {}).get("do_lower_case"):
+    if read_json(str(path.parent), sentence_file(str(path.parent)), {}).get("do_lower_case"):
         before = [tokenizer.normalizer] if tokenizer.normalizer else []
         tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), *before])
     return tokenizer, names
@@ -146,6 +146,8 @@ def read_plain(path: Path, settings: Settings) -> tuple[Tokenizer, dict[str, str
     tokenizer.add_tokens(list(added.values()))
     check_ids(tokenizer, new)
     set_prefix(tokenizer, settings.config)
+    if isinstance(tokenizer.normalizer, normalizers.BertNormalizer):
+        tokenizer.normalizer = bert_normalizer(settings.config, tokenizer.normalizer)
     return tokenizer, {}
 
 
@@ -365,14 +367,22 @@ def read_wordpiece(path: Path, settings: Settings) -> tuple[Tokenizer, dict[str,
     vocab = {token: id for id, token in enumerate(path.read_text(encoding="utf-8").removesuffix("\n").split("\n"))}
     names = ENCODERS[kind] | settings.names
     tokenizer = Tokenizer(models.WordPiece(vocab, unk_token=names["unk_token"]))
-    chinese, lower = (config.get(name) is not False for name in ("tokenize_chinese_chars", "do_lower_case"))
-    tokenizer.normalizer = normalizers.BertNormalizer(True, chinese, config.get("strip_accents"), lower)
+    tokenizer.normalizer = bert_normalizer(config, normalizers.BertNormalizer())
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
     added = {}
     if kind == "MPNetTokenizer" and (id := vocab.get(names["mask_token"])) is not None:
         added[id] = AddedToken(names["mask_token"], lstrip=True, special=True, normalized=False)
     return finish(tokenizer, settings, added, names, adds_bos=False, pairs=kind)
+
+
+def bert_normalizer(config: dict[str, Any], usual: Any) -> Any:
+    """The normalizer that tokenizer_config.json asks for, with `usual` where it says nothing."""
+    chinese = config.get("tokenize_chinese_chars", usual.handle_chinese_chars) is not False
+    lower = config.get("do_lower_case", usual.lowercase) is not False
+    return normalizers.BertNormalizer(
+        usual.clean_text, chinese, config.get("strip_accents", usual.strip_accents), lower
+    )
 
 
 def read_tiktoken(path: Path, settings: Settings) -> tuple[Tokenizer, dict[str, str]]:

@@ -111,7 +111,7 @@ function showFigures({ engine, rates }) {
   const { free, cached } = tally(engine);
   const { generated, hits } = rates.at(-1);
   for (const state of ["running", "waiting", "swapped"]) put(byId(state), whole.format(engine.counts[state]));
-  const used = 1 - (free + cached) / engine.num_blocks;
+  const used = engine.num_blocks && 1 - (free + cached) / engine.num_blocks; // encoders have no blocks
   put(byId("used"), used > 0 && used < 0.01 ? "< 1 %" : `${whole.format(100 * used)} %`);
   put(byId("rate"), whole.format(generated));
   put(byId("hits"), `${whole.format(100 * hits)} %`);

@@ -70,7 +70,7 @@ function drawFlashes(pen, flashes, cells, side, columns, now) {
 
 function drawPool(engine) {
   const counts = tally(engine);
-  for (const part of byId("pool").children) part.style.flexGrow = counts[part.dataset.part] / engine.num_blocks;
+  for (const part of byId("pool").children) part.style.flexGrow = counts[part.dataset.part] / (engine.num_blocks || 1);
   for (const part of byId("pool").children) part.hidden = !counts[part.dataset.part];
 }
 

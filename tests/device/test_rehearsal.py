@@ -25,10 +25,10 @@ from device.start import Start
 from device.startup import start_worker
 from interpreted_guard import InterpretedGuard
 from model_config import ModelConfig
-from models.families import FAMILIES
+from models.families import ALIASES, FAMILIES
 from parallel import Pipeline, Sampled
+from random_checkpoints import ENCODERS, KEPT, REMOTE, published
 from random_checkpoints import FAMILIES as CASES
-from random_checkpoints import KEPT, REMOTE, published
 from worker import StepRun, Worker
 
 kernels = pytest.importorskip("kernels")
@@ -72,12 +72,13 @@ class Unwatched:
 def architecture(case: dict[str, Any]) -> str:
     """What config.json calls the model of a case, whose config class has another name."""
     stem = case["config"].removesuffix("Config").removesuffix("Text")
-    return stem + ("LMHeadModel" if stem == "GPT2" else "ForCausalLM")
+    return stem + ("Model" if case in ENCODERS.values() else "LMHeadModel" if stem == "GPT2" else "ForCausalLM")
 
 
 def start(folder: Path, name: str, **fields: Any) -> Start:
     """A start on the CPU that is then to rehearse what it would run on a GPU."""
-    raw = published(CASES[name]) | {"architectures": [architecture(CASES[name])]}
+    case = CASES.get(name) or ENCODERS[name]
+    raw = published(case) | {"architectures": [architecture(case)]}
     (folder / "config.json").write_text(json.dumps(raw))
     options = {"model": str(folder), "load_format": "dummy", "device": "cpu", "backend": "reference", "threads": 1}
     options |= {"dtype": "bfloat16", "block_size": 16, "max_num_seqs": 4, "max_num_batched_tokens": 40}
@@ -108,7 +109,16 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_every_family_is_rehearsed() -> None:
     """Those of remote code compute what others do."""
     named = {architecture(case) for case in CASES.values()} | {case["architecture"] for case in REMOTE.values()}
-    assert named == set(FAMILIES)
+    named |= {ALIASES.get(name, name) for name in map(architecture, ENCODERS.values())}
+    assert named >= set(FAMILIES)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("name", ["bert", "mpnet", "modernbert", "gte", "embedding-gemma"])
+def test_an_encoder_is_rehearsed_without_a_look_at_the_host(tmp_path: Path, steps: list[int], name: str) -> None:
+    made = start(tmp_path, name, num_gpu_blocks_override=None)
+    warmup.rehearse(made)
+    assert steps and not made.model.layout.windows
 
 
 @pytest.mark.interpreted

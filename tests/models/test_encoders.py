@@ -3,10 +3,13 @@ encoders cannot do."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
+import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,11 +20,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from config import EngineConfig
+from device.needs import need_of
 from device.startup import print_plan
 from engine import LLM, PoolingParams
 from model_config import ModelConfig, Rope
 from models.read_config import ConfigReader
 from models.rope import rope_frequencies
+from processes.engine_process import sizes_of
 from random_checkpoints import DATA, ENCODERS, Checkpoints, tiers
 from test_embedders import RAW, make, save_modules
 
@@ -225,6 +230,17 @@ print(json.dumps(model.predict(json.loads(sys.argv[3])).tolist()))
 """
 
 
+def test_the_activation_that_a_cross_encoder_was_saved_with(ranker: Path) -> None:
+    (score,) = make(ranker).score("what", "is", PoolingParams(use_activation=False), use_tqdm=False)
+    name = "torch.nn.modules.linear.Identity"
+    settings = {"model_type": "CrossEncoder", "activation_fn": name}
+    (ranker / "config_sentence_transformers.json").write_text(json.dumps(settings))
+    (ranker / "sentence_distilbert_config.json").write_text('{"max_seq_length": 6}')
+    llm = make(ranker)
+    assert llm.score("what", "is", use_tqdm=False)[0].outputs.score == score.outputs.score
+    assert llm.core.facts["max_model_len"] == 6
+
+
 def test_a_pair_has_two_types_of_tokens(ranker: Path) -> None:
     llm = make(ranker)
     for first, second in PAIRS:
@@ -257,9 +273,14 @@ def test_scores_equal_a_cross_encoders(ranker: Path) -> None:
 
 def test_wordpieces_lower_case_and_accents(ranker: Path) -> None:
     assert make(ranker).tokenizer.encode("Wh\u00e1t IS") == [2, WORDS.index("what"), WORDS.index("is"), 3]
-    settings = ranker / "tokenizer_config.json"
-    settings.write_text('{"tokenizer_class": "BertTokenizer", "do_lower_case": false}')
-    assert make(ranker).tokenizer.encode("What is") == [2, 1, WORDS.index("is"), 3]
+    settings, llm = ranker / "tokenizer_config.json", make(ranker)
+    spaced = llm.tokenizer.encode("what" + " " * 9000 + "time")
+    assert spaced == llm.tokenizer.encode("what time") and 200 * llm.tokenizer.longest_token > 9008
+    llm.tokenizer._tokenizer.save(str(ranker / "tokenizer.json"))
+    for _ in range(2):
+        settings.write_text('{"tokenizer_class": "BertTokenizer", "do_lower_case": false}')
+        assert make(ranker).tokenizer.encode("What is") == [2, 1, WORDS.index("is"), 3]
+        (ranker / "tokenizer.json").unlink(missing_ok=True)
     for change in ('{"tokenizer_class": "BertJapaneseTokenizer"}', '{"do_basic_tokenize": false}'):
         settings.write_text(change)
         with pytest.raises(ValueError, match=r"Manta converts .*BertTokenizer.* with do_basic_tokenize"):
@@ -368,6 +389,30 @@ def test_families_that_are_causal_alone(family: str, why: str) -> None:
     raw = json.loads((DATA / "families" / family / "config.json").read_text())
     with pytest.raises(ValueError, match=why):
         ConfigReader(raw | {"is_causal": False}, {}).config()
+
+
+def test_workers_of_an_encoder_are_replaced(checkpoints: Checkpoints) -> None:
+    """They keep the sizes of the first ones, which have no blocks. Another engine gets these sizes, too."""
+    options = {"distributed_executor_backend": "mp", "device": "cpu"}
+    config = EngineConfig(str(checkpoints / "bert"), skip_tokenizer_init=True, **options)
+    assert dataclasses.replace(config, **need_of(config, 2**33, None)[2]).num_gpu_blocks_override is None
+    with encoder(config.model, **options) as llm:
+        assert dataclasses.replace(config, max_num_seqs=9, **sizes_of(llm.core.facts)).max_num_batched_tokens
+        before = llm.encode([[5, 6, 7]], use_tqdm=False)[0].outputs.data
+        os.kill(llm.core.executor.processes[0].pid, signal.SIGKILL)
+        assert llm.encode([[5, 6, 7]], use_tqdm=False)[0].outputs.data == before
+
+
+def test_heads_for_words_are_of_encoders(checkpoints: Checkpoints) -> None:
+    with pytest.raises(ValueError, match="is of a 'Qwen3ForMaskedLM'"):
+        encoder(checkpoints / "bert", hf_overrides='{"architectures": ["Qwen3ForMaskedLM"]}')
+
+
+@pytest.mark.parametrize(("name", "value"), [("second_text", "a"), ("second_text", 1.5), ("dimensions", 2.0),
+                                             ("dimensions", True), ("use_activation", "x")])  # fmt: skip
+def test_what_is_made_of_a_prompt_is_checked_before_it_is_asked_for(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{name} is .*; it must be"):
+        PoolingParams(**{name: value})
 
 
 def test_the_task_and_the_pooling_of_encoders(checkpoints: Checkpoints, tmp_path: Path) -> None:

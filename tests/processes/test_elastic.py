@@ -260,15 +260,15 @@ def test_a_new_server_takes_the_weights_that_other_hosts_have_kept(monkeypatch, 
     monkeypatch.setattr("processes.fleet.EngineProcess", ReadyEngine)
     options = {"data_parallel_size": 1 + len(others), "data_parallel_size_local": 1, "data_parallel_address": "x"}
     fleet = Fleet(EngineConfig(DEMO, device="cpu", **options), Board(), "secret")
-    gate, old = SimpleNamespace(facts={}, stop=lambda: None), fleet.ranks[2:]
+    gate, old = SimpleNamespace(facts={}, options={"ranks": [1]}, stop=lambda: None), fleet.ranks[2:]
     monkeypatch.setattr(fleet, "_open_gate", lambda address: setattr(fleet, "gate", gate))
 
-    def wait_for_hosts(gate: SimpleNamespace) -> None:
+    def wait_for_hosts() -> None:
         for rank, weights in enumerate(others, 1):
             facts = {"weights": weights, "weights_version": len(weights and "1"), "weights_stamp": "of that host"}
             gate.facts[str(rank)] = fleet.engines[0].facts | facts
 
-    monkeypatch.setattr(fleet, "_wait_for_hosts", wait_for_hosts)
+    gate.wait = wait_for_hosts
     if old:
         with pytest.raises(SystemExit):
             fleet.start()
