@@ -92,7 +92,7 @@ class Tokenizer:
     def encode_pair(self, first: str, second: str) -> tuple[list[int], int | None]:
         """Token ids of two texts as one prompt, with what the model wants around and between them; and the first token
         of the second type, if there is one (BERT)."""
-        encoding = self._tokenizer.encode(first, second)
+        (encoding,) = self._tokenizer.encode_batch_fast([(first, second)])  # leaves Python's lock to other threads
         return encoding.ids, second_type(encoding)
 
     def encode_cut(

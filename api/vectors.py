@@ -14,7 +14,7 @@ from msgspec import Meta
 from api import checks
 from api import fields as shared
 from api.checks import ApiError, CheckContext, Face, Field, too_long
-from api.generation import Caller, EngineCall, admitted
+from api.generation import Caller, EngineCall, admitted, check_room
 from api.prompts import Prompt
 from api.routes import Api
 from observe.logs import warn_once
@@ -33,7 +33,7 @@ def embeddings(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, An
 
 def cohere_embeddings(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:
     """A vector for each text, in the forms that Cohere's clients ask for."""
-    prompts = encoded(api, fields, fields["texts"], True)
+    prompts = encoded(api, fields, caller, fields["texts"], True)
     pooled, shapes = pool(api, fields, caller, prompts), {"float": numbers, "base64": in_base64}
     forms = {kind: [shapes[kind](one) for one in pooled] for kind in fields["embedding_types"] or ["float"]}
     head = {"id": caller.id, "response_type": "embeddings_by_type", "embeddings": forms, "texts": fields["texts"]}
@@ -42,7 +42,7 @@ def cohere_embeddings(api: Api, fields: dict[str, Any], caller: Caller) -> dict[
 
 def plain_embeddings(api: Api, fields: dict[str, Any], caller: Caller, task: str | None = None) -> list[Any]:
     """The vectors alone, or with the task "token_embed" those of all tokens."""
-    prompts = encoded(api, fields, fields["input"], True)
+    prompts = encoded(api, fields, caller, fields["input"], True)
     return shown(prompts, pool(api, fields | {"task": task}, caller, prompts), PoolingParams(task=task).by_token)
 
 
@@ -58,7 +58,7 @@ def pooling(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:
 def classify(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:
     """The probability of each label for each prompt, and the label of the highest one."""
     labels, data = api.facts["labels"], []
-    prompts = inputs(api, fields)
+    prompts = inputs(api, fields, caller)
     for i, probs in enumerate(map(numbers, pool(api, fields, caller, prompts))):
         label = labels[max(range(len(probs)), key=probs.__getitem__)]
         data.append({"index": i, "label": label, "probs": probs, "num_classes": len(probs)})
@@ -119,17 +119,21 @@ def compare(
         before, cut = fields["instruction"], settled(fields)
         before = named(api, fields) if before is None else before
         pairs = zip(first * (len(second) // len(first)), second, strict=True)
-        try:
-            sources = [pair_parts(api.facts, api.tokenizer, *pair, before) for pair in pairs]
-        except ValueError as error:
-            raise ApiError(400, str(error), "query") from None
-        typed: list[Any] = [api.prompts.encode_with_type(cut, source, True) for source in sources]
-        prompts, seconds = ([item[i] for item in typed] for i in range(2))
+        prompts, seconds = [], []
+        check_room(api.answers, len(second), caller)
+        for pair in pairs:
+            try:
+                source = pair_parts(api.facts, api.tokenizer, *pair, before)
+            except ValueError as error:
+                raise ApiError(400, str(error), "query") from None
+            prompt, at = api.prompts.encode_with_type(cut, source, True)
+            prompts.append(fitting(api, prompt))
+            seconds.append(at)
         return [numbers(pooled)[0] for pooled in pool(api, fields, caller, prompts, seconds)], prompts
     if fields["instruction"] is not None:
         message = "instruction is for models that score pairs; for this one, which embeds, there is prompt_name"
         raise ApiError(400, message, "instruction")
-    prompts = encoded(api, fields, first + second, True)
+    prompts = encoded(api, fields, caller, first + second, True)
     all_vectors = [numbers(pooled) for pooled in pool(api, fields, caller, prompts)]
     left = all_vectors[: len(first)] * (len(second) // len(first))
     return [cosine(a, b) for a, b in zip(left, all_vectors[len(first) :], strict=True)], prompts
@@ -148,23 +152,34 @@ def settled(fields: dict[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def inputs(api: Api, fields: dict[str, Any]) -> list[Prompt]:
+def inputs(api: Api, fields: dict[str, Any], caller: Caller) -> list[Prompt]:
     """The request's texts or token ids, as `encoded` has them."""
-    return encoded(api, fields, fields["input"], fields["add_special_tokens"] is not False)
+    return encoded(api, fields, caller, fields["input"], fields["add_special_tokens"] is not False)
 
 
-def encoded(api: Api, fields: dict[str, Any], prompts: Sequence[str | list[int]], special: bool) -> list[Prompt]:
+def encoded(
+    api: Api, fields: dict[str, Any], caller: Caller, prompts: Sequence[str | list[int]], special: bool
+) -> list[Prompt]:
     """Texts as the model was trained with them: after its prompt, and cut to its context. Token ids stay."""
+    check_room(api.answers, len(prompts), caller)
     before, fields = named(api, fields), settled(fields)
     cuts = api.facts["cuts_texts"] and fields["truncate_prompt_tokens"] is None
     cuts = cuts and fields.get("truncate") not in (False, "NONE")
     cut = fields | {"truncate_prompt_tokens": -1} if cuts else fields
     sources = [before + source if isinstance(source, str) else source for source in prompts]
-    pairs = [api.prompts.encode(cut if isinstance(source, str) else fields, source, special) for source in sources]
+    how = ((cut if isinstance(source, str) else fields, source) for source in sources)
+    pairs = [fitting(api, api.prompts.encode(*one, special)) for one in how]
     was_cut = (text is None and isinstance(source, str) for (text, _), source in zip(pairs, sources, strict=True))
     if cuts and any(was_cut):
         warn_once(CUT.format(api.facts["max_model_len"]))
     return pairs
+
+
+def fitting(api: Api, prompt: Prompt) -> Prompt:
+    """A prompt that the context holds; an `ApiError` if it is longer."""
+    if (count := len(prompt[1])) > (limit := api.facts["max_model_len"]):
+        raise too_long(limit, f"a prompt is too long: it has {count}")
+    return prompt
 
 
 def named(api: Api, fields: dict[str, Any]) -> str:
@@ -185,11 +200,7 @@ def pool(
     api: Api, fields: dict[str, Any], caller: Caller, prompts: Sequence[Prompt], seconds: Sequence[int | None] = ()
 ) -> list[bytes]:
     """The vector of each prompt; of `seconds` see `PoolingParams.second_text`."""
-    limit = api.facts["max_model_len"]
     dimensions = fields.get("dimensions")  # not all routes have it
-    for _, ids in prompts:
-        if len(ids) > limit:
-            raise too_long(limit, f"a prompt is too long: it has {len(ids)}")
     if dimensions is not None and dimensions > (most := api.facts["vector_size"]):
         raise ApiError(400, f"dimensions is {dimensions}; at most {most} are there", "dimensions")
     task, use = fields.get("task"), fields["use_activation"]
@@ -228,7 +239,7 @@ def listed(fields: dict[str, Any], caller: Caller, prompts: Sequence[Prompt], da
 
 def vectors(api: Api, fields: dict[str, Any], caller: Caller, kind: str, key: str) -> dict[str, Any]:
     """The reply of /v1/embeddings (`kind` "embedding") and /pooling: numbers, or their float32 bytes in base64."""
-    prompts, by_token = inputs(api, fields), PoolingParams(task=fields.get("task")).by_token
+    prompts, by_token = inputs(api, fields, caller), PoolingParams(task=fields.get("task")).by_token
     all_pooled = pool(api, fields, caller, prompts)
     as_numbers = fields["encoding_format"] == "float"
     values = shown(prompts, all_pooled, by_token) if as_numbers else map(in_base64, all_pooled)
@@ -237,8 +248,12 @@ def vectors(api: Api, fields: dict[str, Any], caller: Caller, kind: str, key: st
 
 def shown(prompts: Sequence[Prompt], all_pooled: list[bytes], by_token: bool) -> list[Any]:
     """The numbers of each prompt's vector, or of its tokens' vectors."""
-    rows = zip(all_pooled, prompts, strict=True)
-    return [numbers_by_token(data, len(ids)) if by_token else numbers(data) for data, (_, ids) in rows]
+    values: list[Any] = []
+    for data, (_, ids) in zip(all_pooled, prompts, strict=True):
+        values.append(numbers_by_token(data, len(ids)) if by_token else numbers(data))
+        if by_token:  # which are many
+            time.sleep(0)
+    return values
 
 
 def in_base64(pooled: bytes) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import time
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from scripted import FACTS, TOKENIZER, ScriptedClient, client_of, post, refusal, vector_of
 from test_embeddings import EMBEDDINGS, SAID, floats, serving
 from text.prompts import QWEN3_INSTRUCTION, QWEN3_PAIR
+from tokenizer import LONG_TEXT, Tokenizer
 
 LONG = "two kings " * 60  # more tokens than the context of 64 holds
 IDS = TOKENIZER.encode(LONG)
@@ -161,3 +163,37 @@ def test_vectors_of_tokens(engine: ScriptedClient) -> None:
 def test_many_documents(engine: ScriptedClient, task: str) -> None:
     http_client = serving(engine, task, ("relevant",), max_prompts=10_000, max_queue=20_000)
     assert len(post(http_client, "/rerank", query="q", documents=["x"] * 10_000).json["results"]) == 10_000
+
+
+ROUTES = [("embed", EMBEDDINGS, {"input": ["y" * 50] * 180}), ("embed", "/embed_all", {"inputs": ["x"] * 4}),
+          ("embed", "/score", {"text_1": "x", "text_2": ["y" * 50] * 180}),
+          ("score", "/rerank", {"query": "q", "documents": ["y" * 50] * 180})]  # fmt: skip
+
+
+@pytest.mark.parametrize(("task", "route", "body"), ROUTES)
+def test_others_are_served_between_many_texts(
+    engine: ScriptedClient, monkeypatch: pytest.MonkeyPatch, task: str, route: str, body: dict[str, Any]
+) -> None:
+    http_client, pauses = serving(engine, task, ("relevant",)), []
+    sleep = time.sleep
+    monkeypatch.setattr(time, "sleep", lambda seconds: (pauses.append(seconds), sleep(seconds)))
+    assert post(http_client, route, **body).status_code == 200
+    characters = sum(map(len, body.get("input") or body.get("text_2") or body.get("documents") or ()))
+    assert pauses.count(0) >= max(1, characters // (2 * LONG_TEXT)), pauses
+
+
+@pytest.mark.parametrize("task", ["embed", "score"])
+def test_texts_in_vain_do_not_become_tokens(engine: ScriptedClient, monkeypatch: pytest.MonkeyPatch, task: str) -> None:
+    """Neither behind one that is too long, nor where there is no room for so many."""
+    encodings: list[Any] = []
+    for name in ("encode", "encode_pair"):
+        real = getattr(Tokenizer, name)
+        monkeypatch.setattr(Tokenizer, name, lambda *args, real=real: encodings.append(args) or real(*args))
+    body = {"text_1": "x", "text_2": ["y", LONG, *"abcdefg"]}
+    assert refusal(post(serving(engine, task, ("one",)), "/score", **body))["code"] == "context_length_exceeded"
+    assert len(encodings) == (3 if task == "embed" else 2)
+    encodings.clear()
+    small = serving(engine, task, ("one",), max_queue=2)
+    refusal(post(small, "/score", text_1="x", text_2=["y"] * 3), 429)
+    refusal(post(small, "/rerank", query="x", documents=["y"] * 3, max_tokens_per_doc=1), 429)
+    assert not encodings
