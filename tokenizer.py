@@ -95,6 +95,11 @@ class Tokenizer:
         (encoding,) = self._tokenizer.encode_batch_fast([(first, second)])  # leaves Python's lock to other threads
         return encoding.ids, second_type(encoding)
 
+    def shortened(self, text: str, most: int) -> str:
+        """A text without what follows its first `most` tokens."""
+        (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=False)
+        return text if len(encoding) <= most else text[: encoding.offsets[most - 1][1]]
+
     def encode_cut(
         self, texts: tuple[str, ...], most: int, side: str, add_special_tokens: bool = True
     ) -> tuple[list[int], bool, int | None]:

@@ -126,6 +126,11 @@ class Prompts:
             raise ApiError(400, "the prompt is empty; it must have at least 1 token", "prompt")
         return (None if cut or not isinstance(prompt, str) else prompt, ids), second
 
+    def shortened(self, text: str, most: int) -> str:
+        """A text without what follows its first `most` tokens, and not much more than the context holds."""
+        kept = text[: (min(most, self.facts["max_model_len"]) + CUT_MARGIN) * self.tokenizer.longest_token]
+        return str(self._run(len(kept), self.tokenizer.shortened, kept, most))
+
     def _run(self, size: int, encode: Callable[..., Any], *arguments: Any) -> Any:
         """What `encode` makes of texts with `size` characters. Others are served during long ones and after several."""
         if size > LONG_TEXT:

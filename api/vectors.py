@@ -86,10 +86,11 @@ def rerank(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any] |
         is_missing = documents is None
         message = "documents is missing" if is_missing else "texts is given beside documents; one is enough"
         raise ApiError(400, message, "documents" if is_missing else "texts", "missing_required_parameter" * is_missing)
+    check_room(api.answers, len(documents), caller)
     shows = not plain if fields["return_documents"] is None else fields["return_documents"]
     compared = documents
     if (most := fields["max_tokens_per_doc"]) is not None:
-        compared = [shortened(api, text, min(most, api.facts["max_model_len"])) for text in documents]
+        compared = [api.prompts.shortened(text, most) for text in documents]
     scores, prompts = compare(api, fields, caller, [fields["query"]], compared)
     order = sorted(range(len(scores)), key=lambda i: (-scores[i], i))[: fields["top_n"] or len(documents)]
     if plain:
@@ -98,13 +99,6 @@ def rerank(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any] |
     results, usage = [{"index": i, "relevance_score": scores[i]} | texts_of[i] for i in order], used(prompts)
     meta = {"tokens": {"input_tokens": usage["total_tokens"]}}  # as Cohere tells it
     return {"id": caller.id, "model": fields["model"], "usage": usage, "meta": meta, "results": results}
-
-
-def shortened(api: Api, text: str, most: int) -> str:
-    """A text without what follows its first `most` tokens."""
-    cut = {"truncate_prompt_tokens": most, "truncation_side": "right"}
-    whole, ids = api.prompts.encode(cut, text, False)
-    return text if whole is not None else api.tokenizer.decode(ids)
 
 
 def compare(

@@ -49,8 +49,13 @@ def test_rerank_as_cohere_and_jina_have_it(engine: ScriptedClient) -> None:
     body = {"model": "manta", "query": "q", "documents": [LONG, {"text": "x"}], "rank_fields": ["text"], "top_n": 9}
     reply = post(http_client, "/v2/rerank", **body, max_tokens_per_doc=5).json
     assert [result["document"] for result in reply["results"]] == [{"text": LONG}, {"text": "x"}]  # as they were
-    assert asked(engine)[0] == TOKENIZER.encode_pair("q", TOKENIZER.decode(IDS[:5]))[0]
+    assert asked(engine)[0] == TOKENIZER.encode("q") + IDS[:5]
     assert reply["meta"]["tokens"]["input_tokens"] == reply["usage"]["total_tokens"]
+    special = "one<|end|>two kings and a queen"  # its special token stays a token
+    ids = TOKENIZER.encode(special)
+    assert TOKENIZER.special_ids & {*ids[:-2]}
+    post(http_client, "/rerank", query="q", documents=[special], max_tokens_per_doc=len(ids) - 2)
+    assert asked(engine) == [TOKENIZER.encode("q") + ids[:-2]]
     assert post(http_client, "/v2/rerank", **body, max_tokens_per_doc=4096, truncation=True).status_code == 200
     asked(engine)
     left = {"truncate": True, "truncation_direction": "Left"}
