@@ -124,14 +124,14 @@ class Tokenizer:
 
     def encode_parts(self, texts: tuple[str, ...], most: int | None, side: str) -> tuple[list[int], bool, int | None]:
         """`encode_cut` for a pair of texts, or for a text between two others, which loses tokens alone where all have
-        more than `most`. If it has none left, there may be more. None: nothing is cut."""
+        more than `most`. A token of each is left, for which there may be more. None: nothing is cut."""
         if len(texts) == 2:
             if most is not None:
-                return self.encode_cut(texts, most, side)
+                return self.encode_cut(texts, max(most, self._tokenizer.num_special_tokens_to_add(True) + 2), side)
             ids, second = self.encode_pair(*texts)
             return ids, False, second
         begin, middle, end = (self._encoding(part, False) for part in texts)
-        room = len(middle) if most is None else max(0, most - len(begin) - len(end))
+        room = len(middle) if most is None else max(1, most - len(begin) - len(end))
         if cut := len(middle) > room:
             middle.truncate(room, direction=side)
         return begin.ids + middle.ids + end.ids, cut, None

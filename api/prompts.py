@@ -116,7 +116,7 @@ class Prompts:
         if isinstance(prompt, tuple):
             ids, cut, second = self._run(size, self.tokenizer.encode_parts, texts, keep, side)
             if keep is not None and len(ids) > keep:
-                message = f"truncate_prompt_tokens is {keep}; the query and what is around it have {len(ids)} tokens"
+                message = f"truncate_prompt_tokens is {keep}; it must be at least {len(ids)} for these texts"
                 raise ApiError(400, message, "truncate_prompt_tokens")
         elif keep is not None:
             ids, cut, _ = self._run(size, self.tokenizer.encode_cut, texts, keep, side, add_special_tokens)

@@ -110,16 +110,16 @@ def compare(
     says of both texts as one prompt, with the model's own prompt or template around them.
     """
     if api.facts["task"] == "score":
-        before, cut = fields["instruction"], settled(fields)
-        before = named(api, fields) if before is None else before
+        cut = settled(fields)
+        before, instruction = named(api, fields) if fields["instruction"] is None else "", fields["instruction"]
         pairs = zip(first * (len(second) // len(first)), second, strict=True)
         prompts, seconds = [], []
         check_room(api.answers, len(second), caller)
         for pair in pairs:
             try:
-                source = pair_parts(api.facts, api.tokenizer, *pair, before)
+                source = pair_parts(api.facts, api.tokenizer, *pair, before, instruction)
             except ValueError as error:
-                raise ApiError(400, str(error), "query") from None
+                raise ApiError(400, str(error), "query" if instruction is None else "instruction") from None
             prompt, at = api.prompts.encode_with_type(cut, source, True)
             prompts.append(fitting(api, prompt))
             seconds.append(at)
@@ -307,10 +307,11 @@ COHERE_EMBEDDINGS = Face(
     aliases={"output_dimension": "dimensions", "max_tokens": "truncate_prompt_tokens"},
 )  # fmt: skip
 TEI = {"inputs": "input", "normalize": "use_activation", "truncation_direction": "truncation_side"}
-PLAIN = (shared.MODEL, INPUT, ACTIVATION._replace(default=True), NAME, TRUNCATE, SIZE, shared.CUT[0], SIDE, LAST[-1])
-PLAIN_EMBEDDINGS = Face("embed", ("/embed",), PLAIN, plain_embeddings, "embd-", ("input",), EMBED, aliases=TEI)
+PLAIN = (shared.MODEL, INPUT, NAME, TRUNCATE, SIZE, shared.CUT[0], SIDE, LAST[-1])
+NORMAL, NOT_NORMAL = ((ACTIVATION._replace(default=value), *PLAIN) for value in (True, False))  # as TEI
+PLAIN_EMBEDDINGS = Face("embed", ("/embed",), NORMAL, plain_embeddings, "embd-", ("input",), EMBED, aliases=TEI)
 TOKEN_EMBEDDINGS = Face(
-    "embed_all", ("/embed_all",), PLAIN, partial(plain_embeddings, task="token_embed"), "embd-", ("input",), EMBED,
+    "embed_all", ("/embed_all",), NOT_NORMAL, partial(plain_embeddings, task="token_embed"), "embd-", ("input",), EMBED,
     aliases=TEI,
 )  # fmt: skip
 POOLING = Face("pooling", ("/pooling",), (*FIRST, NAME, TASK, *SIZED), pooling, "pool-", ("input",), VECTORS)

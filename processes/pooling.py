@@ -155,11 +155,11 @@ class PoolingFaces:
         first, keep = first * (len(second) // len(first)), self._kept(tokenization_kwargs)
         facts, encoder = self.llm_engine.client.facts, self.tokenizer
         if facts["task"] == "score":
-            before = opening(facts, prompt_name) if instruction is None else instruction
-            pairs = [pair_parts(facts, encoder, a, b, before) for a, b in zip(first, second, strict=True)]
+            before = opening(facts, prompt_name) if instruction is None else ""
+            pairs = [pair_parts(facts, encoder, a, b, before, instruction) for a, b in zip(first, second, strict=True)]
             encoded = [encoder.encode_parts(pair, keep, "right") for pair in pairs]
-            if keep is not None and (longest := max(len(ids) for ids, _, _ in encoded)) > keep:
-                raise ValueError(f"truncate_prompt_tokens is {keep}; a query with its template has {longest} tokens")
+            if keep is not None and (least := max(len(ids) for ids, _, _ in encoded)) > keep:
+                raise ValueError(f"truncate_prompt_tokens is {keep}; it must be at least {least} for these texts")
             params, typed = pooling_params or PoolingParams(), facts["token_types"] > 1
             pooling = [dataclasses.replace(params, second_text=at) if typed else params for _, _, at in encoded]
             results = self._pool([ids for ids, _, _ in encoded], pooling, use_tqdm)

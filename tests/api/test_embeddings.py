@@ -166,6 +166,9 @@ def test_texts_that_are_compared_are_cut_where_asked_to(engine: ScriptedClient, 
     assert post(http_client, "/rerank", query=long, documents=["a word"], **cut).json["usage"]["total_tokens"] > 0
     expected = [kings[-9:], word] if task == "embed" else [kings[len(word) - 9 :] + word]
     assert [ids for ids, _ in engine.pooled] == expected
+    if task == "score":
+        error = refusal(post(http_client, "/score", text_1="a word", text_2=long, truncate_prompt_tokens=1))
+        assert "it must be at least 2" in error["message"]  # a token of each
     for body in ({"text_1": "a", "text_2": long}, {"text_1": long * 10, "text_2": "b"}):
         error = refusal(post(http_client, "/score", **body))
         assert error["code"] == "context_length_exceeded"

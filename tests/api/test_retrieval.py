@@ -81,7 +81,15 @@ def test_pairs_are_put_into_the_models_template(engine: ScriptedClient) -> None:
     ((*_, ids),) = [asked(engine)]
     assert len(ids) == 400 and ids[-len(end) :] == end
     error = refusal(post(http_client, "/rerank", query="q", documents=["d"], truncate_prompt_tokens=9))
-    assert error["param"] == "truncate_prompt_tokens" and "what is around it have" in error["message"]
+    assert error["param"] == "truncate_prompt_tokens" and "it must be at least" in error["message"]
+    whole = QWEN3_PAIR.format(QWEN3_INSTRUCTION, "q", "")
+    for route, body in (
+        ("/rerank", {"query": whole, "documents": ["d"]}),
+        ("/score", {"text_1": whole, "text_2": "d"}),
+    ):
+        assert post(http_client, route, **body).status_code == 200
+        error = refusal(post(http_client, route, **body, instruction="Say"))
+        assert error["param"] == "instruction" and "'Say'; the query has one" in error["message"]
 
 
 BOTH, OWN = (
@@ -147,6 +155,9 @@ def test_vectors_of_tokens(engine: ScriptedClient) -> None:
     """The scripted engine has three numbers for each prompt: three tokens of one, or one of three."""
     http_client = serving(engine)
     assert post(http_client, "/embed_all", inputs=[[5, 6, 7], [8]]).json == [[[3.0], [5.0], [-0.5]], [[1.0, 8.0, -0.5]]]
+    assert [params.use_activation for _, params in engine.pooled] == [False, False]  # TEI divides none by its length
+    post(http_client, "/embed_all", inputs="a", normalize=True)
+    assert engine.pooled[-1][1].use_activation is True
     body = {"input": [[5, 6, 7]], "task": "token_embed"}
     assert post(http_client, "/pooling", **body).json["data"][0]["data"] == [[3.0], [5.0], [-0.5]]
     coded = post(http_client, "/pooling", **body, encoding_format="base64").json["data"][0]["data"]
