@@ -232,7 +232,7 @@ def in_words(schema: dict[str, Any]) -> str:
         return f"a list whose items are each {in_words(schema['items'])}"
     if "maxLength" in schema:
         return f"a string of {schema.get('minLength', 0)} to {schema['maxLength']} characters"
-    return kinds[kind]
+    return kinds[kind] + " that is not empty" * ("minLength" in schema)
 
 
 # --- checks that several faces have -----------------------------------------------------------------------------------

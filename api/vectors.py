@@ -124,10 +124,16 @@ def compare(
             prompts.append(fitting(api, prompt))
             seconds.append(at)
         return [numbers(pooled)[0] for pooled in pool(api, fields, caller, prompts, seconds)], prompts
-    if fields["instruction"] is not None:
-        message = "instruction is for models that score pairs; for this one, which embeds, there is prompt_name"
-        raise ApiError(400, message, "instruction")
-    prompts = encoded(api, fields, caller, first + second, True)
+    for name, same in (("instruction", None), ("raw_scores", False), ("use_activation", True)):
+        if fields.get(name) not in (None, same):
+            message = f"{name} is for models that score pairs; this one embeds, and its scores are cosines"
+            raise ApiError(400, message, name)
+    has_roles = all(not api.facts["prompts"].keys().isdisjoint(names) for names in ROLES)
+    with_roles = has_roles and "query" in fields and fields["prompt_name"] is None
+    kinds = ({"input_type": names[0]} if with_roles else {} for names in ROLES)
+    check_room(api.answers, len(first) + len(second), caller)
+    sides = [encoded(api, fields | kind, caller, part, True) for kind, part in zip(kinds, (first, second), strict=True)]
+    prompts = sides[0] + sides[1]
     all_vectors = [numbers(pooled) for pooled in pool(api, fields, caller, prompts)]
     left = all_vectors[: len(first)] * (len(second) // len(first))
     return [cosine(a, b) for a, b in zip(left, all_vectors[len(first) :], strict=True)], prompts
@@ -187,16 +193,17 @@ def named(api: Api, fields: dict[str, Any]) -> str:
     try:
         return opening(api.facts, name)
     except ValueError as error:
-        raise ApiError(400, str(error), "prompt_name" if kind is None else "input_type") from None
+        which = "prompt_name" if kind is None else "input_type"
+        raise ApiError(400, str(error).replace("prompt_name", which, 1), which) from None
 
 
 def pool(
     api: Api, fields: dict[str, Any], caller: Caller, prompts: Sequence[Prompt], seconds: Sequence[int | None] = ()
 ) -> list[bytes]:
     """The vector of each prompt; of `seconds` see `PoolingParams.second_text`."""
-    dimensions = fields.get("dimensions")  # not all routes have it
-    if dimensions is not None and dimensions > (most := api.facts["vector_size"]):
-        raise ApiError(400, f"dimensions is {dimensions}; at most {most} are there", "dimensions")
+    dimensions, size = fields.get("dimensions"), api.facts["vector_size"]  # not all routes have it
+    if dimensions is not None and not 1 <= dimensions <= size:
+        raise ApiError(400, f"dimensions is {dimensions}; it must be from 1 to {size}", "dimensions")
     task, use = fields.get("task"), fields["use_activation"]
     if (raw := fields.get("raw_scores")) is not None:
         if use is not None:
@@ -204,7 +211,7 @@ def pool(
         use = not raw
     params = PoolingParams(dimensions, use, task)
     if params.by_token:
-        size = dimensions or (api.facts["vector_size"] if task == "token_embed" else len(api.facts["labels"]))
+        size = dimensions or (size if task == "token_embed" else len(api.facts["labels"]))
         count = size * sum(len(ids) for _, ids in prompts)
         if count > (most := api.config.max_token_numbers):
             message = f"the tokens' vectors have {count} numbers; one reply has at most {most} (max_token_numbers)"
@@ -257,29 +264,28 @@ def in_base64(pooled: bytes) -> str:
 # --- what they take --------------------------------------------------------------------------------------------------
 
 
-def texts(value: Any, context: CheckContext) -> list[str]:
+def texts(value: Any, context: CheckContext, must: str = "a string or a list of strings") -> list[str]:
     listed = [value] if isinstance(value, str) else value
     if not isinstance(listed, list) or not listed or not all(isinstance(text, str) and text for text in listed):
-        raise ValueError("it must be a string or a list of strings, none of them empty")
+        raise ValueError(f"it must be {must}, none of them empty")
     if len(listed) > (most := context.config.max_prompts):
         raise ValueError(f"it has {len(listed)} texts; at most {most} are allowed (max_prompts)")
     return listed
 
 
 def documents(value: Any, context: CheckContext) -> list[str]:
-    if not isinstance(value, list):
-        raise ValueError("it must be a list of strings, or of objects with a text")
-    for document in value:
+    for document in value if isinstance(value, list) else ():
         if isinstance(document, dict):
             checks.known_keys(document, ("text",), context)
-    return texts([document.get("text") if isinstance(document, dict) else document for document in value], context)
+    plain = [one.get("text") if isinstance(one, dict) else one for one in value] if isinstance(value, list) else None
+    return texts(plain, context, "a list of strings, or of objects with a text")
 
 
 TEXTS, TEXT = shared.shown(anyOf=shared.TEXT_OR_TEXTS), shared.STRING
 DOCUMENT = {"type": "object", "required": ["text"], "properties": {"text": TEXT}, "additionalProperties": False}
 DOCUMENTS = shared.shown(type="array", items={"anyOf": [TEXT, DOCUMENT]}, minItems=1)
 INPUT = Field("input", shared.PROMPT, None, checks.prompts, shared.ONE_OR_MORE)
-SIZE = Field("dimensions", Annotated[int, Meta(ge=1, le=2**20)], about="Of the vector.")
+SIZE = Field("dimensions", int, about="Of the vector, from 1 to the model's own.")
 FORM = Field("encoding_format", Literal["float", "base64"], "float")
 ACTIVATION = Field("use_activation", bool, about=shared.attributes_of(PoolingParams)["use_activation"])
 NAME = Field("prompt_name", str, about='Of the prompt that goes before each text, or ""; null: the model\'s default.')

@@ -166,6 +166,8 @@ class PoolingFaces:
             return [one.having(ScoringOutput(*one.outputs.data or [math.nan])) for one in results]  # it has one label
         if instruction is not None:
             raise ValueError(f"instruction is {instruction!r:.80}; it is for models that score pairs, not embedders")
+        if pooling_params is not None and pooling_params.use_activation is False:
+            raise ValueError("use_activation is False; it is for models that score pairs, an embedder's are cosines")
         distinct = list(dict.fromkeys(first + second))
         ids = self._pooled_ids(distinct, keep, prompt_name)
         vectors = dict(zip(distinct, self._pool(ids, pooling_params, use_tqdm), strict=True))

@@ -279,6 +279,14 @@ def test_bad_values_are_400_and_name_the_field(engine: ScriptedClient) -> None:
         names = {"input", "prompt"} if name == "input" else {name}  # ids are checked against the vocabulary as prompts
         assert error["param"] in names, (route, name, value, error)
     assert not engine.pooled
+    for route, name, value, must in (
+        (EMBEDDINGS, "dimensions", 0, "from 1 to 32"),
+        ("/rerank", "query", "", "a string that is not empty"),
+        ("/rerank", "documents", [], "a list of strings, or of objects with a text, none of them empty"),
+        ("/rerank", "documents", "a", "a list of strings, or of objects with a text, none of them empty"),
+    ):
+        error = refusal(post(http_client, route, **(GOOD[route] | {name: value})))
+        assert error["message"].endswith("it must be " + must)
     error = refusal(post(http_client, EMBEDDINGS, input=LONG))
     assert error["code"] == "context_length_exceeded" and "65" in error["message"]
     assert post(http_client, EMBEDDINGS, input=LONG[1:]).status_code == 200  # as long as the context: nothing follows

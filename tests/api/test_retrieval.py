@@ -108,6 +108,18 @@ def test_an_input_type_names_a_prompt(engine: ScriptedClient, prompts: Any, kind
     post(http_client, EMBEDDINGS, input="a", input_type=kind)
     post(http_client, "/v2/embed", texts=["a"], input_type=kind)
     assert asked(engine) == [TOKENIZER.encode(before + "a")] * 2
+    error = refusal(post(http_client, EMBEDDINGS, input="a", input_type="classification"))
+    assert error["param"] == "input_type" and error["message"].startswith("input_type is 'classification'; this model")
+    post(http_client, "/rerank", query="q", documents=["d"])
+    sides = ("Q: ", "P: ") if prompts is BOTH else ("Q: ", "") if prompts else ("", "")
+    assert asked(engine) == [TOKENIZER.encode(sides[0] + "q"), TOKENIZER.encode(sides[1] + "d")]
+    post(http_client, "/score", text_1="q", text_2="d")
+    assert asked(engine) == [TOKENIZER.encode("q"), TOKENIZER.encode("d")]
+    for route, body in (("/rerank", {"query": "q", "documents": ["d"]}), ("/score", {"text_1": "q", "text_2": "d"})):
+        assert refusal(post(http_client, route, **body, use_activation=False))["param"] == "use_activation"
+        assert post(http_client, route, **body, use_activation=True).status_code == 200  # a cosine is of such vectors
+    assert refusal(post(http_client, "/rerank", query="q", texts=["d"], raw_scores=True))["param"] == "raw_scores"
+    assert post(http_client, "/rerank", query="q", texts=["d"], raw_scores=False).status_code == 200
     error = refusal(post(http_client, EMBEDDINGS, input="a", input_type="code"))
     assert error["param"] == "input_type" and "'code'; this model has" in error["message"]
     error = refusal(post(http_client, EMBEDDINGS, input="a", input_type=kind, prompt_name=""))
