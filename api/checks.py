@@ -8,6 +8,7 @@ mistake is an `ApiError`. So is a name that neither a row nor a table of the fac
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import json
@@ -208,6 +209,18 @@ def read_fields(face: Face, body: dict[str, Any], context: CheckContext) -> dict
         except ValueError as error:
             raise refusal(name, value, str(error), error.code if isinstance(error, Refusal) else None) from None
     return values
+
+
+@contextlib.contextmanager
+def as_sent(face: Face, body: Mapping[str, Any]) -> Iterator[None]:
+    """A context whose errors name the fields of a face as the body does."""
+    sent = {name: alias for alias, name in face.aliases.items() if body.get(alias) is not None}
+    try:
+        yield
+    except ApiError as error:
+        if (name := error.param) is None or name not in sent:
+            raise
+        raise ApiError(error.status, str(error).replace(name, sent[name], 1), sent[name], error.code) from None
 
 
 def refusal(name: str, value: Any, words: str, code: str | None) -> ApiError:

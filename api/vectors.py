@@ -42,7 +42,7 @@ def cohere_embeddings(api: Api, fields: dict[str, Any], caller: Caller) -> dict[
 
 def plain_embeddings(api: Api, fields: dict[str, Any], caller: Caller, task: str | None = None) -> list[Any]:
     """The vectors alone, or with the task "token_embed" those of all tokens."""
-    prompts = encoded(api, fields, caller, fields["input"], True)
+    prompts = encoded(api, fields, caller, fields["inputs"], True)
     return shown(prompts, pool(api, fields | {"task": task}, caller, prompts), PoolingParams(task=task).by_token)
 
 
@@ -215,7 +215,7 @@ def pool(
         count = size * sum(len(ids) for _, ids in prompts)
         if count > (most := api.config.max_token_numbers):
             message = f"the tokens' vectors have {count} numbers; one reply has at most {most} (max_token_numbers)"
-            raise ApiError(400, message, "input")
+            raise ApiError(400, message, "inputs" if "inputs" in fields else "input")
     starts = seconds if api.facts["token_types"] > 1 and seconds else [None] * len(prompts)
     rows = enumerate(zip(prompts, starts, strict=True))
     requests = [Vector(f"{caller.id}-{i}", ids, replace(params, second_text=at)) for i, ((_, ids), at) in rows]
@@ -312,13 +312,13 @@ COHERE_EMBEDDINGS = Face(
     cohere_embeddings, "embd-", ("texts",), EMBED, {"images": (), "inputs": ()},
     aliases={"output_dimension": "dimensions", "max_tokens": "truncate_prompt_tokens"},
 )  # fmt: skip
-TEI = {"inputs": "input", "normalize": "use_activation", "truncation_direction": "truncation_side"}
-PLAIN = (shared.MODEL, INPUT, NAME, TRUNCATE, SIZE, shared.CUT[0], SIDE, LAST[-1])
+TEI = {"input": "inputs", "normalize": "use_activation", "truncation_direction": "truncation_side"}
+PLAIN = (shared.MODEL, INPUT._replace(name="inputs"), NAME, TRUNCATE, SIZE, shared.CUT[0], SIDE, LAST[-1])
 NORMAL, NOT_NORMAL = ((ACTIVATION._replace(default=value), *PLAIN) for value in (True, False))  # as TEI
-PLAIN_EMBEDDINGS = Face("embed", ("/embed",), NORMAL, plain_embeddings, "embd-", ("input",), EMBED, aliases=TEI)
+PLAIN_EMBEDDINGS = Face("embed", ("/embed",), NORMAL, plain_embeddings, "embd-", ("inputs",), EMBED, aliases=TEI)
 TOKEN_EMBEDDINGS = Face(
-    "embed_all", ("/embed_all",), NOT_NORMAL, partial(plain_embeddings, task="token_embed"), "embd-", ("input",), EMBED,
-    aliases=TEI,
+    "embed_all", ("/embed_all",), NOT_NORMAL, partial(plain_embeddings, task="token_embed"), "embd-", ("inputs",),
+    EMBED, aliases=TEI,
 )  # fmt: skip
 POOLING = Face("pooling", ("/pooling",), (*FIRST, NAME, TASK, *SIZED), pooling, "pool-", ("input",), VECTORS)
 CLASSIFY = Face("classify", ("/classify",), (*FIRST, *LAST), classify, "classify-", ("input",), ("classify", "score"))
@@ -345,6 +345,6 @@ RERANKED = (
 RERANK = Face(
     "rerank", ("/rerank", "/v1/rerank", "/v2/rerank"), RERANKED, rerank, "rerank-", ("query",), PAIRS,
     {"rank_fields": (["text"],), "max_chunks_per_doc": (), "relevant_spans": ()},
-    aliases=TEI | {"truncation": "truncate", "return_text": "return_documents"},
+    aliases={"truncation_direction": "truncation_side", "truncation": "truncate", "return_text": "return_documents"},
 )  # fmt: skip
 FACES = (EMBEDDINGS, POOLING, CLASSIFY, SCORE, RERANK, COHERE_EMBEDDINGS, PLAIN_EMBEDDINGS, TOKEN_EMBEDDINGS)

@@ -163,6 +163,22 @@ def test_embed_as_tei_has_it(engine: ScriptedClient) -> None:
     assert refusal(post(cutting, "/embed", inputs=LONG, truncate=False))["code"] == "context_length_exceeded"
 
 
+def test_errors_spell_fields_as_the_request_does(engine: ScriptedClient) -> None:
+    http_client = serving(engine)
+    for route, body, words in (
+        ("/embed", {}, "inputs is missing"), ("/embed", {"inputs": 5}, "inputs is 5"),
+        ("/embed_all", {"input": 5}, "input is 5"),
+        ("/v2/embed", {"texts": ["a"], "max_tokens": 500}, "max_tokens is 500"),
+        ("/v2/embed", {"texts": ["a"], "max_tokens": 0}, "max_tokens is 0"),
+        ("/v2/embed", {"texts": ["a"], "output_dimension": 33}, "output_dimension is 33"),
+        ("/embed", {"inputs": "a", "normalize": "x"}, "normalize is 'x'"),
+        ("/score", {"queries": ["a", "b"], "items": "c"}, "queries has 2 texts"),
+        ("/rerank", {"query": "q", "inputs": ["a"]}, "the field 'inputs' is unknown"),
+    ):  # fmt: skip
+        error = refusal(post(http_client, route, **body))
+        assert error["message"].startswith(words) and error["param"] in words.replace("'", "").split(), error
+
+
 def test_vectors_of_tokens(engine: ScriptedClient) -> None:
     """The scripted engine has three numbers for each prompt: three tokens of one, or one of three."""
     http_client = serving(engine)
