@@ -15,7 +15,7 @@ from api import checks
 from api import fields as shared
 from api.checks import ApiError, CheckContext, Face, Field, too_long
 from api.generation import Caller, EngineCall, admitted, check_room
-from api.prompts import Prompt
+from api.prompts import Prompt, Source
 from api.routes import Api
 from observe.logs import warn_once
 from outputs import Vector, cosine, numbers, numbers_by_token
@@ -88,9 +88,8 @@ def rerank(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any] |
         raise ApiError(400, message, "documents" if is_missing else "texts", "missing_required_parameter" * is_missing)
     check_room(api.answers, len(documents), caller)
     shows = not plain if fields["return_documents"] is None else fields["return_documents"]
-    compared = documents
-    if (most := fields["max_tokens_per_doc"]) is not None:
-        compared = [api.prompts.shortened(text, most) for text in documents]
+    most = fields["max_tokens_per_doc"]
+    compared = documents if most is None else [api.prompts.shortened(text, most) for text in documents]
     scores, prompts = compare(api, fields, caller, [fields["query"]], compared)
     order = sorted(range(len(scores)), key=lambda i: (-scores[i], i))[: fields["top_n"] or len(documents)]
     if plain:
@@ -126,14 +125,12 @@ def compare(
         return [numbers(pooled)[0] for pooled in pool(api, fields, caller, prompts, seconds)], prompts
     for name, same in (("instruction", None), ("raw_scores", False), ("use_activation", True)):
         if fields.get(name) not in (None, same):
-            message = f"{name} is for models that score pairs; this one embeds, and its scores are cosines"
-            raise ApiError(400, message, name)
+            raise ApiError(400, f"{name} is for models that score pairs; this one's scores are cosines", name)
     has_roles = all(not api.facts["prompts"].keys().isdisjoint(names) for names in ROLES)
     with_roles = has_roles and "query" in fields and fields["prompt_name"] is None
-    kinds = ({"input_type": names[0]} if with_roles else {} for names in ROLES)
+    query, document = ({"input_type": names[0]} if with_roles else {} for names in ROLES)
     check_room(api.answers, len(first) + len(second), caller)
-    sides = [encoded(api, fields | kind, caller, part, True) for kind, part in zip(kinds, (first, second), strict=True)]
-    prompts = sides[0] + sides[1]
+    prompts = encoded(api, fields | query, caller, first, True) + encoded(api, fields | document, caller, second, True)
     all_vectors = [numbers(pooled) for pooled in pool(api, fields, caller, prompts)]
     left = all_vectors[: len(first)] * (len(second) // len(first))
     return [cosine(a, b) for a, b in zip(left, all_vectors[len(first) :], strict=True)], prompts
@@ -157,9 +154,7 @@ def inputs(api: Api, fields: dict[str, Any], caller: Caller) -> list[Prompt]:
     return encoded(api, fields, caller, fields["input"], fields["add_special_tokens"] is not False)
 
 
-def encoded(
-    api: Api, fields: dict[str, Any], caller: Caller, prompts: Sequence[str | list[int]], special: bool
-) -> list[Prompt]:
+def encoded(api: Api, fields: dict[str, Any], caller: Caller, prompts: Sequence[Source], special: bool) -> list[Prompt]:
     """Texts as the model was trained with them: after its prompt, and cut to its context. Token ids stay."""
     check_room(api.answers, len(prompts), caller)
     before, fields = named(api, fields), settled(fields)

@@ -78,7 +78,7 @@ def read_prompt(prompt: Prompt, tokenizer: Tokenizer) -> tuple[str | None, list[
 def opening(facts: Mapping[str, Any], name: str | None) -> str:
     """The prompt that goes before each text to embed, by its name, or the default for None; a ValueError if unknown."""
     prompts, name = facts["prompts"], facts["default_prompt_name"] if name is None else name
-    if name and name not in prompts:
+    if not isinstance(name, str | None) or (name and name not in prompts):
         names = ", ".join(map(repr, prompts)) or "no prompts"
         raise ValueError(f"prompt_name is {name!r:.80}; this model has {names}, and '' asks for none")
     return prompts[name] if name else ""
