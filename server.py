@@ -35,7 +35,7 @@ from werkzeug.exceptions import MethodNotAllowed, NotFound
 from werkzeug.middleware.dispatcher import DispatcherMiddleware
 
 from api import http
-from api.checks import ApiError, Face
+from api.checks import ApiError, Face, as_sent
 from api.faces import FACES
 from api.generation import Caller, ClientGone, Events, log_request
 from api.gunicorn_loop import Gunicorn
@@ -59,9 +59,9 @@ QUIET = ("health", "metrics", "live", "page", "scaling")
 
 def answer_face(api: Api, face: Face) -> Response:
     """The Flask view of a face (one API of `api/`): read the body, and reply with JSON or with events."""
-    body = http.body_of(api)
-    caller = g.caller = Caller(g.name, g.client, request.environ.get("gunicorn.socket"), g.body.close)
-    answer = api.answer(face, body, caller)
+    with as_sent(face, body := http.body_of(api)):
+        caller = g.caller = Caller(g.name, g.client, request.environ.get("gunicorn.socket"), g.body.close)
+        answer = api.answer(face, body, caller)
     return http.stream(answer, api.config) if isinstance(answer, Events) else http.reply(answer)
 
 

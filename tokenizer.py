@@ -93,8 +93,13 @@ class Tokenizer:
     def encode_pair(self, first: str, second: str) -> tuple[list[int], int | None]:
         """Token ids of two texts as one prompt, with what the model wants around and between them; and the first token
         of the second type, if there is one (BERT)."""
-        encoding = self._tokenizer.encode(first, second)
+        (encoding,) = self._tokenizer.encode_batch_fast([(first, second)])  # leaves Python's lock to other threads
         return encoding.ids, second_type(encoding)
+
+    def shortened(self, text: str, most: int) -> str:
+        """A text without what follows its first `most` tokens."""
+        (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=False)
+        return text if len(encoding) <= most else text[: encoding.offsets[most - 1][1]]
 
     def encode_cut(
         self, texts: tuple[str, ...], most: int, side: str, add_special_tokens: bool = True
@@ -120,14 +125,14 @@ class Tokenizer:
 
     def encode_parts(self, texts: tuple[str, ...], most: int | None, side: str) -> tuple[list[int], bool, int | None]:
         """`encode_cut` for a pair of texts, or for a text between two others, which loses tokens alone where all have
-        more than `most`. If it has none left, there may be more. None: nothing is cut."""
+        more than `most`. A token of each is left, for which there may be more. None: nothing is cut."""
         if len(texts) == 2:
             if most is not None:
-                return self.encode_cut(texts, most, side)
+                return self.encode_cut(texts, max(most, self._tokenizer.num_special_tokens_to_add(True) + 2), side)
             ids, second = self.encode_pair(*texts)
             return ids, False, second
         begin, middle, end = (self._encoding(part, False) for part in texts)
-        room = len(middle) if most is None else max(0, most - len(begin) - len(end))
+        room = len(middle) if most is None else max(1, most - len(begin) - len(end))
         if cut := len(middle) > room:
             middle.truncate(room, direction=side)
         return begin.ids + middle.ids + end.ids, cut, None

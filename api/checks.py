@@ -8,6 +8,7 @@ mistake is an `ApiError`. So is a name that neither a row nor a table of the fac
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import json
@@ -210,6 +211,18 @@ def read_fields(face: Face, body: dict[str, Any], context: CheckContext) -> dict
     return values
 
 
+@contextlib.contextmanager
+def as_sent(face: Face, body: Mapping[str, Any]) -> Iterator[None]:
+    """A context whose errors name the fields of a face as the body does."""
+    sent = {name: alias for alias, name in face.aliases.items() if body.get(alias) is not None}
+    try:
+        yield
+    except ApiError as error:
+        if (name := error.param) is None or name not in sent:
+            raise
+        raise ApiError(error.status, str(error).replace(name, sent[name], 1), sent[name], error.code) from None
+
+
 def refusal(name: str, value: Any, words: str, code: str | None) -> ApiError:
     """The error for a field's value; the words say what is allowed."""
     return ApiError(400, f"{name} is {reprlib.repr(value)[:300]}: {words}", name, code)
@@ -232,7 +245,7 @@ def in_words(schema: dict[str, Any]) -> str:
         return f"a list whose items are each {in_words(schema['items'])}"
     if "maxLength" in schema:
         return f"a string of {schema.get('minLength', 0)} to {schema['maxLength']} characters"
-    return kinds[kind]
+    return kinds[kind] + " that is not empty" * ("minLength" in schema)
 
 
 # --- checks that several faces have -----------------------------------------------------------------------------------

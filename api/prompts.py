@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import json
 import reprlib
+import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -51,6 +52,7 @@ class Prompts:
     def __init__(self, tokenizer: Tokenizer, facts: dict[str, Any]):
         self.tokenizer, self.facts = tokenizer, facts
         self.threads = ThreadPool(TEXT_THREADS)
+        self.unshared = 0  # characters that became tokens since others were served
 
     def render(self, fields: dict[str, Any]) -> str:
         """The text of a conversation, as the chat template writes it."""
@@ -110,20 +112,34 @@ class Prompts:
         size = sum(map(len, texts))
         if keep is None and size > limit * self.tokenizer.longest_token:  # it would hold up everyone, for nothing
             raise too_long(limit, f"the prompt is too long: it has {size} characters", "prompt")
-        run = self.threads.apply if size > LONG_TEXT else lambda encode, arguments: encode(*arguments)
         cut, second = False, None
         if isinstance(prompt, tuple):
-            ids, cut, second = run(self.tokenizer.encode_parts, (texts, keep, side))
+            ids, cut, second = self._run(size, self.tokenizer.encode_parts, texts, keep, side)
             if keep is not None and len(ids) > keep:
-                message = f"truncate_prompt_tokens is {keep}; the query and what is around it have {len(ids)} tokens"
+                message = f"truncate_prompt_tokens is {keep}; it must be at least {len(ids)} for these texts"
                 raise ApiError(400, message, "truncate_prompt_tokens")
         elif keep is not None:
-            ids, cut, _ = run(self.tokenizer.encode_cut, (texts, keep, side, add_special_tokens))
+            ids, cut, _ = self._run(size, self.tokenizer.encode_cut, texts, keep, side, add_special_tokens)
         else:
-            ids = run(self.tokenizer.encode, (prompt, add_special_tokens))
+            ids = self._run(size, self.tokenizer.encode, prompt, add_special_tokens)
         if not ids:
             raise ApiError(400, "the prompt is empty; it must have at least 1 token", "prompt")
         return (None if cut or not isinstance(prompt, str) else prompt, ids), second
+
+    def shortened(self, text: str, most: int) -> str:
+        """A text without what follows its first `most` tokens, and not much more than the context holds."""
+        kept = text[: (min(most, self.facts["max_model_len"]) + CUT_MARGIN) * self.tokenizer.longest_token]
+        return str(self._run(len(kept), self.tokenizer.shortened, kept, most))
+
+    def _run(self, size: int, encode: Callable[..., Any], *arguments: Any) -> Any:
+        """What `encode` makes of texts with `size` characters. Others are served during long ones and after several."""
+        if size > LONG_TEXT:
+            return self.threads.apply(encode, arguments)
+        self.unshared += size
+        if self.unshared > LONG_TEXT:
+            self.unshared = 0
+            time.sleep(0)
+        return encode(*arguments)
 
     def least_output(self, fields: dict[str, Any], default: int | None) -> int:
         """Tokens that a prompt that is cut to the context leaves to the output."""

@@ -14,8 +14,8 @@ from msgspec import Meta
 from api import checks
 from api import fields as shared
 from api.checks import ApiError, CheckContext, Face, Field, too_long
-from api.generation import Caller, EngineCall, admitted
-from api.prompts import Prompt
+from api.generation import Caller, EngineCall, admitted, check_room
+from api.prompts import Prompt, Source
 from api.routes import Api
 from observe.logs import warn_once
 from outputs import Vector, cosine, numbers, numbers_by_token
@@ -33,7 +33,7 @@ def embeddings(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, An
 
 def cohere_embeddings(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:
     """A vector for each text, in the forms that Cohere's clients ask for."""
-    prompts = encoded(api, fields, fields["texts"], True)
+    prompts = encoded(api, fields, caller, fields["texts"], True)
     pooled, shapes = pool(api, fields, caller, prompts), {"float": numbers, "base64": in_base64}
     forms = {kind: [shapes[kind](one) for one in pooled] for kind in fields["embedding_types"] or ["float"]}
     head = {"id": caller.id, "response_type": "embeddings_by_type", "embeddings": forms, "texts": fields["texts"]}
@@ -42,7 +42,7 @@ def cohere_embeddings(api: Api, fields: dict[str, Any], caller: Caller) -> dict[
 
 def plain_embeddings(api: Api, fields: dict[str, Any], caller: Caller, task: str | None = None) -> list[Any]:
     """The vectors alone, or with the task "token_embed" those of all tokens."""
-    prompts = encoded(api, fields, fields["input"], True)
+    prompts = encoded(api, fields, caller, fields["inputs"], True)
     return shown(prompts, pool(api, fields | {"task": task}, caller, prompts), PoolingParams(task=task).by_token)
 
 
@@ -58,7 +58,7 @@ def pooling(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:
 def classify(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:
     """The probability of each label for each prompt, and the label of the highest one."""
     labels, data = api.facts["labels"], []
-    prompts = inputs(api, fields)
+    prompts = inputs(api, fields, caller)
     for i, probs in enumerate(map(numbers, pool(api, fields, caller, prompts))):
         label = labels[max(range(len(probs)), key=probs.__getitem__)]
         data.append({"index": i, "label": label, "probs": probs, "num_classes": len(probs)})
@@ -86,10 +86,10 @@ def rerank(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any] |
         is_missing = documents is None
         message = "documents is missing" if is_missing else "texts is given beside documents; one is enough"
         raise ApiError(400, message, "documents" if is_missing else "texts", "missing_required_parameter" * is_missing)
+    check_room(api.answers, len(documents), caller)
     shows = not plain if fields["return_documents"] is None else fields["return_documents"]
-    compared = documents
-    if (most := fields["max_tokens_per_doc"]) is not None:
-        compared = [shortened(api, text, min(most, api.facts["max_model_len"])) for text in documents]
+    most = fields["max_tokens_per_doc"]
+    compared = documents if most is None else [api.prompts.shortened(text, most) for text in documents]
     scores, prompts = compare(api, fields, caller, [fields["query"]], compared)
     order = sorted(range(len(scores)), key=lambda i: (-scores[i], i))[: fields["top_n"] or len(documents)]
     if plain:
@@ -98,13 +98,6 @@ def rerank(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any] |
     results, usage = [{"index": i, "relevance_score": scores[i]} | texts_of[i] for i in order], used(prompts)
     meta = {"tokens": {"input_tokens": usage["total_tokens"]}}  # as Cohere tells it
     return {"id": caller.id, "model": fields["model"], "usage": usage, "meta": meta, "results": results}
-
-
-def shortened(api: Api, text: str, most: int) -> str:
-    """A text without what follows its first `most` tokens."""
-    cut = {"truncate_prompt_tokens": most, "truncation_side": "right"}
-    whole, ids = api.prompts.encode(cut, text, False)
-    return text if whole is not None else api.tokenizer.decode(ids)
 
 
 def compare(
@@ -116,20 +109,28 @@ def compare(
     says of both texts as one prompt, with the model's own prompt or template around them.
     """
     if api.facts["task"] == "score":
-        before, cut = fields["instruction"], settled(fields)
-        before = named(api, fields) if before is None else before
+        cut = settled(fields)
+        before, instruction = named(api, fields) if fields["instruction"] is None else "", fields["instruction"]
         pairs = zip(first * (len(second) // len(first)), second, strict=True)
-        try:
-            sources = [pair_parts(api.facts, api.tokenizer, *pair, before) for pair in pairs]
-        except ValueError as error:
-            raise ApiError(400, str(error), "query") from None
-        typed: list[Any] = [api.prompts.encode_with_type(cut, source, True) for source in sources]
-        prompts, seconds = ([item[i] for item in typed] for i in range(2))
+        prompts, seconds = [], []
+        check_room(api.answers, len(second), caller)
+        for pair in pairs:
+            try:
+                source = pair_parts(api.facts, api.tokenizer, *pair, before, instruction)
+            except ValueError as error:
+                raise ApiError(400, str(error), "query" if instruction is None else "instruction") from None
+            prompt, at = api.prompts.encode_with_type(cut, source, True)
+            prompts.append(fitting(api, prompt))
+            seconds.append(at)
         return [numbers(pooled)[0] for pooled in pool(api, fields, caller, prompts, seconds)], prompts
-    if fields["instruction"] is not None:
-        message = "instruction is for models that score pairs; for this one, which embeds, there is prompt_name"
-        raise ApiError(400, message, "instruction")
-    prompts = encoded(api, fields, first + second, True)
+    for name, same in (("instruction", None), ("raw_scores", False), ("use_activation", True)):
+        if fields.get(name) not in (None, same):
+            raise ApiError(400, f"{name} is for models that score pairs; this one's scores are cosines", name)
+    has_roles = all(not api.facts["prompts"].keys().isdisjoint(names) for names in ROLES)
+    with_roles = has_roles and "query" in fields and fields["prompt_name"] is None
+    query, document = ({"input_type": names[0]} if with_roles else {} for names in ROLES)
+    check_room(api.answers, len(first) + len(second), caller)
+    prompts = encoded(api, fields | query, caller, first, True) + encoded(api, fields | document, caller, second, True)
     all_vectors = [numbers(pooled) for pooled in pool(api, fields, caller, prompts)]
     left = all_vectors[: len(first)] * (len(second) // len(first))
     return [cosine(a, b) for a, b in zip(left, all_vectors[len(first) :], strict=True)], prompts
@@ -148,23 +149,32 @@ def settled(fields: dict[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def inputs(api: Api, fields: dict[str, Any]) -> list[Prompt]:
+def inputs(api: Api, fields: dict[str, Any], caller: Caller) -> list[Prompt]:
     """The request's texts or token ids, as `encoded` has them."""
-    return encoded(api, fields, fields["input"], fields["add_special_tokens"] is not False)
+    return encoded(api, fields, caller, fields["input"], fields["add_special_tokens"] is not False)
 
 
-def encoded(api: Api, fields: dict[str, Any], prompts: Sequence[str | list[int]], special: bool) -> list[Prompt]:
+def encoded(api: Api, fields: dict[str, Any], caller: Caller, prompts: Sequence[Source], special: bool) -> list[Prompt]:
     """Texts as the model was trained with them: after its prompt, and cut to its context. Token ids stay."""
+    check_room(api.answers, len(prompts), caller)
     before, fields = named(api, fields), settled(fields)
     cuts = api.facts["cuts_texts"] and fields["truncate_prompt_tokens"] is None
     cuts = cuts and fields.get("truncate") not in (False, "NONE")
     cut = fields | {"truncate_prompt_tokens": -1} if cuts else fields
     sources = [before + source if isinstance(source, str) else source for source in prompts]
-    pairs = [api.prompts.encode(cut if isinstance(source, str) else fields, source, special) for source in sources]
+    how = ((cut if isinstance(source, str) else fields, source) for source in sources)
+    pairs = [fitting(api, api.prompts.encode(*one, special)) for one in how]
     was_cut = (text is None and isinstance(source, str) for (text, _), source in zip(pairs, sources, strict=True))
     if cuts and any(was_cut):
         warn_once(CUT.format(api.facts["max_model_len"]))
     return pairs
+
+
+def fitting(api: Api, prompt: Prompt) -> Prompt:
+    """A prompt that the context holds; an `ApiError` if it is longer."""
+    if (count := len(prompt[1])) > (limit := api.facts["max_model_len"]):
+        raise too_long(limit, f"a prompt is too long: it has {count}")
+    return prompt
 
 
 def named(api: Api, fields: dict[str, Any]) -> str:
@@ -178,20 +188,17 @@ def named(api: Api, fields: dict[str, Any]) -> str:
     try:
         return opening(api.facts, name)
     except ValueError as error:
-        raise ApiError(400, str(error), "prompt_name" if kind is None else "input_type") from None
+        which = "prompt_name" if kind is None else "input_type"
+        raise ApiError(400, str(error).replace("prompt_name", which, 1), which) from None
 
 
 def pool(
     api: Api, fields: dict[str, Any], caller: Caller, prompts: Sequence[Prompt], seconds: Sequence[int | None] = ()
 ) -> list[bytes]:
     """The vector of each prompt; of `seconds` see `PoolingParams.second_text`."""
-    limit = api.facts["max_model_len"]
-    dimensions = fields.get("dimensions")  # not all routes have it
-    for _, ids in prompts:
-        if len(ids) > limit:
-            raise too_long(limit, f"a prompt is too long: it has {len(ids)}")
-    if dimensions is not None and dimensions > (most := api.facts["vector_size"]):
-        raise ApiError(400, f"dimensions is {dimensions}; at most {most} are there", "dimensions")
+    dimensions, size = fields.get("dimensions"), api.facts["vector_size"]  # not all routes have it
+    if dimensions is not None and not 1 <= dimensions <= size:
+        raise ApiError(400, f"dimensions is {dimensions}; it must be from 1 to {size}", "dimensions")
     task, use = fields.get("task"), fields["use_activation"]
     if (raw := fields.get("raw_scores")) is not None:
         if use is not None:
@@ -199,11 +206,11 @@ def pool(
         use = not raw
     params = PoolingParams(dimensions, use, task)
     if params.by_token:
-        size = dimensions or (api.facts["vector_size"] if task == "token_embed" else len(api.facts["labels"]))
+        size = dimensions or (size if task == "token_embed" else len(api.facts["labels"]))
         count = size * sum(len(ids) for _, ids in prompts)
         if count > (most := api.config.max_token_numbers):
             message = f"the tokens' vectors have {count} numbers; one reply has at most {most} (max_token_numbers)"
-            raise ApiError(400, message, "input")
+            raise ApiError(400, message, "inputs" if "inputs" in fields else "input")
     starts = seconds if api.facts["token_types"] > 1 and seconds else [None] * len(prompts)
     rows = enumerate(zip(prompts, starts, strict=True))
     requests = [Vector(f"{caller.id}-{i}", ids, replace(params, second_text=at)) for i, ((_, ids), at) in rows]
@@ -228,7 +235,7 @@ def listed(fields: dict[str, Any], caller: Caller, prompts: Sequence[Prompt], da
 
 def vectors(api: Api, fields: dict[str, Any], caller: Caller, kind: str, key: str) -> dict[str, Any]:
     """The reply of /v1/embeddings (`kind` "embedding") and /pooling: numbers, or their float32 bytes in base64."""
-    prompts, by_token = inputs(api, fields), PoolingParams(task=fields.get("task")).by_token
+    prompts, by_token = inputs(api, fields, caller), PoolingParams(task=fields.get("task")).by_token
     all_pooled = pool(api, fields, caller, prompts)
     as_numbers = fields["encoding_format"] == "float"
     values = shown(prompts, all_pooled, by_token) if as_numbers else map(in_base64, all_pooled)
@@ -237,8 +244,12 @@ def vectors(api: Api, fields: dict[str, Any], caller: Caller, kind: str, key: st
 
 def shown(prompts: Sequence[Prompt], all_pooled: list[bytes], by_token: bool) -> list[Any]:
     """The numbers of each prompt's vector, or of its tokens' vectors."""
-    rows = zip(all_pooled, prompts, strict=True)
-    return [numbers_by_token(data, len(ids)) if by_token else numbers(data) for data, (_, ids) in rows]
+    values: list[Any] = []
+    for data, (_, ids) in zip(all_pooled, prompts, strict=True):
+        values.append(numbers_by_token(data, len(ids)) if by_token else numbers(data))
+        if by_token:  # which are many
+            time.sleep(0)
+    return values
 
 
 def in_base64(pooled: bytes) -> str:
@@ -248,29 +259,28 @@ def in_base64(pooled: bytes) -> str:
 # --- what they take --------------------------------------------------------------------------------------------------
 
 
-def texts(value: Any, context: CheckContext) -> list[str]:
+def texts(value: Any, context: CheckContext, must: str = "a string or a list of strings") -> list[str]:
     listed = [value] if isinstance(value, str) else value
     if not isinstance(listed, list) or not listed or not all(isinstance(text, str) and text for text in listed):
-        raise ValueError("it must be a string or a list of strings, none of them empty")
+        raise ValueError(f"it must be {must}, none of them empty")
     if len(listed) > (most := context.config.max_prompts):
         raise ValueError(f"it has {len(listed)} texts; at most {most} are allowed (max_prompts)")
     return listed
 
 
 def documents(value: Any, context: CheckContext) -> list[str]:
-    if not isinstance(value, list):
-        raise ValueError("it must be a list of strings, or of objects with a text")
-    for document in value:
+    for document in value if isinstance(value, list) else ():
         if isinstance(document, dict):
             checks.known_keys(document, ("text",), context)
-    return texts([document.get("text") if isinstance(document, dict) else document for document in value], context)
+    plain = [one.get("text") if isinstance(one, dict) else one for one in value] if isinstance(value, list) else None
+    return texts(plain, context, "a list of strings, or of objects with a text")
 
 
 TEXTS, TEXT = shared.shown(anyOf=shared.TEXT_OR_TEXTS), shared.STRING
 DOCUMENT = {"type": "object", "required": ["text"], "properties": {"text": TEXT}, "additionalProperties": False}
 DOCUMENTS = shared.shown(type="array", items={"anyOf": [TEXT, DOCUMENT]}, minItems=1)
 INPUT = Field("input", shared.PROMPT, None, checks.prompts, shared.ONE_OR_MORE)
-SIZE = Field("dimensions", Annotated[int, Meta(ge=1, le=2**20)], about="Of the vector.")
+SIZE = Field("dimensions", int, about="Of the vector, from 1 to the model's own.")
 FORM = Field("encoding_format", Literal["float", "base64"], "float")
 ACTIVATION = Field("use_activation", bool, about=shared.attributes_of(PoolingParams)["use_activation"])
 NAME = Field("prompt_name", str, about='Of the prompt that goes before each text, or ""; null: the model\'s default.')
@@ -297,12 +307,13 @@ COHERE_EMBEDDINGS = Face(
     cohere_embeddings, "embd-", ("texts",), EMBED, {"images": (), "inputs": ()},
     aliases={"output_dimension": "dimensions", "max_tokens": "truncate_prompt_tokens"},
 )  # fmt: skip
-TEI = {"inputs": "input", "normalize": "use_activation", "truncation_direction": "truncation_side"}
-PLAIN = (shared.MODEL, INPUT, ACTIVATION._replace(default=True), NAME, TRUNCATE, SIZE, shared.CUT[0], SIDE, LAST[-1])
-PLAIN_EMBEDDINGS = Face("embed", ("/embed",), PLAIN, plain_embeddings, "embd-", ("input",), EMBED, aliases=TEI)
+TEI = {"input": "inputs", "normalize": "use_activation", "truncation_direction": "truncation_side"}
+PLAIN = (shared.MODEL, INPUT._replace(name="inputs"), NAME, TRUNCATE, SIZE, shared.CUT[0], SIDE, LAST[-1])
+NORMAL, NOT_NORMAL = ((ACTIVATION._replace(default=value), *PLAIN) for value in (True, False))  # as TEI
+PLAIN_EMBEDDINGS = Face("embed", ("/embed",), NORMAL, plain_embeddings, "embd-", ("inputs",), EMBED, aliases=TEI)
 TOKEN_EMBEDDINGS = Face(
-    "embed_all", ("/embed_all",), PLAIN, partial(plain_embeddings, task="token_embed"), "embd-", ("input",), EMBED,
-    aliases=TEI,
+    "embed_all", ("/embed_all",), NOT_NORMAL, partial(plain_embeddings, task="token_embed"), "embd-", ("inputs",),
+    EMBED, aliases=TEI,
 )  # fmt: skip
 POOLING = Face("pooling", ("/pooling",), (*FIRST, NAME, TASK, *SIZED), pooling, "pool-", ("input",), VECTORS)
 CLASSIFY = Face("classify", ("/classify",), (*FIRST, *LAST), classify, "classify-", ("input",), ("classify", "score"))
@@ -329,6 +340,6 @@ RERANKED = (
 RERANK = Face(
     "rerank", ("/rerank", "/v1/rerank", "/v2/rerank"), RERANKED, rerank, "rerank-", ("query",), PAIRS,
     {"rank_fields": (["text"],), "max_chunks_per_doc": (), "relevant_spans": ()},
-    aliases=TEI | {"truncation": "truncate", "return_text": "return_documents"},
+    aliases={"truncation_direction": "truncation_side", "truncation": "truncate", "return_text": "return_documents"},
 )  # fmt: skip
 FACES = (EMBEDDINGS, POOLING, CLASSIFY, SCORE, RERANK, COHERE_EMBEDDINGS, PLAIN_EMBEDDINGS, TOKEN_EMBEDDINGS)

@@ -81,7 +81,10 @@ class PoolingFaces:
             ValueError: the task of this engine is to generate, or another than `pooling_task`; or see `generate`.
         """
         if pooling_task is not None:
-            self._check_task("encode", tuple(task for task, does in POOLING_TASKS.items() if pooling_task in does))
+            able = tuple(task for task, does in POOLING_TASKS.items() if pooling_task in does)
+            if not able:
+                raise ValueError(f"pooling_task is {pooling_task!r:.80}; the tasks of engines do {POOLING_TASKS}")
+            self._check_task("encode", able)
         ids = self._pooled_ids(listed(prompts), self._kept(tokenization_kwargs), prompt_name)
         return self._pool(ids, pooling_params, use_tqdm, pooling_task)
 
@@ -147,28 +150,33 @@ class PoolingFaces:
             ValueError: the numbers of texts differ, the task of this engine is another one, or see `generate`.
         """
         self._check_task("score", ("embed", "score"))
-        first, second = ([text] if isinstance(text, str) else list(text) for text in (text_1, text_2))
+        for name, texts in (("text_1", text_1), ("text_2", text_2)):
+            if not isinstance(texts, str | list | tuple) or not all(isinstance(text, str) for text in texts):
+                raise ValueError(f"{name} is {texts!r:.80}; it must be a string or a list of strings")
+        if not isinstance(pooling_params, PoolingParams | None):
+            raise ValueError(f"pooling_params is {pooling_params!r:.80}; it must be PoolingParams or None")
+        first, second = ([text] if isinstance(text, str) else [*text] for text in (text_1, text_2))
         if not first or len(first) not in (1, len(second)):
             raise ValueError(f"text_1 has {len(first)} texts for {len(second)} of text_2; it must have as many, or 1")
-        if not all(isinstance(text, str) for text in (*first, *second)):
-            raise ValueError("text_1 or text_2 has what is no string")
         first, keep = first * (len(second) // len(first)), self._kept(tokenization_kwargs)
         facts, encoder = self.llm_engine.client.facts, self.tokenizer
         if facts["task"] == "score":
-            before = opening(facts, prompt_name) if instruction is None else instruction
-            pairs = [pair_parts(facts, encoder, a, b, before) for a, b in zip(first, second, strict=True)]
+            before = opening(facts, prompt_name) if instruction is None else ""
+            pairs = [pair_parts(facts, encoder, a, b, before, instruction) for a, b in zip(first, second, strict=True)]
             encoded = [encoder.encode_parts(pair, keep, "right") for pair in pairs]
-            if keep is not None and (longest := max(len(ids) for ids, _, _ in encoded)) > keep:
-                raise ValueError(f"truncate_prompt_tokens is {keep}; a query with its template has {longest} tokens")
+            if keep is not None and (least := max(len(ids) for ids, _, _ in encoded)) > keep:
+                raise ValueError(f"truncate_prompt_tokens is {keep}; it must be at least {least} for these texts")
             params, typed = pooling_params or PoolingParams(), facts["token_types"] > 1
             pooling = [dataclasses.replace(params, second_text=at) if typed else params for _, _, at in encoded]
-            results = self._pool([ids for ids, _, _ in encoded], pooling, use_tqdm)
+            results = self._pool([ids for ids, _, _ in encoded], pooling, use_tqdm, "score")
             return [one.having(ScoringOutput(*one.outputs.data or [math.nan])) for one in results]  # it has one label
         if instruction is not None:
             raise ValueError(f"instruction is {instruction!r:.80}; it is for models that score pairs, not embedders")
+        if pooling_params is not None and pooling_params.use_activation is False:
+            raise ValueError("use_activation is False; it is for models that score pairs, an embedder's are cosines")
         distinct = list(dict.fromkeys(first + second))
         ids = self._pooled_ids(distinct, keep, prompt_name)
-        vectors = dict(zip(distinct, self._pool(ids, pooling_params, use_tqdm), strict=True))
+        vectors = dict(zip(distinct, self._pool(ids, pooling_params, use_tqdm, "embed"), strict=True))
         return [scored(vectors[a], vectors[b]) for a, b in zip(first, second, strict=True)]
 
     def _check_awake(self) -> None:
@@ -181,6 +189,8 @@ class PoolingFaces:
 
     def _kept(self, tokenization_kwargs: dict[str, Any] | None) -> int | None:
         """Tokens of a prompt that are kept; None: all."""
+        if not isinstance(tokenization_kwargs, dict | None):
+            raise ValueError(f"tokenization_kwargs is {tokenization_kwargs!r:.80}; it must be a dict or None")
         options, limit = dict(tokenization_kwargs or {}), self.llm_engine.client.facts["max_model_len"]
         keep = options.pop("truncate_prompt_tokens", None)
         if options:
@@ -214,11 +224,14 @@ class PoolingFaces:
         task: str | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:  # fmt: skip
         """Have the engine make a vector of each prompt, or what `task` says; raises what `generate` does."""
-        column = params if isinstance(params, list) else [params or PoolingParams()] * len(prompt_ids)
+        params = PoolingParams() if params is None else params
+        column = params if isinstance(params, list) else [params] * len(prompt_ids)
+        if others := [param for param in column if not isinstance(param, PoolingParams)]:
+            raise ValueError(f"pooling_params has {others[0]!r:.80}; it must be PoolingParams, a list of them, or None")
         if len(column) != len(prompt_ids):
             raise ValueError(f"pooling_params has {len(column)} entries for {len(prompt_ids)} prompts")
-        if task and (others := {param.task for param in column} - {None, task}):
-            raise ValueError(f"pooling_params has the task {others.pop()!r:.80}; it must be {task!r} here, or None")
+        if task and (tasks := {param.task for param in column} - {None, task}):
+            raise ValueError(f"pooling_params has the task {tasks.pop()!r:.80}; it must be {task!r} here, or None")
         column = [dataclasses.replace(param, task=task or param.task) for param in column]
         self._check_awake()
         results: dict[str, PoolingRequestOutput[PoolingOutput]] = {}

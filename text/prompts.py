@@ -78,28 +78,30 @@ def read_prompt(prompt: Prompt, tokenizer: Tokenizer) -> tuple[str | None, list[
 def opening(facts: Mapping[str, Any], name: str | None) -> str:
     """The prompt that goes before each text to embed, by its name, or the default for None; a ValueError if unknown."""
     prompts, name = facts["prompts"], facts["default_prompt_name"] if name is None else name
-    if name and name not in prompts:
+    if not isinstance(name, str | None) or (name and name not in prompts):
         names = ", ".join(map(repr, prompts)) or "no prompts"
         raise ValueError(f"prompt_name is {name!r:.80}; this model has {names}, and '' asks for none")
     return prompts[name] if name else ""
 
 
 def pair_parts(
-    facts: Mapping[str, Any], tokenizer: Tokenizer, query: str, document: str, instruction: str
+    facts: Mapping[str, Any], tokenizer: Tokenizer, query: str, document: str, before: str, given: str | None = None
 ) -> tuple[str, ...]:
     """Two texts as a model wants to compare them: a pair, or the document between two halves of the model's template.
 
-    Without an instruction the template has its own. A query that brings Qwen3's template, as vLLM's users write it,
-    stays as it is.
+    The instruction is the `given` one, or else the model's prompt `before` the query, or else the template's own. A
+    query that brings Qwen3's template, as vLLM's users write it, stays as it is.
 
     Raises:
-        ValueError: the model's chat template takes no query and document.
+        ValueError: the model's chat template takes no query and document, or an instruction is given beside one there.
     """
-    template = facts["pair_template"]
+    template, instruction = facts["pair_template"], before if given is None else given
     if not template:
         return instruction + query, document
     if template == "qwen3":
         if query.startswith(QWEN3_PAIR[: QWEN3_PAIR.index("{}")]):
+            if given is not None:
+                raise ValueError(f"instruction is {given!r:.80}; the query has one, because it brings its template")
             return query, document
         filled = QWEN3_PAIR.format(instruction or QWEN3_INSTRUCTION, query, PLACE)
     else:

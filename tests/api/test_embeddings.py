@@ -86,7 +86,7 @@ def test_score_knows_vllms_other_names(engine: ScriptedClient, names: tuple[str,
     for first in (True, False):  # whichever comes first
         both = {"text_1": "a", names[0]: "a"} if first else {names[0]: "a", "text_1": "a"}
         assert refusal(post(serving(engine), "/score", **both, text_2="b"))["param"] in both
-    assert refusal(post(serving(engine), "/score", **{names[0]: 5}, text_2="b"))["param"] == "text_1"
+    assert refusal(post(serving(engine), "/score", **{names[0]: 5}, text_2="b"))["param"] == names[0]
 
 
 @pytest.mark.parametrize(("task", "same"), [("embed", ["embed", "token_embed"]),
@@ -166,6 +166,9 @@ def test_texts_that_are_compared_are_cut_where_asked_to(engine: ScriptedClient, 
     assert post(http_client, "/rerank", query=long, documents=["a word"], **cut).json["usage"]["total_tokens"] > 0
     expected = [kings[-9:], word] if task == "embed" else [kings[len(word) - 9 :] + word]
     assert [ids for ids, _ in engine.pooled] == expected
+    if task == "score":
+        error = refusal(post(http_client, "/score", text_1="a word", text_2=long, truncate_prompt_tokens=1))
+        assert "it must be at least 2" in error["message"]  # a token of each
     for body in ({"text_1": "a", "text_2": long}, {"text_1": long * 10, "text_2": "b"}):
         error = refusal(post(http_client, "/score", **body))
         assert error["code"] == "context_length_exceeded"
@@ -276,6 +279,14 @@ def test_bad_values_are_400_and_name_the_field(engine: ScriptedClient) -> None:
         names = {"input", "prompt"} if name == "input" else {name}  # ids are checked against the vocabulary as prompts
         assert error["param"] in names, (route, name, value, error)
     assert not engine.pooled
+    for route, name, value, must in (
+        (EMBEDDINGS, "dimensions", 0, "from 1 to 32"),
+        ("/rerank", "query", "", "a string that is not empty"),
+        ("/rerank", "documents", [], "a list of strings, or of objects with a text, none of them empty"),
+        ("/rerank", "documents", "a", "a list of strings, or of objects with a text, none of them empty"),
+    ):
+        error = refusal(post(http_client, route, **(GOOD[route] | {name: value})))
+        assert error["message"].endswith("it must be " + must)
     error = refusal(post(http_client, EMBEDDINGS, input=LONG))
     assert error["code"] == "context_length_exceeded" and "65" in error["message"]
     assert post(http_client, EMBEDDINGS, input=LONG[1:]).status_code == 200  # as long as the context: nothing follows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import time
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from scripted import FACTS, TOKENIZER, ScriptedClient, client_of, post, refusal, vector_of
 from test_embeddings import EMBEDDINGS, SAID, floats, serving
 from text.prompts import QWEN3_INSTRUCTION, QWEN3_PAIR
+from tokenizer import LONG_TEXT, Tokenizer
 
 LONG = "two kings " * 60  # more tokens than the context of 64 holds
 IDS = TOKENIZER.encode(LONG)
@@ -47,8 +49,13 @@ def test_rerank_as_cohere_and_jina_have_it(engine: ScriptedClient) -> None:
     body = {"model": "manta", "query": "q", "documents": [LONG, {"text": "x"}], "rank_fields": ["text"], "top_n": 9}
     reply = post(http_client, "/v2/rerank", **body, max_tokens_per_doc=5).json
     assert [result["document"] for result in reply["results"]] == [{"text": LONG}, {"text": "x"}]  # as they were
-    assert asked(engine)[0] == TOKENIZER.encode_pair("q", TOKENIZER.decode(IDS[:5]))[0]
+    assert asked(engine)[0] == TOKENIZER.encode("q") + IDS[:5]
     assert reply["meta"]["tokens"]["input_tokens"] == reply["usage"]["total_tokens"]
+    special = "one<|end|>two kings and a queen"  # its special token stays a token
+    ids = TOKENIZER.encode(special)
+    assert TOKENIZER.special_ids & {*ids[:-2]}
+    post(http_client, "/rerank", query="q", documents=[special], max_tokens_per_doc=len(ids) - 2)
+    assert asked(engine) == [TOKENIZER.encode("q") + ids[:-2]]
     assert post(http_client, "/v2/rerank", **body, max_tokens_per_doc=4096, truncation=True).status_code == 200
     asked(engine)
     left = {"truncate": True, "truncation_direction": "Left"}
@@ -74,7 +81,15 @@ def test_pairs_are_put_into_the_models_template(engine: ScriptedClient) -> None:
     ((*_, ids),) = [asked(engine)]
     assert len(ids) == 400 and ids[-len(end) :] == end
     error = refusal(post(http_client, "/rerank", query="q", documents=["d"], truncate_prompt_tokens=9))
-    assert error["param"] == "truncate_prompt_tokens" and "what is around it have" in error["message"]
+    assert error["param"] == "truncate_prompt_tokens" and "it must be at least" in error["message"]
+    whole = QWEN3_PAIR.format(QWEN3_INSTRUCTION, "q", "")
+    for route, body in (
+        ("/rerank", {"query": whole, "documents": ["d"]}),
+        ("/score", {"text_1": whole, "text_2": "d"}),
+    ):
+        assert post(http_client, route, **body).status_code == 200
+        error = refusal(post(http_client, route, **body, instruction="Say"))
+        assert error["param"] == "instruction" and "'Say'; the query has one" in error["message"]
 
 
 BOTH, OWN = (
@@ -93,6 +108,18 @@ def test_an_input_type_names_a_prompt(engine: ScriptedClient, prompts: Any, kind
     post(http_client, EMBEDDINGS, input="a", input_type=kind)
     post(http_client, "/v2/embed", texts=["a"], input_type=kind)
     assert asked(engine) == [TOKENIZER.encode(before + "a")] * 2
+    error = refusal(post(http_client, EMBEDDINGS, input="a", input_type="classification"))
+    assert error["param"] == "input_type" and error["message"].startswith("input_type is 'classification'; this model")
+    post(http_client, "/rerank", query="q", documents=["d"])
+    sides = ("Q: ", "P: ") if prompts is BOTH else ("Q: ", "") if prompts else ("", "")
+    assert asked(engine) == [TOKENIZER.encode(sides[0] + "q"), TOKENIZER.encode(sides[1] + "d")]
+    post(http_client, "/score", text_1="q", text_2="d")
+    assert asked(engine) == [TOKENIZER.encode("q"), TOKENIZER.encode("d")]
+    for route, body in (("/rerank", {"query": "q", "documents": ["d"]}), ("/score", {"text_1": "q", "text_2": "d"})):
+        assert refusal(post(http_client, route, **body, use_activation=False))["param"] == "use_activation"
+        assert post(http_client, route, **body, use_activation=True).status_code == 200  # a cosine is of such vectors
+    assert refusal(post(http_client, "/rerank", query="q", texts=["d"], raw_scores=True))["param"] == "raw_scores"
+    assert post(http_client, "/rerank", query="q", texts=["d"], raw_scores=False).status_code == 200
     error = refusal(post(http_client, EMBEDDINGS, input="a", input_type="code"))
     assert error["param"] == "input_type" and "'code'; this model has" in error["message"]
     error = refusal(post(http_client, EMBEDDINGS, input="a", input_type=kind, prompt_name=""))
@@ -136,10 +163,29 @@ def test_embed_as_tei_has_it(engine: ScriptedClient) -> None:
     assert refusal(post(cutting, "/embed", inputs=LONG, truncate=False))["code"] == "context_length_exceeded"
 
 
+def test_errors_spell_fields_as_the_request_does(engine: ScriptedClient) -> None:
+    http_client = serving(engine)
+    for route, body, words in (
+        ("/embed", {}, "inputs is missing"), ("/embed", {"inputs": 5}, "inputs is 5"),
+        ("/embed_all", {"input": 5}, "input is 5"),
+        ("/v2/embed", {"texts": ["a"], "max_tokens": 500}, "max_tokens is 500"),
+        ("/v2/embed", {"texts": ["a"], "max_tokens": 0}, "max_tokens is 0"),
+        ("/v2/embed", {"texts": ["a"], "output_dimension": 33}, "output_dimension is 33"),
+        ("/embed", {"inputs": "a", "normalize": "x"}, "normalize is 'x'"),
+        ("/score", {"queries": ["a", "b"], "items": "c"}, "queries has 2 texts"),
+        ("/rerank", {"query": "q", "inputs": ["a"]}, "the field 'inputs' is unknown"),
+    ):  # fmt: skip
+        error = refusal(post(http_client, route, **body))
+        assert error["message"].startswith(words) and error["param"] in words.replace("'", "").split(), error
+
+
 def test_vectors_of_tokens(engine: ScriptedClient) -> None:
     """The scripted engine has three numbers for each prompt: three tokens of one, or one of three."""
     http_client = serving(engine)
     assert post(http_client, "/embed_all", inputs=[[5, 6, 7], [8]]).json == [[[3.0], [5.0], [-0.5]], [[1.0, 8.0, -0.5]]]
+    assert [params.use_activation for _, params in engine.pooled] == [False, False]  # TEI divides none by its length
+    post(http_client, "/embed_all", inputs="a", normalize=True)
+    assert engine.pooled[-1][1].use_activation is True
     body = {"input": [[5, 6, 7]], "task": "token_embed"}
     assert post(http_client, "/pooling", **body).json["data"][0]["data"] == [[3.0], [5.0], [-0.5]]
     coded = post(http_client, "/pooling", **body, encoding_format="base64").json["data"][0]["data"]
@@ -161,3 +207,37 @@ def test_vectors_of_tokens(engine: ScriptedClient) -> None:
 def test_many_documents(engine: ScriptedClient, task: str) -> None:
     http_client = serving(engine, task, ("relevant",), max_prompts=10_000, max_queue=20_000)
     assert len(post(http_client, "/rerank", query="q", documents=["x"] * 10_000).json["results"]) == 10_000
+
+
+ROUTES = [("embed", EMBEDDINGS, {"input": ["y" * 50] * 180}), ("embed", "/embed_all", {"inputs": ["x"] * 4}),
+          ("embed", "/score", {"text_1": "x", "text_2": ["y" * 50] * 180}),
+          ("score", "/rerank", {"query": "q", "documents": ["y" * 50] * 180})]  # fmt: skip
+
+
+@pytest.mark.parametrize(("task", "route", "body"), ROUTES)
+def test_others_are_served_between_many_texts(
+    engine: ScriptedClient, monkeypatch: pytest.MonkeyPatch, task: str, route: str, body: dict[str, Any]
+) -> None:
+    http_client, pauses = serving(engine, task, ("relevant",)), []
+    sleep = time.sleep
+    monkeypatch.setattr(time, "sleep", lambda seconds: (pauses.append(seconds), sleep(seconds)))
+    assert post(http_client, route, **body).status_code == 200
+    characters = sum(map(len, body.get("input") or body.get("text_2") or body.get("documents") or ()))
+    assert pauses.count(0) >= max(1, characters // (2 * LONG_TEXT)), pauses
+
+
+@pytest.mark.parametrize("task", ["embed", "score"])
+def test_texts_in_vain_do_not_become_tokens(engine: ScriptedClient, monkeypatch: pytest.MonkeyPatch, task: str) -> None:
+    """Neither behind one that is too long, nor where there is no room for so many."""
+    encodings: list[Any] = []
+    for name in ("encode", "encode_pair"):
+        real = getattr(Tokenizer, name)
+        monkeypatch.setattr(Tokenizer, name, lambda *args, real=real: encodings.append(args) or real(*args))
+    body = {"text_1": "x", "text_2": ["y", LONG, *"abcdefg"]}
+    assert refusal(post(serving(engine, task, ("one",)), "/score", **body))["code"] == "context_length_exceeded"
+    assert len(encodings) == (3 if task == "embed" else 2)
+    encodings.clear()
+    small = serving(engine, task, ("one",), max_queue=2)
+    refusal(post(small, "/score", text_1="x", text_2=["y"] * 3), 429)
+    refusal(post(small, "/rerank", query="x", documents=["y"] * 3, max_tokens_per_doc=1), 429)
+    assert not encodings

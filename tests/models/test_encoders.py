@@ -253,6 +253,10 @@ def test_a_pair_has_two_types_of_tokens(ranker: Path) -> None:
         llm.encode([5, 6], PoolingParams(second_text=-1), use_tqdm=False)
     (cut,) = llm.score("what " * 40, "time " * 9, use_tqdm=False, tokenization_kwargs={"truncate_prompt_tokens": 12})
     assert len(cut.prompt_token_ids) == 12
+    (least,) = llm.score("what " * 40, "time " * 9, use_tqdm=False, tokenization_kwargs={"truncate_prompt_tokens": 5})
+    assert least.prompt_token_ids == llm.tokenizer.encode_pair("what", "time")[0]
+    with pytest.raises(ValueError, match="truncate_prompt_tokens is 4; it must be at least 5"):
+        llm.score("what " * 40, "time " * 9, use_tqdm=False, tokenization_kwargs={"truncate_prompt_tokens": 4})
 
 
 @pytest.mark.full

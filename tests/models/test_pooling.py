@@ -454,6 +454,17 @@ def test_requests_of_the_wrong_kind_are_refused(checkpoints, llm):
         embedder.core.add(EngineCoreRequest("a", [1], SamplingParams(n=2), pooling=RAW))
     with pytest.raises(ValueError, match="pooling_params has 1 entries for 2 prompts"):
         embedder.embed(["a", "b"], [RAW], use_tqdm=False)
+    for bad in ({"dimensions": 4}, {}, [None], SamplingParams()):
+        with pytest.raises(
+            ValueError, match=r"pooling_params has .*; it must be PoolingParams, a list of them, or None"
+        ):
+            embedder.embed(["a"], bad, use_tqdm=False)
+    with pytest.raises(ValueError, match=r"prompt_name is \['query'\]; this model has no prompts"):
+        embedder.embed(["a"], prompt_name=["query"], use_tqdm=False)
+    with pytest.raises(ValueError, match=r"tokenization_kwargs is \[1\]; it must be a dict or None"):
+        embedder.embed(["a"], tokenization_kwargs=[1], use_tqdm=False)
+    with pytest.raises(ValueError, match=r"pooling_task is 'zz'; the tasks of engines do .*token_embed"):
+        embedder.encode("a", pooling_task="zz", use_tqdm=False)
     with pytest.raises(ValueError, match=r"a prompt is 3\.5; it must be a string, token ids or a dict of these"):
         embedder.embed(["a", 3.5], use_tqdm=False)
     with pytest.raises(ValueError, match="the prompt has 257 tokens; at most 256 fit the context of 256"):
@@ -503,9 +514,16 @@ def test_scores_are_cosines_of_an_embedder_and_what_a_classifier_says_of_a_pair(
     for name, before in ((None, "To ask: "), ("query", "To ask: "), ("", "")):
         (pair,) = asking.score(*texts[:2], use_tqdm=False, prompt_name=name)
         assert pair.prompt_token_ids == asking.tokenizer.encode_pair(before + texts[0], texts[1])[0]
-    for bad in ((["a", "b"], "c"), ("a", ["b", 3]), ([], [])):
-        with pytest.raises(ValueError, match="text_1"):
+    for bad, words in (
+        ((["a", "b"], "c"), "text_1 has 2 texts"), (("a", ["b", 3]), "text_2 is "), (([], []), "text_1 has 0 texts"),
+        ((None, ["b"]), "text_1 is None; it must be a string"), (({"prompt": "a"}, "b"), "text_1 is {'prompt': 'a'}"),
+        (("a", ["b", "c"], [RAW] * 2), "pooling_params is .*; it must be PoolingParams or None"),
+        (("a", "b", PoolingParams(task="token_classify")), "has the task 'token_classify'; it must be 'score' here"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=words):
             ranker.score(*bad, use_tqdm=False)
+    with pytest.raises(ValueError, match="use_activation is False; it is for models that score pairs"):
+        embedder.score("a", "b", RAW, use_tqdm=False)
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def test_a_score_is_the_difference_of_two_logits(folder: Path) -> None:
     (one,) = ranker.score(QUERY, DOCUMENTS[-1], use_tqdm=False, tokenization_kwargs={"truncate_prompt_tokens": keep})
     tail = len(ranker.tokenizer.encode(end))
     assert one.prompt_token_ids == whole[: keep - tail] + whole[-tail:]
-    with pytest.raises(ValueError, match="truncate_prompt_tokens is 9; a query with its template has "):
+    with pytest.raises(ValueError, match="truncate_prompt_tokens is 9; it must be at least "):
         ranker.score(QUERY, "a", use_tqdm=False, tokenization_kwargs={"truncate_prompt_tokens": 9})
     with pytest.raises(ValueError, match="instruction is 'Say'; it is for models that score pairs, not embedders"):
         embedder.score(QUERY, "a", use_tqdm=False, instruction="Say")
