@@ -185,7 +185,7 @@ def test_a_client_that_leaves_a_stream_is_in_the_log(engine: ScriptedClient, sai
 def test_a_line_has_no_text_of_the_request(engine: ScriptedClient, said: Any) -> None:
     secret = "it's a \"secret\" \\' of \n mine"
     chat = [{"role": "user", "content": secret}]
-    embedder = client_of(engine, FACTS | {"task": "embed", "hidden_size": 3})
+    embedder = client_of(engine, FACTS | {"task": "embed", "hidden_size": 3, "vector_size": 3})
     for http_client, route, body in (
         (client_of(engine), COMPLETIONS, {"prompt": secret, "stop": "secret", "max_tokens": 1}),
         (client_of(engine), CHAT, {"messages": chat, "max_tokens": 1}),
