@@ -111,6 +111,45 @@ def has_logit_score(folder: str) -> bool:
         return False  # for `read_modules` to say why, where it matters
 
 
+def classifier_fields(folder: str, raw: dict[str, Any]) -> dict[str, Any]:
+    """The fields of config.json, with what other files say of a classifier.
+
+    A CrossEncoder's folder says which activation it has. Where logits of tokens are what a classifier says, the result
+    has their `classifier_ids` and a `pair_template`: vLLM's `classifier_from_token` names the tokens, and
+    sentence-transformers' module LogitScore their ids.
+
+    Raises:
+        ValueError: a file is malformed, or a token is none of the vocabulary.
+    """
+    settings = read_json(folder, PROMPTS, {})
+    if settings.get("model_type") == "CrossEncoder" and settings.get("activation_fn"):
+        raw |= {"sentence_transformers": {"activation_fn": settings["activation_fn"]}}
+    if has_logit_score(folder):
+        score = read_json(folder, os.path.join(read_modules(folder)[1][1], "config.json"))
+        ids = [score[name] for name in ("false_token_id", "true_token_id") if score.get(name) is not None]
+        architecture = re.sub("ForCausalLM$", "ForSequenceClassification", str((raw.get("architectures") or [""])[0]))
+        options: Any = read_json(folder, sentence_file(folder), {}).get("processing_kwargs") or {}
+        try:
+            opens = options.get("chat_template", {}).get("add_generation_prompt")
+        except AttributeError:
+            name = sentence_file(folder)
+            raise ValueError(f"{name}: processing_kwargs is {options!r:.80}; it must be an object of objects") from None
+        raw |= {"architectures": [architecture], "classifier_ids": ids}
+        return raw | {"pair_template": "chat" + " opened" * bool(opens)}
+    tokens, template = raw.get("classifier_from_token"), raw.pop("is_original_qwen3_reranker", None)
+    if not tokens or not (template or raw.get("method")):
+        return raw
+    fields = read_json(folder, "tokenizer.json", {})
+    vocabulary = fields.get("model", {}).get("vocab") or {}
+    if isinstance(vocabulary, list):  # pieces and how likely each is
+        vocabulary = {piece: id for id, (piece, _) in enumerate(vocabulary)}
+    vocabulary = vocabulary | {token["content"]: token["id"] for token in fields.get("added_tokens") or ()}
+    count = 2 if template or raw.get("method") == "from_2_way_softmax" else 1
+    if not isinstance(tokens, list) or len(tokens) != count or any(str(token) not in vocabulary for token in tokens):
+        raise ValueError(f"classifier_from_token is {tokens!r:.80}; it must list {count} of tokenizer.json's tokens")
+    return raw | {"classifier_ids": [vocabulary[token] for token in tokens], "pair_template": "qwen3" * bool(template)}
+
+
 def read_modules(folder: str) -> list[tuple[str, str]]:
     """The modules of a folder of sentence-transformers, and their folders below it, as `modules.json` lists them.
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -17,12 +15,12 @@ from typing import Any, Literal
 
 from checkpoints.gguf_names import stored_row
 from checkpoints.quantization import read_quantization
-from config import MAX_CONTEXT, read_json, sentence_file
+from config import MAX_CONTEXT, read_json
 from model_config import Delta, Experts, Latent, ModelConfig
 from models.config_fields import Fields, label_activation, labels, number, typed, whole
 from models.families import FAMILIES, REWARDS, architecture_of, family_of
 from models.family_row import Family, Routing
-from models.pooling import PROMPTS, has_logit_score, read_modules
+from models.pooling import classifier_fields
 from models.read_rope import LAYER_TYPES, WINDOWED, read_ropes, read_slopes, yarn_mscale
 from models.text_halves import FIELDS, row_of, text_half, tied_half
 from observe.logs import warn_once
@@ -68,44 +66,7 @@ def read_raw(folder: str, overrides: str | None) -> dict[str, Any]:
     within = next((name for name in HALVES if name in raw), None)
     if within and (lost := changes.keys() - raw.keys() - {*BESIDE_TEXT, "architectures"}):
         raise ValueError(f"hf_overrides has {min(lost)!r:.80}; here a field like that must be in its {within}")
-    return token_classifier(folder, overridden(raw, changes))
-
-
-def token_classifier(folder: str, raw: dict[str, Any]) -> dict[str, Any]:
-    """The fields of config.json, with `classifier_ids` where logits of tokens are what a classifier says.
-
-    vLLM's `classifier_from_token` names the tokens, and sentence-transformers' module LogitScore their ids.
-
-    Raises:
-        ValueError: a file is malformed, or a token is none of the vocabulary.
-    """
-    settings = read_json(folder, PROMPTS, {})
-    if settings.get("model_type") == "CrossEncoder" and settings.get("activation_fn"):
-        raw |= {"sentence_transformers": {"activation_fn": settings["activation_fn"]}}
-    if has_logit_score(folder):
-        score = read_json(folder, os.path.join(read_modules(folder)[1][1], "config.json"))
-        ids = [score[name] for name in ("false_token_id", "true_token_id") if score.get(name) is not None]
-        architecture = re.sub("ForCausalLM$", "ForSequenceClassification", str((raw.get("architectures") or [""])[0]))
-        options: Any = read_json(folder, sentence_file(folder), {}).get("processing_kwargs") or {}
-        try:
-            opens = options.get("chat_template", {}).get("add_generation_prompt")
-        except AttributeError:
-            name = sentence_file(folder)
-            raise ValueError(f"{name}: processing_kwargs is {options!r:.80}; it must be an object of objects") from None
-        raw |= {"architectures": [architecture], "classifier_ids": ids}
-        return raw | {"pair_template": "chat" + " opened" * bool(opens)}
-    tokens, template = raw.get("classifier_from_token"), raw.pop("is_original_qwen3_reranker", None)
-    if not tokens or not (template or raw.get("method")):
-        return raw
-    fields = read_json(folder, "tokenizer.json", {})
-    vocabulary = fields.get("model", {}).get("vocab") or {}
-    if isinstance(vocabulary, list):  # pieces and how likely each is
-        vocabulary = {piece: id for id, (piece, _) in enumerate(vocabulary)}
-    vocabulary = vocabulary | {token["content"]: token["id"] for token in fields.get("added_tokens") or ()}
-    count = 2 if template or raw.get("method") == "from_2_way_softmax" else 1
-    if not isinstance(tokens, list) or len(tokens) != count or any(str(token) not in vocabulary for token in tokens):
-        raise ValueError(f"classifier_from_token is {tokens!r:.80}; it must list {count} of tokenizer.json's tokens")
-    return raw | {"classifier_ids": [vocabulary[token] for token in tokens], "pair_template": "qwen3" * bool(template)}
+    return classifier_fields(folder, overridden(raw, changes))
 
 
 def overridden(raw: dict[str, Any], changes: dict[str, Any], half: bool = False) -> dict[str, Any]:
