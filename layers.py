@@ -316,19 +316,19 @@ class Mlp(Owner):
         def name(part: str) -> str:
             return f"{self.root}.{row.name(part).rpartition('.')[2]}" if self.root else row.name(part)
 
+        halves = ("gate", "up") if row.gated else ("up",)
+        both = [part for part in ("gate_up", "up_gate") if row.gated and row.name(part)]  # as one tensor
         for ending, weight, down, word in (
             ("weight", self.gate_up, self.down, "row"),
             ("bias", self.gate_up_bias, self.down_bias, "first"),
         ):
             transposed = row.transposed and ending == "weight"
-            halves = [] if weight is None else weight.chunk(2) if row.gated else [weight]
-            rest = dict(zip(("gate", "up") if row.gated else ("up",), halves, strict=False))
-            for both in ("gate_up", "up_gate"):
-                if rest and row.gated and row.name(both):
-                    pair = [rest.pop(half) for half in both.split("_")]
-                    result[f"{name(both)}.{ending}"] = shares.part(pair, ("col", "col"), transposed=transposed)
-            for part, target in rest.items():
-                result[f"{name(part)}.{ending}"] = shares.part((target,), ("col",), transposed=transposed)
+            if weight is not None:
+                targets = dict(zip(halves, weight.chunk(len(halves)), strict=True))
+                for part in both or halves:
+                    pieces = [targets[half] for half in part.split("_")]
+                    words = ["col"] * len(pieces)
+                    result[f"{name(part)}.{ending}"] = shares.part(pieces, words, transposed=transposed)
             if down is not None:
                 result[f"{name('down')}.{ending}"] = shares.part((down,), (word,), transposed=transposed)
         if self.act is not None:
