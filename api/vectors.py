@@ -94,8 +94,10 @@ def rerank(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any] |
     order = sorted(range(len(scores)), key=lambda i: (-scores[i], i))[: fields["top_n"] or len(documents)]
     if plain:
         return [{"index": i, "score": scores[i]} | ({"text": documents[i]} if shows else {}) for i in order]
-    texts_of = {i: {"document": {"text": documents[i]}} if shows else {} for i in order}
-    results, usage = [{"index": i, "relevance_score": scores[i]} | texts_of[i] for i in order], used(prompts)
+    results: list[dict[str, Any]] = [{"index": i, "relevance_score": scores[i]} for i in order]
+    for result in results if shows else ():
+        result["document"] = {"text": documents[result["index"]]}
+    usage = used(prompts)
     meta = {"tokens": {"input_tokens": usage["total_tokens"]}}  # as Cohere tells it
     return {"id": caller.id, "model": fields["model"], "usage": usage, "meta": meta, "results": results}
 
@@ -108,12 +110,12 @@ def compare(
     For an embedder that is the cosine of two embeddings. For a classifier with one label, it is what the classifier
     says of both texts as one prompt, with the model's own prompt or template around them.
     """
+    check_room(api.answers, len(second), caller)
     if api.facts["task"] == "score":
         cut = settled(fields)
         before, instruction = named(api, fields) if fields["instruction"] is None else "", fields["instruction"]
         pairs = zip(first * (len(second) // len(first)), second, strict=True)
         prompts, seconds = [], []
-        check_room(api.answers, len(second), caller)
         for pair in pairs:
             try:
                 source = pair_parts(api.facts, api.tokenizer, *pair, before, instruction)
@@ -129,7 +131,6 @@ def compare(
     has_roles = all(not api.facts["prompts"].keys().isdisjoint(names) for names in ROLES)
     with_roles = has_roles and "query" in fields and fields["prompt_name"] is None
     query, document = ({"input_type": names[0]} if with_roles else {} for names in ROLES)
-    check_room(api.answers, len(first) + len(second), caller)
     prompts = encoded(api, fields | query, caller, first, True) + encoded(api, fields | document, caller, second, True)
     all_vectors = [numbers(pooled) for pooled in pool(api, fields, caller, prompts)]
     left = all_vectors[: len(first)] * (len(second) // len(first))
