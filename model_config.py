@@ -145,7 +145,9 @@ class ModelConfig:
     labels: tuple[str, ...] = ()  # names of the classification head's outputs
     label_activation: Literal["softmax", "sigmoid", "identity"] = "softmax"  # what makes of these what is returned
     label_tokens: tuple[int, ...] = ()  # whose logit is the output, or the second one's without the first one's
-    pair_template: str = ""  # what is around two texts that are scored; see `text.prompts.pair_parts`
+    # What is around two texts that are scored, see `text.prompts.pair_parts`: only what the tokenizer puts there (""),
+    # "qwen3", or the chat template without or with an opened answer.
+    pair_template: Literal["", "qwen3", "chat", "chat opened"] = ""
     ahead: int = 1  # layers after the last one that a checkpoint may have, which predict tokens ahead
     quantization: tuple[Format, ...] = ()  # ways in which weights may be stored, where not as numbers
     kv_cache_dtype: str = "auto"  # the option of this name

@@ -91,7 +91,7 @@ class Prompts:
     def encode_with_type(
         self, fields: dict[str, Any], prompt: Source, add_special_tokens: bool, output: int = 0
     ) -> tuple[Prompt, int | None]:
-        """See `encode`. A pair of texts is one prompt, and its second text may begin a second type of tokens there."""
+        """A prompt as `encode` makes it, and the first token of its second type, if it is a pair that has one."""
         limit, keep = self.facts["max_model_len"], fields["truncate_prompt_tokens"]
         if keep is not None and keep > limit:
             message = f"truncate_prompt_tokens is {keep}; it must be -1, or from 1 to {limit} (max_model_len)"

@@ -21,8 +21,9 @@ BERT = Family(
         "v": "attention.self.value", "o": "attention.output.dense", "up": "intermediate.dense", "down": "output.dense"},
 )  # fmt: skip
 ROBERTA = BERT.but(after_padding=True, label_head="first", defaults={"pad_token_id": 1})
-GATED = BERT.but(  # rotary ones
-    gated=True, mlp_bias=False, fixed={"position_embedding_type": "rope"}, names={"positions": None})  # fmt: skip
+ROTARY = BERT.but(
+    gated=True, mlp_bias=False, fixed={"position_embedding_type": "rope"}, names={"positions": None}
+)  # fmt: skip
 ENCODERS = {
     "BertModel": BERT,
     "CamembertModel": ROBERTA,
@@ -55,13 +56,13 @@ ENCODERS = {
         names={"token_types": None, "distances": "encoder.relative_attention_bias", "q": "attention.attn.q",
             "k": "attention.attn.k", "v": "attention.attn.v", "o": "attention.attn.o",
             "attn_out": "attention.LayerNorm"}),
-    "NewModel": GATED.but(  # Alibaba's GTE
+    "NewModel": ROTARY.but(  # Alibaba's GTE
         down_bias=True, defaults=sized(30528, 768, 3072, 12, 12, None, 8192, rope_theta=10000.0, type_vocab_size=1),
         keys=dict.fromkeys(("pack_qkv", "unpad_inputs", "use_memory_efficient_attention"), ""),
         fixed={"layer_norm_type": "layer_norm", "logn_attention_scale": False, "logn_attention_clip1": False},
         names={"qkv": "attention.qkv_proj", "o": "attention.o_proj", "attn_out": "attn_ln", "mlp_out": "mlp_ln",
             "up_gate": "mlp.up_gate_proj", "down": "mlp.down_proj"}),
-    "NomicBertModel": GATED.but(
+    "NomicBertModel": ROTARY.but(
         qkv_bias="qkv_proj_bias", o_bias="qkv_proj_bias", mlp_bias="mlp_fc1_bias", down_bias="mlp_fc2_bias",
         activation="silu",
         keys={"n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",

@@ -572,8 +572,7 @@ HEADS: dict[str, Literal["logits", "labels", "none"]] = {  # an architecture's l
     "ForCausalLM": "logits", "LMHeadModel": "logits", "ForSequenceClassification": "labels",
     "ForConditionalGeneration": "logits", "ForMaskedLM": "none", "ForPreTraining": "none", "Model": "none",
 }  # fmt: skip
-OF_ENCODERS = {"ForMaskedLM": True, "ForPreTraining": True, "ForCausalLM": False, "LMHeadModel": False,
-               "ForConditionalGeneration": False}  # fmt: skip  # heads of these alone, or of all others
+OF_ENCODERS = ("ForMaskedLM", "ForPreTraining")  # heads that decoders do not have; encoders have none with logits
 FULL = ("ForCausalLM", "LMHeadModel", "Model")  # the last part of a family's name
 # Reward models of Qwen2, whose classification heads have two matrices, and how many labels they have.
 REWARDS = {"Qwen2ForRewardModel": 1, "Qwen2ForProcessRewardModel": 2}
@@ -604,8 +603,8 @@ def family_of(architecture: Any, raw: dict[str, Any]) -> tuple[str, Literal["log
         for full in FULL:
             family = name.removesuffix(ending) + full
             if name.endswith(ending) and family in FAMILIES:
-                encoder = FAMILIES[family].encoder
-                if OF_ENCODERS.get(ending, encoder) == encoder:
+                is_strange = head == "logits" if FAMILIES[family].encoder else ending in OF_ENCODERS
+                if not is_strange:
                     return family, head
     short = [re.sub("|".join(FULL), "", family) for family in FAMILIES]
     base = re.sub("|".join(HEADS), "", name)

@@ -61,8 +61,8 @@ ROBERTA = {
     "bos_token": "<s>", "cls_token": "<s>", "eos_token": "</s>", "sep_token": "</s>", "unk_token": "<unk>",
     "pad_token": "<pad>", "mask_token": "<mask>",
 }  # fmt: skip
-# The special tokens of classes of encoders, where no file names others.
-ENCODERS = {
+# The special tokens of encoders' classes, where no file names others.
+ENCODER_TOKENS = {
     **dict.fromkeys(("BertTokenizer", "DistilBertTokenizer"), BERT), "RobertaTokenizer": ROBERTA,
     "MPNetTokenizer": ROBERTA | {"unk_token": "[UNK]"},
 }  # fmt: skip
@@ -348,24 +348,24 @@ def read_merges(path: Path, settings: Settings) -> tuple[Tokenizer, dict[str, st
         raise ValueError(f"merges.txt has the line {' '.join(malformed)!r:.80}; a line must have two tokens")
     vocab = read_json(str(path.parent), path.name)
     tokenizer = byte_level(vocab, merges, SPLITS[kind], bool(settings.config.get("add_prefix_space")))
-    names, added = ENCODERS.get(kind, {}), {}
+    names, added = ENCODER_TOKENS.get(kind, {}), {}
     if (
         kind not in ("Qwen2Tokenizer", "RobertaTokenizer") and not settings.names and "<|endoftext|>" in vocab
     ):  # GPT-2 has no file that says so
         names = {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>", "unk_token": "<|endoftext|>"}
         added = {vocab["<|endoftext|>"]: AddedToken("<|endoftext|>", special=True, normalized=False)}
-    return finish(tokenizer, settings, added, names, adds_bos=False, pairs=kind if kind in ENCODERS else "")
+    return finish(tokenizer, settings, added, names, adds_bos=False, encoder=kind if kind in ENCODER_TOKENS else "")
 
 
 def read_wordpiece(path: Path, settings: Settings) -> tuple[Tokenizer, dict[str, str]]:
     """A `vocab.txt`: a token in each line, whose number is its id."""
     config = settings.config
     kind = str(config.get("tokenizer_class") or "BertTokenizer").removesuffix("Fast")
-    if kind not in ENCODERS or kind in SPLITS or config.get("do_basic_tokenize") is False:
-        kinds = ", ".join(ENCODERS.keys() - SPLITS)
+    if kind not in ENCODER_TOKENS or kind in SPLITS or config.get("do_basic_tokenize") is False:
+        kinds = ", ".join(ENCODER_TOKENS.keys() - SPLITS)
         raise ValueError(f"its tokenizer_class is {kind!r:.80}; Manta converts {kinds} with do_basic_tokenize")
     vocab = {token: id for id, token in enumerate(path.read_text(encoding="utf-8").removesuffix("\n").split("\n"))}
-    names = ENCODERS[kind] | settings.names
+    names = ENCODER_TOKENS[kind] | settings.names
     tokenizer = Tokenizer(models.WordPiece(vocab, unk_token=names["unk_token"]))
     tokenizer.normalizer = bert_normalizer(config, normalizers.BertNormalizer())
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -373,7 +373,7 @@ def read_wordpiece(path: Path, settings: Settings) -> tuple[Tokenizer, dict[str,
     added = {}
     if kind == "MPNetTokenizer" and (id := vocab.get(names["mask_token"])) is not None:
         added[id] = AddedToken(names["mask_token"], lstrip=True, special=True, normalized=False)
-    return finish(tokenizer, settings, added, names, adds_bos=False, pairs=kind)
+    return finish(tokenizer, settings, added, names, adds_bos=False, encoder=kind)
 
 
 def bert_normalizer(config: dict[str, Any], usual: Any) -> Any:
@@ -439,7 +439,7 @@ def merges_of(ranks: dict[str, Any]) -> list[tuple[str, str]]:
 
 def finish(
     tokenizer: Tokenizer, settings: Settings, added: dict[int, AddedToken], names: dict[str, str], adds_bos: bool,
-    pairs: str = "",
+    encoder: str = "",
 ) -> tuple[Tokenizer, dict[str, str]]:  # fmt: skip
     """Add the tokens that the vocabulary and the files beside it name, and the tokens around each text.
 
@@ -449,7 +449,7 @@ def finish(
         added: of the vocabulary itself, by id.
         names: of the vocabulary itself; the files' names count more.
         adds_bos: whether a text gets a BOS where the files do not say so.
-        pairs: the class of an encoder, which has other tokens around a text, and between two.
+        encoder: its class, if it is one of an encoder, which has other tokens around a text, and between two.
     """
     kind = str(settings.config.get("tokenizer_class"))
     after = {  # letters in a word are no token
@@ -467,13 +467,13 @@ def finish(
     adds["bos_token"] = adds_bos if adds["bos_token"] is None else adds["bos_token"]
     bos, eos = ([names[name]] if adds[name] and name in names else [] for name in ("bos_token", "eos_token"))
     bos = BEFORE.get(kind, bos)
-    bos, eos = ([names["cls_token"]], [names["sep_token"]]) if pairs else (bos, eos)
+    bos, eos = ([names["cls_token"]], [names["sep_token"]]) if encoder else (bos, eos)
     around = {text: tokenizer.token_to_id(text) for text in bos + eos}
     if missing := [text for text, id in around.items() if id is None]:
         raise ValueError(f"token {missing[0]!r:.80} goes around each text and is not in the vocabulary")
     if around:
         single = [*bos, "$A", *eos]
-        between, type_of = (bos, ":1") if not pairs else ([], ":1") if ENCODERS[pairs] is BERT else (eos, "")
+        between, type_of = (bos, ":1") if not encoder else ([], ":1") if ENCODER_TOKENS[encoder] is BERT else (eos, "")
         pair = single + [part + type_of for part in (*between, "$B", *eos)]
         tokenizer.post_processor = processors.TemplateProcessing(single, pair, list(around.items()))
     return tokenizer, names
