@@ -32,8 +32,9 @@ def attention_encode(
         added = table[:, distance.clamp(-(reach := table.shape[1] // 2), reach) + reach]
         return added.masked_fill_(distance.abs() >= window, -math.inf) if window else added
 
-    out = torch.zeros(q.shape, dtype=q.dtype)
-    for n, group in groupby(pairwise(rows[0].tolist()), lambda span: span[1] - span[0]):
+    out, starts = torch.empty(q.shape, dtype=q.dtype), rows[0].tolist()
+    out[starts[-1] :] = 0  # of no prompt
+    for n, group in groupby(pairwise(starts), lambda span: span[1] - span[0]):
         spans, masked = list(group), biases is not None or 0 < window < n
         tokens, size = slice(spans[0][0], spans[-1][1]), QUERIES if masked else max(n, 1)
         for first in range(0, n, size):
