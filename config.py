@@ -631,8 +631,8 @@ def visible_gpus(what: str = "") -> list[str] | None:
 
 def sentence_file(folder: str) -> str:
     """The file of sentence-transformers' settings of a model; before version 6 its name had the model's kind."""
-    names = sorted(path.name for path in Path(folder).glob("sentence_*_config.json"))
-    return names[0] if names else "sentence_bert_config.json"
+    names = (path.name for path in Path(folder).glob("sentence_*_config.json"))
+    return min(names, default="sentence_bert_config.json")
 
 
 def read_json(folder: str, name: str, default: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 from plan import EngineOutput, Logprobs
-from sampling_params import BeamSearchParams, PoolingParams, SamplingParams
+from sampling_params import NO_SAMPLING, BeamSearchParams, PoolingParams, SamplingParams
 from tokenizer import Detokenizer, NoTokenizer, Tokenizer
 
 
@@ -97,7 +97,7 @@ class Vector:
     request_id: str
     prompt_token_ids: list[int]
     pooling: PoolingParams
-    params: SamplingParams = field(default_factory=SamplingParams)
+    params: SamplingParams = NO_SAMPLING
     pooled: bytes = b""  # float32
     drawn: Sequence[Generation] = ()
     num_generated: int = 0

@@ -400,6 +400,7 @@ class BeamSearchParams:
         return SamplingParams(**dataclasses.asdict(self), n=width, use_beam_search=True)
 
 
+NO_SAMPLING = SamplingParams()  # of requests that make vectors
 POOLING_TASKS = {  # what requests may ask for, by the engine's task
     "embed": ("embed", "token_embed"), "classify": ("classify", "token_classify"),
     "score": ("score", "classify", "token_classify"), "generate": (),

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from config import EngineConfig, read_json, sentence_file
 from model_config import ModelConfig
 from models.config_fields import whole
-from sampling_params import POOLING_TASKS, PoolingParams, SamplingParams
+from sampling_params import NO_SAMPLING, POOLING_TASKS, PoolingParams, SamplingParams
 
 POOLINGS = ("last", "mean", "cls", "max", "weightedmean", "mean_sqrt_len")  # see `reference.pool`
 THEIRS = re.compile("_?tokens?$")  # what sentence-transformers' names have more, as "lasttoken"
@@ -270,7 +270,7 @@ def check_pooling(
         return
     if not config.makes_vectors:
         raise ValueError(f"the request asks for what an embedder or a classifier gives; the task is {config.task!r}")
-    if params != SamplingParams():
+    if params != NO_SAMPLING:
         raise ValueError(f"the request has sampling parameters; with the task {config.task!r} nothing is sampled")
     if pooling.task not in (None, *(tasks := POOLING_TASKS[config.task])):
         raise ValueError(f"task is {pooling.task!r:.80}; the engine's is {config.task!r}, and does {', '.join(tasks)}")

@@ -26,7 +26,7 @@ from outputs import (
 )
 from plan import EngineCoreRequest
 from processes.client import EngineCoreClient, InprocClient, Stream, check_accepted
-from sampling_params import POOLING_TASKS, PoolingParams, SamplingParams
+from sampling_params import NO_SAMPLING, POOLING_TASKS, PoolingParams
 from text.prompts import CUT, Prompt, listed, opening, pair_parts, read_prompt
 from tokenizer import Tokenizer
 
@@ -239,7 +239,7 @@ class PoolingFaces:
         stream, client = Stream(), self.llm_engine.client
         try:
             for ids, param in zip(prompt_ids, column, strict=True):
-                request = EngineCoreRequest(next(self.ids), ids, SamplingParams(), pooling=param)
+                request = EngineCoreRequest(next(self.ids), ids, NO_SAMPLING, pooling=param)
                 client.add_request(request, stream)
                 live[request.request_id] = param
                 results[request.request_id] = PoolingRequestOutput(request.request_id, PoolingOutput([]), ids, False)
