@@ -29,7 +29,7 @@ from gevent.pool import Group
 from tqdm import tqdm
 
 from api.bodies import RAW_FIELDS, parse_json
-from api.checks import ApiError, Face
+from api.checks import ApiError, Face, as_sent
 from api.faces import FACES
 from api.generation import Caller, Events, as_api_error
 from api.options import ServerConfig
@@ -292,7 +292,7 @@ class BatchRun:
                 raise ApiError(400, f"{key} is true; in a batch it must be false", key)
         for attempt in range(1, ATTEMPTS + 1):
             # A line may be what ends the process. It should not end it for the others again and again.
-            with self.alone if attempt == ATTEMPTS else contextlib.nullcontext():
+            with self.alone if attempt == ATTEMPTS else contextlib.nullcontext(), as_sent(line.face, fields):
                 while self.api.client.trouble:
                     gevent.sleep(LOOK / 10)
                 try:
