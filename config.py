@@ -209,7 +209,6 @@ class EngineConfig:
     tensor_parallel_size: int = option(1, "devices that each hold a share of every weight", 1, 64)
     pipeline_parallel_size: int = option(1, "stages that each hold some of the layers, on their own devices", 1, 64)
     pipeline_layer_partition: str | None = option(None, "layers by stage, like 12,16 (default: as many bytes in each)")
-    disable_custom_all_reduce: bool = option(False, "sum over GPUs by NCCL alone, also what is small")
     data_parallel_size: int = option(1, "engines that each have the whole model, and share the requests", 1, 64)
     enable_expert_parallel: bool = option(False, "divide the experts, as whole ones, among all tensor and data ranks")
     distributed_executor_backend: Literal["auto", "uni", "mp", "external_launcher", "torchrun", "ray"] = option(

@@ -14,7 +14,7 @@ import contextlib
 import os
 import re
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -61,7 +61,6 @@ class Group:
         self.experts, self.pipeline = experts, pipeline or Pipeline()
         self.local_size = self.world_size  # how many ranks of all stages are on this machine
         self.link: Any = None  # of the ranks of this stage; None: there is one stage
-        self.peer_sum: Callable[[torch.Tensor], bool] | None = None  # sums what it can, see `device/peer_sum.py`
         self.exchanged: list[tuple[torch.Size, torch.dtype]] = []  # in this step so far: a row's shape
 
     @property
@@ -145,9 +144,8 @@ class Group:
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' `x`, in place of `x`, which is returned."""
         if self.size > 1 and not x.is_meta:
-            if not (self.peer_sum and self.peer_sum(x)):
-                with self.exchange():
-                    dist.all_reduce(x, group=self.link)
+            with self.exchange():
+                dist.all_reduce(x, group=self.link)
             self.exchanged.append((x.shape[1:], x.dtype))
         return x
 
