@@ -211,11 +211,10 @@ class EngineConfig:
     pipeline_layer_partition: str | None = option(None, "layers by stage, like 12,16 (default: as many bytes in each)")
     data_parallel_size: int = option(1, "engines that each have the whole model, and share the requests", 1, 64)
     enable_expert_parallel: bool = option(False, "divide the experts, as whole ones, among all tensor and data ranks")
-    distributed_executor_backend: Literal["auto", "uni", "mp", "external_launcher", "torchrun", "ray"] = option(
+    distributed_executor_backend: Literal["auto", "uni", "mp", "external_launcher", "torchrun"] = option(
         "auto",
         "uni: the worker in the engine's process; mp: each in its own; external_launcher: in those that torchrun "
-        "starts, for several hosts (torchrun is another name for it); ray: in actors on any host of a Ray cluster; "
-        "auto: uni on one device, but for a server mp, or ray where the ranks do not fit this host and Ray runs",
+        "starts, for several hosts (torchrun is another name for it); auto: uni on one device, but for a server mp",
     )
     startup_timeout: float = option(1800.0, "seconds that workers, or an engine process, may take to start", 0.1, 1e6)
     step_timeout: float | None = option(

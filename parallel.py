@@ -80,9 +80,8 @@ class Group:
         Args:
             rank: this process's among the ranks of all stages, those of the first stage first.
             size: ranks of each stage.
-            rendezvous: where they meet: `file:///...` is a new file in a folder that all of them see, `env://` is what
-                the environment says (see `executors/torchrun.py`), and `tcp://HOST:PORT` is where rank 0 shall listen.
-                In the last two cases the environment also says which of the ranks on this machine this is.
+            rendezvous: where they meet: `file:///...` is a new file on this machine; with `env://` the environment says
+                where, and which of the ranks on its machine this is (see `executors/torchrun.py`).
             timeout: seconds that they may take to come, and each exchange until `set_timeout`.
 
         Raises:
@@ -93,7 +92,7 @@ class Group:
         if (world := group.world_size) > 1:
             assert rendezvous, "several ranks need a place to meet"
             index = rank
-            if not rendezvous.startswith("file:"):
+            if rendezvous == "env://":
                 index = int(os.environ.get("LOCAL_RANK", rank))
                 group.local_size = int(os.environ.get("LOCAL_WORLD_SIZE", world))
             if device == "cuda":

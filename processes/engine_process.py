@@ -268,7 +268,7 @@ class EngineProcess(Child):
         ends: tuple[socket.socket, socket.socket] | None = None,
     ):
         rank, environment = config.data_parallel_rank, {}
-        if config.local_engines > 1 and config.distributed_executor_backend != "ray":  # each has GPUs of its own
+        if config.local_engines > 1:  # each has GPUs of its own
             count = config.world_size
             first = (rank - config.first_rank) * count
             gpus = visible_gpus()

@@ -316,7 +316,7 @@ def check_engines(config: EngineConfig) -> None:
         why = "it is for --data-parallel-external-lb (for --headless there is data_parallel_start_rank)"
         config.refuse("data_parallel_rank", why)
     size, ranks = config.local_engines, config.world_size
-    if size <= 1 or config.device == "cpu" or config.distributed_executor_backend == "ray":
+    if size <= 1 or config.device == "cpu":
         return
     gpus = visible_gpus()
     if gpus and len(gpus) < size * ranks:

@@ -42,7 +42,7 @@ class HandshakeError(ConnectionError):
 
 
 def read_secret(config: EngineConfig, environ: MutableMapping[str, str]) -> str:
-    """The secret that all hosts share; empty if there are no other hosts. Those that Ray starts need not be given one.
+    """The secret that all hosts share; empty if there are no other hosts.
 
     The variable is taken out of `environ`, so that no other process inherits it.
 

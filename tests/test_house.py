@@ -63,9 +63,9 @@ EVERY_FILE = [
 ]
 # These may fall. They rise only when a capability with a name of its own comes.
 MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 24, 700, 80, 750
-MOST_STORY_LINES = 6526
+MOST_STORY_LINES = 6515
 MOST_LINES = {
-    ".": 10620, "api": 6033, "checkpoints": 3534, "commands": 1342, "cpu": 2563, "device": 4355, "executors": 818,
+    ".": 10607, "api": 6033, "checkpoints": 3534, "commands": 1342, "cpu": 2563, "device": 4355, "executors": 204,
     "lora": 1207, "models": 3942, "observe": 1352, "ops": 3118, "processes": 3891,
     "scheduling": 2177, "speculation": 805, "text": 4384,
 }  # fmt: skip
