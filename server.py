@@ -54,7 +54,7 @@ from processes.headless import follow_server
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
 STATUS_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}}
 # Endpoints that programs poll, and the page's own files: requests for them are logged at level DEBUG.
-QUIET = ("health", "metrics", "live", "page", "scaling")
+QUIET = ("health", "metrics", "live", "page")
 
 
 def answer_face(api: Api, face: Face) -> Response:
@@ -201,7 +201,7 @@ def serve(argv: list[str]) -> None:
             spans = Spans(endpoint) if endpoint else None  # here, because gevent must have patched the sockets before
             return create_app(served.new_api(), spans, address)
 
-        Gunicorn(make_app, listener, fleet, config).run()
+        Gunicorn(make_app, listener, fleet, served.board, config).run()
 
 
 RUNS: dict[str, Callable[[list[str]], None]] = {

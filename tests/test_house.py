@@ -63,10 +63,10 @@ EVERY_FILE = [
 ]
 # These may fall. They rise only when a capability with a name of its own comes.
 MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 24, 700, 80, 750
-MOST_STORY_LINES = 6538
+MOST_STORY_LINES = 6536
 MOST_LINES = {
-    ".": 10638, "api": 6033, "checkpoints": 3544, "commands": 1342, "cpu": 2563, "device": 4448, "executors": 818,
-    "lora": 1207, "models": 4096, "observe": 1352, "ops": 3118, "processes": 3891,
+    ".": 10613, "api": 6012, "checkpoints": 3544, "commands": 1341, "cpu": 2563, "device": 4446, "executors": 818,
+    "lora": 1207, "models": 4094, "observe": 1352, "ops": 3118, "processes": 3675,
     "scheduling": 2177, "speculation": 805, "text": 4384,
 }  # fmt: skip
 STDLIB_ONLY = {
