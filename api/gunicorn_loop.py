@@ -210,10 +210,8 @@ class HttpWorker(ggevent.GeventWorker):
         log_request(name, tag, "", answer.status, begun, None, str(answer), logging.INFO)
 
     def handle_exit(self, sig: int, frame: Any) -> None:
-        """On SIGTERM, send the spans that are left while the connections are closed, and end what still runs."""
+        """On SIGTERM, end what still runs while the connections are closed."""
         super().handle_exit(sig, frame)
-        if spans := self.wsgi.extensions["spans"]:
-            gevent.spawn(spans.provider.force_flush)
         if self.app.board.draining:
             gevent.spawn(self.wsgi.extensions["client"].fail, EngineDeadError("the server is shutting down"))
 

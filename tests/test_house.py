@@ -63,9 +63,9 @@ EVERY_FILE = [
 ]
 # These may fall. They rise only when a capability with a name of its own comes.
 MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 24, 700, 80, 750
-MOST_STORY_LINES = 6536
+MOST_STORY_LINES = 6521
 MOST_LINES = {
-    ".": 10613, "api": 6012, "checkpoints": 3544, "commands": 1341, "cpu": 2563, "device": 4446, "executors": 818,
+    ".": 10598, "api": 5876, "checkpoints": 3544, "commands": 1341, "cpu": 2563, "device": 4446, "executors": 818,
     "lora": 1207, "models": 4094, "observe": 1352, "ops": 3118, "processes": 3675,
     "scheduling": 2177, "speculation": 805, "text": 4384,
 }  # fmt: skip
