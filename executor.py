@@ -158,10 +158,10 @@ class MpExecutor:
         size = config.world_size
         if self.peers:
             try:
-                meeting = self.peers.meet(config.startup_timeout)
+                place = self.peers.meet(config.startup_timeout).place
             except TimeoutError as error:
                 raise WorkerError(str(error)) from None
-            config = dataclasses.replace(config, expert_rendezvous=meeting.place, data_parallel_size=meeting.engines)
+            config = dataclasses.replace(config, expert_rendezvous=place)
         self.early: list[deque[StepResult]] = [deque() for _ in range(size)]  # results that have come, by rank
         self.call_id = 0  # of the latest call
         self.awaited: int | None = 0  # the call that somebody waits for; 0: the start

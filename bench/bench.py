@@ -10,7 +10,6 @@ Each line below goes after `python bench/bench.py`:
     scale --trace AzureLLMInferenceTrace_conv.csv  2 to 1,000 simulated engines: routing, balance, latencies, hits
     plans                                        bytes of a step's plan and of its news, by how many sequences decode
     loads                                        messages and bytes through the coordinator, by number of engines
-    elastic --trace AzureLLMInferenceTrace_conv.csv  a server that gets more engines and gives them up
     ring                                         the shared-memory ring: round trips, and a million messages
     executor                                     a worker process, and the KV sanitizer, against neither
     survival                                     streams while workers are killed, again and again
@@ -152,10 +151,6 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
     ),
     "plans": ("bench_scale:plan_figures", AZURE),
     "loads": ("bench_scale:loads_figures", ENGINES),
-    "elastic": (
-        "bench_elastic:elastic_figures", MODEL, AZURE, flag("rate", 60.0, "requests a second"), flag("requests", 3600),
-        SCALE, flag("size", 3, "engines that there are in between"), SERVER_OPTIONS,
-    ),
     "ring": ("bench_process:ring_figures", flag("messages", 1_000_000)),
     "executor": (
         "bench_process:executor_figures", flag("batches", [1, 8, 32]), MODEL, flag("new-tokens", 64),
