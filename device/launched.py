@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from batch_state import Rows
+from device.vision import for_row
 from plan import Logprobs, StepPlan, StepResult
 
 if TYPE_CHECKING:
@@ -98,8 +99,10 @@ def run_one_by_one(run: Callable[[StepPlan], Launched], pooled: bool, plan: Step
     result = StepResult(plan.step, [])
     for i, (slot, count) in enumerate(plan.rows):
         scores: list[Logprobs] = []
-        for tokens in [count] if pooled else [1] * count:
-            part = run(StepPlan(plan.step, rows=[(slot, tokens)], new=plan.new)).result()
+        tokens = count if pooled else 1
+        for done in range(0, count, tokens):
+            vision = for_row(plan, sum(count for _, count in plan.rows[:i]) + done, tokens)
+            part = run(StepPlan(plan.step, rows=[(slot, tokens)], new=plan.new, vision=vision)).result()
             scores += part.scores.get(0, [])
         result.token_ids += part.token_ids
         result.stopped += [i] * len(part.stopped)

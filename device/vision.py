@@ -1,0 +1,94 @@
+"""Images in a step: it runs the tower, keeps the rows that this makes, and puts them where their tokens are."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from batch_state import to_device
+from layers import Batch
+from plan import Picture, StepPlan, VisionPlan
+from vision.positions import axis_positions
+
+if TYPE_CHECKING:
+    from worker import StepRun, Worker
+
+
+def add_vision(w: Worker) -> None:
+    """Images go through the tower before the step that reads them. Their rows stay until a plan drops them."""
+    tower, has_axes = w.model.tower if w.pipeline.first else None, w.model.axes is not None
+
+    def drop(run: StepRun) -> None:
+        for digest in run.plan.vision.drop if run.plan.vision else ():
+            w.images.pop(digest, None)
+
+    def choose_graph(run: StepRun) -> None:  # no graph has the tower, or positions that differ between axes
+        if run.plan.vision and (run.plan.vision.compute or run.plan.vision.rows):
+            run.graph = None
+
+    def see(run: StepRun) -> None:
+        plan, batch = run.plan.vision or VisionPlan(), run.batch
+        if tower and plan.compute:
+            w.mark("tower")
+            for picture in plan.compute:
+                w.images[picture.digest] = tower(pixels_of(picture, w.device))
+        if tower and plan.rows:
+            batch.images = rows_of(plan, w.images, w.device)
+        if has_axes:
+            batch.rope_positions = rope_positions(batch, w.state.shifts, plan)
+
+    w.plan_phases.append(drop)
+    w.row_phases.insert(w.row_phases.index(w.enter_rows) + 1, choose_graph)
+    w.forward_phases.insert(w.forward_phases.index(w.prepare_batch) + 1, see)
+
+
+def pixels_of(picture: Picture, device: str) -> torch.Tensor:
+    """An image's pixels [tiles, height, width, 3] uint8 on the device."""
+    return to_device(np.frombuffer(bytearray(picture.pixels), np.uint8).reshape(*picture.shape, 3), device)
+
+
+def rows_of(
+    plan: VisionPlan, images: dict[bytes, torch.Tensor], device: str
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The `Batch.images` of a step: which of its tokens stand for images, and the rows that these have."""
+    places, parts = list[np.ndarray](), list[torch.Tensor]()
+    for at, begin, count, pictures in plan.rows:
+        for digest, spans in pictures:
+            for span in spans:
+                low, high = max(span.begin, begin), min(span.begin + span.count, begin + count)
+                if low < high:
+                    places.append(np.arange(low, high) + at - begin)
+                    first = span.first - span.begin
+                    parts.append(images[digest][first + low : first + high])
+    return (to_device(np.concatenate(places), device), torch.cat(parts)) if parts else None
+
+
+def rope_positions(batch: Batch, shifts: torch.Tensor, plan: VisionPlan) -> torch.Tensor:
+    """The `Batch.rope_positions` of a step: [T], or [3, T] where rows have tokens before the end of an image."""
+    tokens = torch.arange(len(batch.positions), dtype=batch.starts.dtype, device=batch.starts.device)
+    row = torch.searchsorted(batch.starts, tokens, right=True) - 1
+    shift = shifts[batch.slots[row].clamp(min=0).long()]  # of padding any number serves
+    positions = (batch.positions + shift).clamp(min=0).long()
+    if not plan.rows:
+        return positions
+    axes = [
+        axis_positions([span for _, spans in pictures for span in spans], begin, count)
+        for _, begin, count, pictures in plan.rows
+    ]
+    places = [np.arange(at, at + count) for at, _, count, _ in plan.rows]
+    known = to_device(np.concatenate((np.concatenate(places)[None], *[np.concatenate(axes, 1)])), str(tokens.device))
+    return positions.expand(3, -1).index_copy(1, known[0], known[1:].long())
+
+
+def for_row(plan: StepPlan, at: int, tokens: int) -> VisionPlan | None:
+    """What a plan does with images, for a step that has just the `tokens` tokens from its index `at` on."""
+    if not plan.vision:
+        return None
+    rows = [
+        (0, begin + at - first, tokens, pictures)
+        for first, begin, count, pictures in plan.vision.rows
+        if first <= at < first + count
+    ]
+    return VisionPlan(compute=[] if at else plan.vision.compute, rows=rows)
