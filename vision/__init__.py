@@ -1,1 +1,1 @@
-"""Images: what makes pixels and placeholder tokens of them, and towers that make embeddings of the pixels."""
+"""Images: makes pixels and placeholder tokens of them for the API, and has the towers that make embeddings of these."""
