@@ -40,7 +40,9 @@ class Batch:
     longer: Sequence[tuple[int, int]] = ()  # tokens of each longer row, and its blocks; for latent attention
     drafts: DraftRows | None = None  # None: no row has drafts
     token_types: torch.Tensor | None = None  # [T] int32, which text of a pair a token is of; None: all the first
-    images: tuple[torch.Tensor, torch.Tensor] | None = None  # tokens [n] that stand for images, and rows; see `Tower`
+    # Tokens [n] of images, and their embeddings [n, hidden]: those for the first layer, and what is added after each of
+    # the first ones (DeepStack).
+    images: tuple[torch.Tensor, Sequence[torch.Tensor]] | None = None
     rope_positions: torch.Tensor | None = None  # [T] or [3, T] for RoPE alone; None: `positions`
 
     @property
@@ -53,11 +55,6 @@ class Batch:
     def queries(self) -> int:
         """Tokens of each of the `num_decodes` queries."""
         return self.drafts.queries if self.drafts else 1
-
-    def image_rows(self, level: int, size: int) -> torch.Tensor:
-        """The embeddings [n, size] of images for the text's first layer, or for a level of DeepStack; [n, 0]: none."""
-        assert self.images
-        return self.images[1][:, level * size : (level + 1) * size]
 
 
 @dataclass(slots=True)

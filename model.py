@@ -26,8 +26,8 @@ from models.layer_inputs import LayerGate, LayerInputs
 from models.pooled import LabelHead
 from models.rope import axes_of, rope_tables, rotations_at
 from models.shares import Parts, Shares, TensorPart, check_division, is_absent
+from models.tower import Tower
 from parallel import Group
-from vision.tower import Tower
 
 NORMS = ("attn_in", "attn_out", "mlp_in", "mlp_out")  # of a layer
 
@@ -159,7 +159,7 @@ class Transformer(Owner):
         if incoming is None:
             residual = self.embed(batch.input_ids, batch.positions, batch.token_types)
             if batch.images:
-                residual[batch.images[0]] = batch.image_rows(0, residual.shape[1])
+                residual[batch.images[0]] = batch.images[1][0]
             if part := self.layer_inputs:
                 inputs = part(residual, self.look_up(part.table_ids(batch.input_ids), part.table))
         else:
@@ -199,8 +199,8 @@ class Transformer(Owner):
             x = add_up(layer.mlp(x, step))
             x = layer.beside(x, residual, step) if layer.beside else x
             x = layer.mlp_out(x) if layer.mlp_out else x
-            if step.batch.images and (rows := step.batch.image_rows(i + 1, x.shape[1])).shape[1]:
-                x.index_add_(0, step.batch.images[0], rows)  # DeepStack
+            if (images := step.batch.images) and i + 1 < len(images[1]):
+                x.index_add_(0, images[0], images[1][i + 1])
             x = self.add(x, residual, following if layer.scale is None else None)
             if layer.scale is not None:
                 x = layer.end(residual, None if inputs is None else inputs[:, i - self.span.start], following)

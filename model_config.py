@@ -6,15 +6,13 @@ Standard library only: every process reads this file, and most of them never imp
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from checkpoints.quantization import Format
 from config import read_json
 from models.family_row import Family
 from models.kv_layout import KVLayout, layout_of, part_of
-
-if TYPE_CHECKING:
-    from vision.config import Vision
+from models.tower_rows import Vision
 
 
 @dataclass(frozen=True)
@@ -204,7 +202,7 @@ class ModelConfig:
             ValueError: the folder or a file is missing or malformed, or it asks for what Manta does not have.
         """
         from models.read_config import ConfigReader, ends_of_tokenizer, read_raw  # which makes a ModelConfig
-        from vision.config import with_vision
+        from models.read_tower import with_vision
 
         raw = read_raw(folder, overrides)
         config = with_vision(ConfigReader(raw, read_json(folder, "generation_config.json", {})).config(), raw, folder)

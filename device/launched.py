@@ -10,8 +10,7 @@ import numpy as np
 import torch
 
 from batch_state import Rows
-from device.vision import for_row
-from plan import Logprobs, StepPlan, StepResult
+from plan import Logprobs, StepPlan, StepResult, VisionPlan
 
 if TYPE_CHECKING:
     from device.kv_disk import KVDisk
@@ -114,3 +113,15 @@ def run_one_by_one(run: Callable[[StepPlan], Launched], pooled: bool, plan: Step
         if scores:
             result.scores[i] = scores
     return Launched(result)
+
+
+def for_row(plan: StepPlan, at: int, tokens: int) -> VisionPlan | None:
+    """What a plan does with images, for a step that has just the `tokens` tokens from its index `at` on."""
+    if not plan.vision:
+        return None
+    rows = [
+        (0, begin + at - first, tokens, pictures)
+        for first, begin, count, pictures in plan.vision.rows
+        if first <= at < first + count
+    ]
+    return VisionPlan(compute=[] if at else plan.vision.compute, rows=rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 
 from batch_state import to_device
 from layers import Batch
-from plan import Picture, StepPlan, VisionPlan
+from plan import Picture, VisionPlan
 from vision.positions import axis_positions
 
 if TYPE_CHECKING:
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 def add_vision(w: Worker) -> None:
     """Images go through the tower before the step that reads them. Their rows stay until a plan drops them."""
     tower, has_axes = w.model.tower if w.pipeline.first else None, w.model.axes is not None
+
+    if len(w.model.span) < (levels := w.model.config.vision.levels - 1) and w.pipeline.first:
+        raise ValueError(f"pipeline stage 0 has {len(w.model.span)} layers; images need {levels} of them there")
 
     def drop(run: StepRun) -> None:
         for digest in run.plan.vision.drop if run.plan.vision else ():
@@ -35,7 +39,7 @@ def add_vision(w: Worker) -> None:
             for picture in plan.compute:
                 w.images[picture.digest] = tower(pixels_of(picture, w.device))
         if tower and plan.rows:
-            batch.images = rows_of(plan, w.images, w.device)
+            batch.images = images_of(plan, w.images, w.model.config.hidden_size, w.device)
         if has_axes:
             batch.rope_positions = rope_positions(batch, w.state.shifts, plan)
 
@@ -49,10 +53,10 @@ def pixels_of(picture: Picture, device: str) -> torch.Tensor:
     return to_device(np.frombuffer(bytearray(picture.pixels), np.uint8).reshape(*picture.shape, 3), device)
 
 
-def rows_of(
-    plan: VisionPlan, images: dict[bytes, torch.Tensor], device: str
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The `Batch.images` of a step: which of its tokens stand for images, and the rows that these have."""
+def images_of(
+    plan: VisionPlan, images: dict[bytes, torch.Tensor], size: int, device: str
+) -> tuple[torch.Tensor, Sequence[torch.Tensor]] | None:
+    """The `Batch.images` of a step, from the rows of each image, which have several embeddings of this `size`."""
     places, parts = list[np.ndarray](), list[torch.Tensor]()
     for at, begin, count, pictures in plan.rows:
         for digest, spans in pictures:
@@ -62,7 +66,7 @@ def rows_of(
                     places.append(np.arange(low, high) + at - begin)
                     first = span.first - span.begin
                     parts.append(images[digest][first + low : first + high])
-    return (to_device(np.concatenate(places), device), torch.cat(parts)) if parts else None
+    return (to_device(np.concatenate(places), device), torch.cat(parts).split(size, 1)) if parts else None
 
 
 def rope_positions(batch: Batch, shifts: torch.Tensor, plan: VisionPlan) -> torch.Tensor:
@@ -78,17 +82,5 @@ def rope_positions(batch: Batch, shifts: torch.Tensor, plan: VisionPlan) -> torc
         for _, begin, count, pictures in plan.rows
     ]
     places = [np.arange(at, at + count) for at, _, count, _ in plan.rows]
-    known = to_device(np.concatenate((np.concatenate(places)[None], *[np.concatenate(axes, 1)])), str(tokens.device))
-    return positions.expand(3, -1).index_copy(1, known[0], known[1:].long())
-
-
-def for_row(plan: StepPlan, at: int, tokens: int) -> VisionPlan | None:
-    """What a plan does with images, for a step that has just the `tokens` tokens from its index `at` on."""
-    if not plan.vision:
-        return None
-    rows = [
-        (0, begin + at - first, tokens, pictures)
-        for first, begin, count, pictures in plan.vision.rows
-        if first <= at < first + count
-    ]
-    return VisionPlan(compute=[] if at else plan.vision.compute, rows=rows)
+    indexed = to_device(np.concatenate((np.concatenate(places)[None], *[np.concatenate(axes, 1)])), str(tokens.device))
+    return positions.expand(3, -1).index_copy(1, indexed[0], indexed[1:].long())

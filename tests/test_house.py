@@ -25,7 +25,17 @@ DOORS = {  # each folder, and the files and folders that may import it
     "commands": {"server"},
     "text": {"tokenizer", "outputs", "core", "engine", "async_llm", "processes", "api"},
     "models": {
-        "core", "model", "layers", "lora", "model_config", "device", "speculation", "checkpoints", "cpu", "vision"},
+        "core",
+        "model",
+        "layers",
+        "lora",
+        "model_config",
+        "device",
+        "speculation",
+        "checkpoints",
+        "cpu",
+        "vision",
+    },
     "checkpoints": {"core", "model_config", "models", "device", "lora", "speculation", "cpu"},
     "ops": {"kernels"},
     "cpu": {"device", "lora"},
@@ -58,7 +68,7 @@ ALL = {  # what any file may import: names in the log, models by name, how layer
 FLOORS = [
     "server", "commands", "api", "async_llm", "engine", "processes", "core", "text", "executors", "device", "scheduler",
     "admission", "scheduling", "sequence", "kv_cache", "executor", "ring", "worker", "speculation", "lora", "outputs",
-    "cpu", "vision", "models", "checkpoints", "tokenizer", "observe", "batch_state", "plan", "model", "layers",
+    "cpu", "models", "checkpoints", "tokenizer", "observe", "batch_state", "vision", "plan", "model", "layers",
     "parallel", "model_config", "kernels", "ops", "sampling_params", "reference", "config", "setup",
 ]  # fmt: skip
 WITH_CIRCLES = ("models.", "scheduling.", "device.exchanges", "device.phases", "parallel", "api.generation")
@@ -77,7 +87,7 @@ EVERY_FILE = [
 ]
 # These may fall. They rise only when a capability with a name of its own comes.
 MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 24, 700, 80, 750
-MOST_STORY_LINES = 6599
+MOST_STORY_LINES = 6616
 MOST_LINES = {
     ".": 10699, "api": 6033, "checkpoints": 3544, "commands": 1342, "cpu": 2563, "device": 4448, "executors": 818,
     "lora": 1207, "models": 4096, "observe": 1356, "ops": 3118, "processes": 3891,
@@ -89,7 +99,8 @@ STDLIB_ONLY = {
     "kv_cache", "lora.adapter", "model_config", "models.config_fields", "models.encoder_rows", "models.families",
     "models.family_row",
     "models.kv_layout",
-    "models.pooling", "models.read_config", "models.read_rope", "models.text_halves", "observe.freed_blocks",
+    "models.pooling", "models.read_config", "models.read_rope", "models.read_tower", "models.text_halves",
+    "models.tower_rows", "observe.freed_blocks",
     "observe.live", "observe.logs", "observe.metrics", "plan", "sampling_params", "scheduler",
     "scheduling.adapters", "scheduling.beam_search", "scheduling.classic", "scheduling.crash_isolation",
     "scheduling.disk", "scheduling.lanes", "scheduling.drafts", "scheduling.fair", "scheduling.host_memory",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import subprocess
 import sys
+import tempfile
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -102,6 +104,14 @@ def made(shared: Path, names: tuple[str, ...] = tuple(CASES)) -> Path:
     return once(shared / "seeing", make)
 
 
+def main() -> None:
+    """Make the cases that lie in tests/data anew."""
+    with tempfile.TemporaryDirectory() as folder:
+        for name in KEPT:
+            shutil.rmtree(DATA / "seeing" / name, ignore_errors=True)
+            shutil.copytree(made(Path(folder), KEPT) / name, DATA / "seeing" / name)
+
+
 def folder_of(name: str, shared: Path) -> Path:
     return DATA / "seeing" / name if name in KEPT else made(shared) / name
 
@@ -121,12 +131,13 @@ def answer(
     worker.model.forward = lambda *args: seen.append(forward(*args)) or seen[-1]
     _, _, per_seq = worker.state.block_tables.shape
     new = [NewRow(slot=slot, token_ids=ids, blocks=[[*range(slot * per_seq, (slot + 1) * per_seq)]])]
-    images, left = [(picture.digest, picture.spans) for picture in pictures], list(pictures)
+    images, left = [(picture.digest, picture.spans) for picture in pictures], [*pictures]
+    last = pictures[-1].spans[-1]
     shifts, tokens = {slot: shift_of([span for _, spans in images for span in spans])}, list[int]()
     for step, (begin, end) in enumerate(pairwise((0, *cuts, len(ids)))):
         now = [picture for picture in left if picture.spans[0].begin < end]
         left = [picture for picture in left if picture not in now]
-        rows = [(0, begin, end - begin, images)] if begin < sum(pictures[-1].spans[-1][:2]) else []
+        rows = [(0, begin, end - begin, images)] if begin < last.begin + last.count else []
         vision = VisionPlan([], now, rows, shifts if new else {})
         result = worker.step(StepPlan(step, rows=[(slot, end - begin)], new=new, vision=vision))
         assert result.error is None
@@ -138,3 +149,7 @@ def answer(
     worker.step(StepPlan(99, released=[slot]))
     worker.model.forward = forward
     return worker.model.logits(hidden), tokens
+
+
+if __name__ == "__main__":
+    main()

@@ -63,11 +63,13 @@ def make(name: str, case: dict, folder: Path) -> None:
     torch.manual_seed(len(name))
     config = getattr(transformers, case["config"])(**case["shape"])
     config.eos_token_id = config.text_config.eos_token_id = None
-    model = transformers.AutoModelForMultimodalLM.from_config(config, attn_implementation="eager").float().eval()
+    model = transformers.AutoModelForMultimodalLM.from_config(config).float()
     for part, parameter in model.named_parameters():
         ones = parameter.ndim == 1 and ("norm" in part or "ln_" in part) and part.endswith("weight")
         parameter.normal_(1.0 if ones or "lambda" in part else 0.0, 0.15)
-    model.save_pretrained(folder)
+    model.bfloat16().save_pretrained(folder)  # which takes half the room
+    kind = transformers.AutoModelForMultimodalLM
+    model = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     (folder / "preprocessor_config.json").write_text(json.dumps(case["processor"]))
     pixels = [
         np.random.default_rng(i).integers(0, 256, (*shape, 3), np.uint8) for i, shape in enumerate(case["images"])

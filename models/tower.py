@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from types import ModuleType
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 from layers import New, Owner, linear
 from model_config import ModelConfig
 from models.shares import Parts, Shares
-from reference import EncodeRows
-from vision.positions import patch_order
 
+EncodeRows = tuple[torch.Tensor, int]  # where each row begins [rows + 1], and the tokens of the longest
 # Beside what is used, checkpoints have indices, frequencies, masks, and a norm of what is pooled.
 UNUSED = (".position_ids", ".inv_freq", ".mask_token", ".post_layernorm.weight", ".post_layernorm.bias")
 
@@ -45,7 +45,7 @@ class Tower(Owner):
         for i in range(len(v.deep_layers)):
             self.take_projector(f"deep{i}.", f"{self.names['deep']}.{i}.", True, c.hidden_size)
         self.tensors = [*self.weights.values()]  # for those who count attributes
-        self.eps = row.projector_eps or c.norm_eps
+        self.eps, self.width = row.projector_eps or c.norm_eps, c.hidden_size * v.levels  # numbers of a row
         self.mean, self.std = (torch.tensor(numbers, device=device) for numbers in (v.mean, v.std))
 
     # --- weights ------------------------------------------------------------------------------------------------------
@@ -238,3 +238,23 @@ def taps(kind: str, size: int, side: int) -> tuple[torch.Tensor, torch.Tensor]:
     low = place.floor()
     part = place - low
     return torch.stack((low, low + 1)).long().clamp(max=side - 1), torch.stack((1 - part, part))
+
+
+def patch_order(rows: int, columns: int, merge: int, window: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The order in which a tower takes the patches of a grid: those that are merged lie together, and so do windows.
+
+    Args:
+        merge: patches along a side that become one row.
+        window: rows along a side of a window; 0: there is one window.
+
+    Returns:
+        the patches' indices [rows * columns], where row i of the results belongs among all [rows * columns / merge^2],
+        and how many patches each window has.
+    """
+    grid = np.arange(rows * columns).reshape(rows // merge, merge, columns // merge, merge)
+    blocks = grid.transpose(0, 2, 1, 3).reshape(-1, merge * merge)
+    window = window or max(rows, columns)
+    y, x = np.divmod(np.arange(len(blocks)), columns // merge)
+    place = y // window * -(-columns // merge // window) + x // window
+    order = np.argsort(place, kind="stable")
+    return blocks[order].ravel(), order, np.bincount(place) * merge * merge

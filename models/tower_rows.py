@@ -1,30 +1,21 @@
-"""The towers of families that see: what config.json and the image processor's file say of them. Standard library only.
+"""The towers of families that see: each is a row of `TOWERS`, which says where it departs from CLIP's.
 
-A family is a row of `TOWERS`, and `Tower` computes all of them. A family without a row is served as text.
+`models/read_tower.py` turns a row and a config.json into a `Vision`, and `Tower` computes all of them. Standard library
+only, as models/families.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from models.config_fields import Fields, number, typed, whole
 from models.family_row import Family
-from models.text_halves import FIELDS, wrapper_of
-from vision.preprocessor import read_preprocessor
 
-if TYPE_CHECKING:
-    from model_config import ModelConfig
-
-ACTIVATIONS = {
-    "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "quick_gelu": "quick_gelu",
-    "silu": "silu", "relu": "relu",
-}  # fmt: skip
 MOST_PATCHES = 16384  # of an image, where nothing else bounds them
 UNREAD = dict.fromkeys(  # fields of a tower's config that change nothing here
-    ("projection_dim", "vocab_size", "max_image_size", "size", "spatial_patch_size", "tokens_per_second", "head_dim",
+    ("projection_dim", "vocab_size", "max_image_size", "size", "spatial_patch_size", "tokens_per_second",
      "use_base_siglip", "max_position_embeddings", "out_hidden_size", "drop_path_rate", "shared_embedding_norm"), ""
 )  # fmt: skip
 
@@ -54,7 +45,6 @@ class TowerRow:
     tiled: bool = False  # an image may be several tiles
     by_channel: bool = False  # merged patches lie channel by channel, not one after the other (Mistral 3)
     merge: str = ""  # the field of how many patches are merged along each side, beside vision_config or in it
-    projector_act: str = "gelu"  # where no field says it
     projector_eps: float = 0.0  # of its norm; 0: the text's
     wide_norm: bool = False  # that norm is of merged patches (InternVL)
     wide_inner: bool = False  # its first product is as wide as these, not as the text's hidden states (Qwen)
@@ -130,8 +120,7 @@ INTERNVL = TowerRow(
     biases="patch qkv o up down project", positions="own", strategy="default", merge="downsample_ratio", tiled=True,
     projector_eps=1e-5, wide_norm=True, batched=True,
     fields=Family(
-        keys={**UNREAD, "layer_scale_init_value": "", "qk_normalization": "use_qk_norm", "qkv_bias": "attention_bias",
-            "num_position_embeddings": ""},
+        keys={**UNREAD, "layer_scale_init_value": ""},
         fixed={"num_channels": 3, "use_mask_token": False, "use_absolute_position_embeddings": True,
             "norm_type": ("layer_norm", "rms_norm")},
         defaults={"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
@@ -189,7 +178,7 @@ class Vision:
     deep_layers: tuple[int, ...] = ()  # whose output is projected, too, and added in the text's first layers
     # Of each frequency of the text's RoPE: whether it turns by a token's time, row or column (0, 1, 2); see M-RoPE in
     # Qwen2-VL (2024). Empty: positions have one axis.
-    axes: tuple[int, ...] = field(default=())
+    axes: tuple[int, ...] = ()
 
     @property
     def levels(self) -> int:
@@ -203,142 +192,3 @@ class Vision:
             return tiles, self.side * self.patch, self.side * self.patch
         length = max(1, math.isqrt(patches) // self.merge) * self.merge * self.patch
         return 1, length, length
-
-
-def with_vision(config: ModelConfig, raw: dict[str, Any], folder: str) -> ModelConfig:
-    """The shape of a model with that of its tower. Without one that Manta has, a note says why it takes no images."""
-    try:
-        vision = read_vision(raw, read_preprocessor(folder))
-        if vision and vision.axes and any(rope.dim != 2 * len(vision.axes) for rope in config.ropes):
-            raise ValueError(f"mrope_section has {len(vision.axes)} frequencies, and RoPE {config.ropes[0].dim // 2}")
-    except ValueError as error:
-        return dataclasses.replace(config, notes=(*config.notes, f"images are refused, the text is served: {error}"))
-    return dataclasses.replace(config, vision=vision)
-
-
-def read_vision(raw: dict[str, Any], processor: dict[str, Any]) -> Vision | None:
-    """The shape of a model's tower, by its config.json and what `read_preprocessor` gives; None if it has none.
-
-    Raises:
-        ValueError: Manta has no tower like that; it names the field.
-    """
-    own = typed("vision_config", raw.get("vision_config"), dict)
-    architecture = (typed("architectures", raw.get("architectures"), list) or [raw.get("model_type")])[0]
-    rows, kind = TOWERS.get(wrapper_of(architecture), ()), (own or {}).get("model_type")
-    if not own:
-        return None
-    row = next((row for row in rows if not row.kinds or (kind or row.kinds[0]) in row.kinds), None)
-    if row is None:
-        raise ValueError(f"{architecture} with a tower of {kind!r:.80} is not in docs/families.md")
-    if not processor:
-        raise ValueError("the folder has no preprocessor_config.json")
-    f, text = Fields(own, row.fields), next((raw[name] for name in FIELDS if raw.get(name)), raw)
-    hidden_size, heads = f.whole("hidden_size", 1, 2**17), f.whole("num_attention_heads", 1, 1024)
-    if hidden_size % heads or (row.rope and hidden_size // heads % 4):
-        raise ValueError(f"vision_config: hidden_size is {hidden_size}; {heads} heads must share it, by multiples of 4")
-    layers = f.whole("num_hidden_layers", 1, 1024)
-    row, run = settled(row, f, raw), feature_layer(row, raw, layers)
-    patch, merge = f.whole("patch_size", 1, 1024), merge_of(row, f, raw)
-    window, full, deep = f.whole("window_size", 0, 2**16, 0), *(
-        tuple(whole(name, i, 0, layers - 1) for i in f.value(name, list) or ())
-        for name in ("fullatt_block_indexes", "deepstack_visual_indexes")
-    )  # fmt: skip
-    ratio = f.number("mlp_ratio", 0.1, 100, 1)
-    rope = f.value("rope_parameters", dict) or {}
-    vision = Vision(
-        row=row,
-        hidden_size=hidden_size,
-        mlp_size=f.whole("intermediate_size", 1, 2**20, int(hidden_size * ratio)),
-        layers=run,
-        saved_layers=layers,
-        heads=heads,
-        patch=patch,
-        side=side_of(row, f, patch),
-        merge=merge,
-        eps=f.number("layer_norm_eps", 1e-20, 1),
-        activation=activation(f.value("hidden_act", str)),
-        projector_activation=activation(raw.get("projector_hidden_act") or row.projector_act),
-        theta=number("rope_theta", rope.get("rope_theta", f.get("rope_theta")), 2, 1e15, 10000),
-        window=window // merge // patch,
-        full_layers=full,
-        deep_layers=deep,
-        axes=axes_of(row, text.get("rope_parameters") or text.get("rope_scaling") or {}),
-        **normalisation(processor),
-    )
-    f.check_rest(hidden_size // heads)
-    return vision
-
-
-def settled(row: TowerRow, f: Fields, raw: dict[str, Any]) -> TowerRow:
-    """The row without the parts and biases that config.json leaves out."""
-    absent, biases = set[str](), set(row.biases.split())
-    if "scale1" in row.names:  # InternVL
-        absent |= set() if f.truth("use_qk_norm") else {"q_norm", "k_norm"}
-        absent |= {"last"} if f.truth("use_mean_pooling") or raw.get("vision_feature_layer", -1) != -1 else set()
-        biases -= set() if f.truth("attention_bias") else {"qkv"}
-        row = row.but(norm="rms" if f.get("norm_type") == "rms_norm" else "layer")
-    if typed("multimodal_projector_bias", raw.get("multimodal_projector_bias"), bool) is not None:
-        biases = biases - {"project"} | ({"project"} if raw["multimodal_projector_bias"] else set())
-    strategy = raw.get("vision_feature_select_strategy") or "default"
-    if row.strategy and strategy != row.strategy:
-        raise ValueError(f"vision_feature_select_strategy is {strategy!r:.80}; Manta has {row.strategy!r} alone")
-    names = {part: name for part, name in row.names.items() if part not in absent}
-    return dataclasses.replace(row, names=names, biases=" ".join(biases))
-
-
-def feature_layer(row: TowerRow, raw: dict[str, Any], layers: int) -> int:
-    """How many of the `layers` run."""
-    count = whole("vision_feature_layer", raw.get("vision_feature_layer"), -layers - 1, layers, row.feature_layer)
-    return count if count >= 0 else layers + 1 + count
-
-
-def merge_of(row: TowerRow, f: Fields, raw: dict[str, Any]) -> int:
-    """How many patches along a side become one row."""
-    if row.merge == "downsample_ratio":
-        return int(1 / number(row.merge, raw.get(row.merge), 0.01, 1, 0.5))
-    beside = raw.get(row.merge) if row.merge else 1
-    return f.whole(row.merge, 1, 64, 2) if beside is None else whole(row.merge, beside, 1, 64)
-
-
-def side_of(row: TowerRow, f: Fields, patch: int) -> int:
-    """The side of the grid of learned positions."""
-    if row.positions == "linear":
-        return math.isqrt(f.whole("num_position_embeddings", 1, 2**24))
-    return f.whole("image_size", patch, 2**16) // patch if row.positions else 0
-
-
-def activation(name: Any) -> str:
-    """Our name of an activation."""
-    if name not in ACTIVATIONS:
-        raise ValueError(f"vision_config: the activation is {name!r:.80}; towers have {', '.join(ACTIVATIONS)}")
-    return ACTIVATIONS[name]
-
-
-def axes_of(row: TowerRow, rope: dict[str, Any]) -> tuple[int, ...]:
-    """`Vision.axes`, for the parameters of the text's RoPE."""
-    listed = typed("mrope_section", rope.get("mrope_section"), list) or list(row.sections)
-    if not row.sections:
-        return ()
-    if len(listed) != 3:
-        raise ValueError(f"mrope_section is {listed!r:.80}; it must have 3 numbers")
-    sections = [whole("mrope_section", size, 0, 2**10) for size in listed]
-    if row.interleaved is not rope.get("mrope_interleaved", row.interleaved):
-        raise ValueError(f"mrope_interleaved is {rope['mrope_interleaved']!r:.80}; this family has {row.interleaved}")
-    if row.interleaved:
-        return tuple(i % 3 if i < 3 * sections[i % 3] else 0 for i in range(sum(sections)))
-    return tuple(axis for axis, size in enumerate(sections) for _ in range(size))
-
-
-def normalisation(processor: dict[str, Any]) -> dict[str, Any]:
-    """The mean, std and scale of `Vision`, as the image processor's file has them."""
-    mean, std = [0.0] * 3, [1.0] * 3
-    if processor.get("do_normalize", True):
-        mean, std = (
-            [number(name, value, low, 1e3) for value in typed(name, processor.get(name), list) or [None]]
-            for name, low in (("image_mean", -1e3), ("image_std", 1e-6))
-        )
-    if len(mean) != 3 or len(std) != 3:
-        raise ValueError(f"image_mean and image_std have {len(mean)} and {len(std)} numbers; they must have 3")
-    rescales = processor.get("do_rescale", True)
-    scale = number("rescale_factor", processor.get("rescale_factor"), 1e-9, 1e3, 1 / 255) if rescales else 1.0
-    return {"mean": tuple(mean), "std": tuple(std), "scale": scale}
