@@ -57,8 +57,8 @@ ALL = {  # what any file may import: names in the log, models by name, how layer
 FLOORS = [
     "server", "commands", "api", "async_llm", "engine", "processes", "core", "text", "executors", "device", "scheduler",
     "admission", "scheduling", "sequence", "kv_cache", "executor", "ring", "worker", "speculation", "lora", "outputs",
-    "cpu", "vision", "models", "checkpoints", "tokenizer", "observe", "batch_state", "plan", "model", "layers", "parallel",
-    "model_config", "kernels", "ops", "sampling_params", "reference", "config", "setup",
+    "cpu", "vision", "models", "checkpoints", "tokenizer", "observe", "batch_state", "plan", "model", "layers",
+    "parallel", "model_config", "kernels", "ops", "sampling_params", "reference", "config", "setup",
 ]  # fmt: skip
 WITH_CIRCLES = ("models.", "scheduling.", "device.exchanges", "device.phases", "parallel", "api.generation")
 MOST_ARROWS_UP = 20  # pairs of a file or folder and a higher one from which it imports something
