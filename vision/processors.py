@@ -62,7 +62,7 @@ class ImageProcessor:
         return FAMILIES[architecture](read_preprocessor(folder), config, encode)
 
     def prepare(self, image: Image.Image) -> Prepared:
-        """Pixels and tokens of an RGB image; a ValueError if it is too long for its width, or too wide for that."""
+        """Pixels and tokens of an RGB image; a ValueError if one side is too long for the other."""
         tiles, pieces, end = self._cut(image)
         array = np.stack([np.asarray(tile) for tile in tiles])
         pixels, shape = array.tobytes(), array.shape[:3]
