@@ -21,8 +21,9 @@ def add_vision(w: Worker) -> None:
     """Images go through the tower before the step that reads them. Their rows stay until a plan drops them."""
     tower, has_axes = w.model.tower if w.pipeline.first else None, w.model.axes is not None
 
-    if len(w.model.span) < (levels := w.model.config.vision.levels - 1) and w.pipeline.first:
-        raise ValueError(f"pipeline stage 0 has {len(w.model.span)} layers; images need {levels} of them there")
+    if tower and len(w.model.span) < tower.vision.levels - 1:
+        needed = tower.vision.levels - 1
+        raise ValueError(f"the first pipeline stage has {len(w.model.span)} layers; for images it needs {needed}")
 
     def drop(run: StepRun) -> None:
         for digest in run.plan.vision.drop if run.plan.vision else ():

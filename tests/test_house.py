@@ -24,18 +24,7 @@ DOORS = {  # each folder, and the files and folders that may import it
     "api": {"server", "commands"},
     "commands": {"server"},
     "text": {"tokenizer", "outputs", "core", "engine", "async_llm", "processes", "api"},
-    "models": {
-        "core",
-        "model",
-        "layers",
-        "lora",
-        "model_config",
-        "device",
-        "speculation",
-        "checkpoints",
-        "cpu",
-        "vision",
-    },
+    "models": {"core", "model", "layers", "lora", "model_config", "device", "speculation", "checkpoints", "cpu"},
     "checkpoints": {"core", "model_config", "models", "device", "lora", "speculation", "cpu"},
     "ops": {"kernels"},
     "cpu": {"device", "lora"},
@@ -87,11 +76,11 @@ EVERY_FILE = [
 ]
 # These may fall. They rise only when a capability with a name of its own comes.
 MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 24, 700, 80, 750
-MOST_STORY_LINES = 6616
+MOST_STORY_LINES = 6577
 MOST_LINES = {
-    ".": 10699, "api": 6033, "checkpoints": 3544, "commands": 1342, "cpu": 2563, "device": 4448, "executors": 818,
-    "lora": 1207, "models": 4096, "observe": 1356, "ops": 3118, "processes": 3891,
-    "scheduling": 2277, "speculation": 805, "text": 4384, "vision": 14,
+    ".": 10650, "api": 5876, "checkpoints": 3534, "commands": 1341, "cpu": 2563, "device": 4483, "executors": 204,
+    "lora": 1207, "models": 4551, "observe": 1356, "ops": 3118, "processes": 3675,
+    "scheduling": 2277, "speculation": 805, "text": 4384, "vision": 557,
 }  # fmt: skip
 STDLIB_ONLY = {
     "admission", "checkpoints.gguf_config", "checkpoints.gguf_file", "checkpoints.gguf_folder",
@@ -111,6 +100,7 @@ TORCH_FREE_ROOMS = ("api", "commands", "text", "scheduling", "processes", "execu
 TORCH_FREE = (
     {name for name in FILES if name.startswith(TORCH_FREE_ROOMS)}
     | STDLIB_ONLY
+    | {"vision.fetch", "vision.pictures", "vision.processors"}
     | {"device.serve", "device.workers", "engine", "lora.registry", "server"}
 )
 OPS = {name for name in FILES if name.split(".")[0] in ("kernels", "reference", "ops", "cpu")}

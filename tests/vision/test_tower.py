@@ -20,7 +20,7 @@ from device.startup import print_plan, start_worker
 from forked import run_ranks
 from model import Transformer
 from model_config import ModelConfig
-from models.tower import patch_order, taps
+from models.tower import Tower, patch_order, taps
 from oracle_checks import make_worker
 from parallel import Group
 from plan import NewRow, Span, StepPlan, VisionPlan
@@ -108,13 +108,12 @@ def test_rows_with_and_without_images_share_a_step(shared: Path) -> None:
     assert worker.images[pictures[0].digest] is not kept
 
 
-def test_rows_that_run_one_by_one(shared: Path) -> None:
+def test_rows_that_run_one_by_one(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = folder_of("qwen2.5-vl", shared)
     oracle, case = oracle_of(folder), CASES["qwen2.5-vl"]
     worker = make_worker(folder, max_model_len=128, batch_invariant=True)
-    made, tower = list[int](), worker.model.tower
-    worker.model.tower = lambda pixels: made.append(1) or tower(pixels)
-    worker.arrange()
+    made, call = list[int](), Tower.__call__
+    monkeypatch.setattr(Tower, "__call__", lambda tower, pixels: made.append(1) or call(tower, pixels))
     _, tokens = answer(worker, case, pictures_of(case, oracle))
     assert tokens == oracle["tokens"].tolist() and len(made) == len(case["pictures"])
 
