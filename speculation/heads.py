@@ -243,8 +243,9 @@ def config_of_layer(c: ModelConfig) -> ModelConfig:
     by_layer = ("mlp_sizes", "layer_ropes", "windows", "kv_shapes", "expert_layers", "sparsity")
     fields = {name: getattr(c, name)[i : i + 1] for name in by_layer}
     return dataclasses.replace(
-        c, num_layers=1, kv_sources=(0,), delta=None, head="none", vocab_size=0, tie_word_embeddings=False, **fields
-    )
+        c, num_layers=1, kv_sources=(0,), delta=None, head="none", vocab_size=0, tie_word_embeddings=False, vision=None,
+        **fields,
+    )  # fmt: skip
 
 
 def tensor_names(folder: str) -> set[str]:
