@@ -38,7 +38,8 @@ def add_vision(w: Worker) -> None:
         if tower and plan.compute:
             w.mark("tower")
             for picture in plan.compute:
-                w.images[picture.digest] = tower(pixels_of(picture, w.device))
+                w.images[picture.digest] = rows = tower(pixels_of(picture, w.device))
+                assert len(rows) == picture.num_rows
         if tower and plan.rows:
             batch.images = images_of(plan, w.images, w.model.config.hidden_size, w.device)
         if has_axes:
@@ -82,6 +83,7 @@ def rope_positions(batch: Batch, shifts: torch.Tensor, plan: VisionPlan) -> torc
         axis_positions([span for _, spans in pictures for span in spans], begin, count)
         for _, begin, count, pictures in plan.rows
     ]
-    places = [np.arange(at, at + count) for at, _, count, _ in plan.rows]
-    indexed = to_device(np.concatenate((np.concatenate(places)[None], *[np.concatenate(axes, 1)])), str(tokens.device))
-    return positions.expand(3, -1).index_copy(1, indexed[0], indexed[1:].long())
+    places = [np.arange(first, first + count) for first, _, count, _ in plan.rows]
+    rows = np.concatenate((np.concatenate(places)[None], np.concatenate(axes, 1)))
+    at, *of_axes = to_device(rows, str(tokens.device))
+    return positions.expand(3, -1).index_copy(1, at, torch.stack(of_axes))

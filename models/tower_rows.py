@@ -16,7 +16,7 @@ from models.family_row import Family
 MOST_PATCHES = 16384  # of an image, where nothing else bounds them
 UNREAD = dict.fromkeys(  # fields of a tower's config that change nothing here
     ("projection_dim", "vocab_size", "max_image_size", "size", "spatial_patch_size", "tokens_per_second",
-     "use_base_siglip", "max_position_embeddings", "out_hidden_size", "drop_path_rate", "shared_embedding_norm"), ""
+     "use_base_siglip", "max_position_embeddings", "out_hidden_size", "drop_path_rate"), ""
 )  # fmt: skip
 
 
@@ -24,13 +24,13 @@ UNREAD = dict.fromkeys(  # fields of a tower's config that change nothing here
 class TowerRow:
     """How a family sees: what its tensors are called, and where it departs from CLIP.
 
-    In `names` the parts of a layer come after "layer" and its number: they have no dot of a root before them.
+    Of the `names`, "root" comes before all but "projector" and "deep", DeepStack's projectors, which come before the
+    parts of a projector; and "layer" and a number come before the parts of a layer.
     """
 
-    names: dict[str, str]
+    names: dict[str, str]  # without ".weight" and ".bias"; what a family has not is left out
     biases: str  # the products that have one; "project" for those after the merge
-    # How its vision_config spells fields, their defaults, and those that must have one value.
-    fields: Family
+    fields: Family  # how vision_config spells fields, their defaults, and those that must have one value
     kinds: tuple[str, ...] = ()  # the model_types of vision_config that it is for; empty: any
     norm: Literal["layer", "rms"] = "layer"
     gated: bool = False
