@@ -159,6 +159,8 @@ class DPClient(EngineCoreClient):
         self.resources.check()
         prompt, width = request.prompt_token_ids, request.params.num_sequences
         salt = f"{request.salt}\0{request.lora.lora_path}" if request.lora else request.salt
+        if request.pictures:  # whose tokens are all the same
+            salt += f"\0{request.pictures[0].digest.hex()}"
         tried: set[int] = set()
         while True:
             with self.lock:

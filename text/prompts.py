@@ -5,19 +5,28 @@ from __future__ import annotations
 import dataclasses
 import reprlib
 from collections.abc import Mapping, Sequence
-from typing import Any, NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict, cast
 
 from outputs import Choices
-from plan import EngineCoreRequest
+from plan import EngineCoreRequest, Picture
 from sampling_params import LoRARequest, SamplingParams
+from text.images import BLIND, ImageReader
+from text.messages import chat_messages, images_of
 from text.templates import run_template
 from tokenizer import NoTokenizer, Tokenizer
+
+
+class Media(TypedDict):
+    """What stands at the placeholders of a prompt: images of Pillow's, bytes of files, or data URLs."""
+
+    image: Any  # one, or a list
 
 
 class TextPrompt(TypedDict):
     """A prompt as text. Requests share cached prefixes only under the same `cache_salt`."""
 
     prompt: str
+    multi_modal_data: NotRequired[Media]
     cache_salt: NotRequired[str]
 
 
@@ -26,6 +35,7 @@ class TokensPrompt(TypedDict):
 
     prompt_token_ids: list[int]
     prompt: NotRequired[str]
+    multi_modal_data: NotRequired[Media]
     cache_salt: NotRequired[str]
 
 
@@ -38,6 +48,7 @@ QWEN3_PAIR = (
     "<Instruct>: {}\n<Query>: {}\n<Document>: {}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 )
 QWEN3_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+MAX_BYTES = 2**30  # of an image that is a URL
 PLACE = "\ue000document\ue000"  # stands for the document while a template is filled in
 CUT = "texts of more than {} tokens, the most that this model embeds, are cut, as sentence-transformers does"
 
@@ -120,11 +131,48 @@ def pair_parts(
     return begun, head[len(begun) :] + document, tail
 
 
+def images_in(prompt: Prompt) -> tuple[Prompt, list[Any]]:
+    """A prompt without its images, and these; a ValueError if it has other media."""
+    if not isinstance(prompt, dict) or (media := prompt.get("multi_modal_data")) is None:
+        return prompt, []
+    if not isinstance(media, dict) or media.keys() - {"image"}:
+        raise ValueError(f"multi_modal_data is {reprlib.repr(media)}; it must be a dict of image alone")
+    images, rest = media.get("image", []), {key: value for key, value in prompt.items() if key != "multi_modal_data"}
+    return cast(Prompt, rest), [*images] if isinstance(images, list | tuple) else [images]
+
+
 class InputProcessor:
     """Makes the engine's requests. `facts` are `EngineCore.facts`."""
 
     def __init__(self, tokenizer: Tokenizer, facts: Mapping[str, Any]):
         self.tokenizer, self.facts = tokenizer, facts
+        self.images = ImageReader(tokenizer)
+
+    def conversation(self, messages: list[dict[str, Any]], *fixed: Any, **variables: Any) -> Prompt:
+        """The prompt of a conversation; for the arguments see `Tokenizer.render`. A ValueError if it cannot be one."""
+        try:
+            messages = chat_messages(messages, bool(self.facts.get("vision")))
+        except ValueError as error:
+            raise ValueError(f"messages: {error}") from None
+        if parts := images_of(messages):
+            self.images.show(parts)
+        ids = self.tokenizer.encode(self.tokenizer.render(messages, *fixed, **variables), add_special_tokens=False)
+        return {"prompt_token_ids": ids, "multi_modal_data": {"image": [part["source"] for part in parts]}}
+
+    def _with_images(self, ids: list[int], images: list[Any]) -> tuple[list[int], list[Picture]]:
+        """A prompt's tokens with those of its images, and these."""
+        if not images:
+            return ids, []
+        if not self.facts.get("vision"):
+            raise ValueError(f"multi_modal_data has {len(images)} images; {BLIND}")
+        prepared = []
+        for i, image in enumerate(images):
+            try:
+                data = self.images.load(image, MAX_BYTES) if isinstance(image, str) else image
+                prepared.append(self.images.prepare(data))
+            except ValueError as error:
+                raise ValueError(f"image {i} of the prompt: {error}") from None
+        return self.images.processor.expand(ids, prepared)
 
     def request(
         self,
@@ -148,11 +196,15 @@ class InputProcessor:
                 if value := getattr(params, name):
                     must = "without a tokenizer (skip_tokenizer_init) it must be empty"
                     raise ValueError(f"{name} is {reprlib.repr(value)}; {must}")
+        prompt, images = images_in(prompt)
         text, ids, salt = read_prompt(prompt, self.tokenizer)
+        if images and params.truncate_prompt_tokens is not None:
+            raise ValueError("truncate_prompt_tokens is given; with images, which cannot be cut, it must be None")
+        ids, pictures = self._with_images(ids, images)
         if params.bad_words:
             params = dataclasses.replace(params, bad_word_ids=self.tokenizer.bad_word_ids(params.bad_words))
         ids = params.truncated(ids, self.facts["max_model_len"])
         if not isinstance(lora, LoRARequest | None):
             raise ValueError(f"lora_request is {lora!r:.80}; it must be a LoRARequest or None")
         choices = Choices(request_id, text, ids, params, self.tokenizer)
-        return EngineCoreRequest(request_id, ids, params, salt, priority, lora=lora), choices
+        return EngineCoreRequest(request_id, ids, params, salt, priority, lora=lora, pictures=pictures), choices

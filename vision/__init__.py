@@ -1,1 +1,1 @@
-"""Images: what makes pixels and placeholder tokens of them for the API, and towers that make embeddings of the pixels."""
+"""Images: what makes pixels and placeholder tokens of them for the API, and towers that make embeddings of pixels."""
