@@ -356,7 +356,7 @@ class LLM(PoolingFaces):
         Args:
             prompts: one or several, each a text, a list of token ids, or a dict `{"prompt": ...}` or
                 `{"prompt_token_ids": ...}`, which may have a `cache_salt`. If the model takes images, the dict may have
-                `"multi_modal_data": {"image": ...}`: one for each placeholder in the prompt (`text.prompts.Media`).
+                `"multi_modal_data": {"image": ...}`: one for each placeholder in the prompt.
             sampling_params: for all of them, or for each; None takes `get_default_sampling_params`.
             use_tqdm: show a bar.
             lora_request: the adapter for all of them, or one or None for each, where the engine has `enable_lora`.

@@ -99,6 +99,7 @@ class EngineCall(Generic[Asks]):
             ClientGone: the connection to the caller is closed.
             EngineDeadError: the engine process is gone.
         """
+        sent: EngineCoreRequest | None
         live, stream, deadline = {}, Stream(), time.monotonic() + timeout
         watcher = gevent.spawn(watch, self.sock, stream) if self.sock else None
         salt, priority = self.fields.get("cache_salt", ""), self.fields["priority"]
@@ -106,14 +107,12 @@ class EngineCall(Generic[Asks]):
             for i, request in enumerate(self.requests):
                 name, ids = request.request_id, request.prompt_token_ids
                 params, pooling = request.params, request.pooling
-                client.add_request(
-                    EngineCoreRequest(
-                        name, ids, params, salt, priority, self.owner, pooling, self.lora, self.retention, self.pictures
-                    ),
-                    stream,
+                sent = EngineCoreRequest(
+                    name, ids, params, salt, priority, self.owner, pooling, self.lora, self.retention, self.pictures
                 )
+                client.add_request(sent, stream)
                 live[name] = i
-            self.pictures = []  # they are large, and the engine has them
+            self.pictures, sent = [], None  # they are large, and the engine has them
             while live:
                 try:
                     output = client.get_output(stream, max(0, deadline - time.monotonic()))

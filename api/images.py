@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 from gevent.threadpool import ThreadPool
@@ -31,7 +32,8 @@ class Images:
     """Reads the images of conversations. For `facts` see `Api`."""
 
     def __init__(self, tokenizer: Tokenizer, facts: dict[str, Any], config: ServerConfig):
-        self.facts, self.config = facts, config
+        self.facts, self.max_bytes = facts, config.max_body_bytes
+        self.most = int(re.findall(r"\d+", config.limit_mm_per_prompt)[0])
         self.reader = ImageReader(tokenizer, config.max_image_pixels, config.allowed_media_domains)
         self.threads = ThreadPool(IMAGE_THREADS)
 
@@ -41,13 +43,14 @@ class Images:
             return []
         if not self.facts.get("vision"):
             raise image_error(parts[0]["place"], BLIND)
-        if len(parts) > (most := self.config.most_images):
-            raise ApiError(400, f"messages has {len(parts)} images; at most {most} (limit_mm_per_prompt)", "messages")
+        if len(parts) > self.most:
+            message = f"messages has {len(parts)} images; at most {self.most} are allowed (limit_mm_per_prompt)"
+            raise ApiError(400, message, "messages")
         if (keep := fields["truncate_prompt_tokens"]) is not None:
             message = f"truncate_prompt_tokens is {keep}; with images, which cannot be cut, it must be left out"
             raise ApiError(400, message, "truncate_prompt_tokens")
         images: list[Prepared] = []
-        left, tokens, limit = self.config.max_body_bytes, 0, self.facts["max_model_len"]
+        left, tokens, limit = self.max_bytes, 0, self.facts["max_model_len"]
         for part in parts:
             source, part["source"] = part["source"], None
             image = self.threads.apply(self._prepare, (source, left))
@@ -56,17 +59,14 @@ class Images:
             images.append(image[0])
             left, tokens = left - image[1], tokens + len(image[0].token_ids)
             if tokens > limit:
-                raise too_long(
-                    limit, f"the prompt is too long: up to {part['place']}, its images have {tokens}", "messages"
-                )
+                raise too_long(limit, f"the prompt is too long: its images have {tokens} or more", "messages")
         self.reader.show(parts)
         return images
 
-    def _prepare(self, source: str, left: int) -> tuple[Prepared, int] | str:
+    def _prepare(self, source: Any, left: int) -> tuple[Prepared, int] | str:
         """An image of at most `left` bytes and its size; or what is wrong, because gevent would show what is raised."""
         try:
-            data = self.reader.load(source, left)
-            return self.reader.prepare(data), len(data)
+            return self.reader.prepare(source, left)
         except ValueError as error:
             return str(error)
 
@@ -75,6 +75,4 @@ class Images:
         try:
             return self.reader.processor.expand(ids, images)
         except ValueError as error:
-            raise ApiError(
-                400, f"messages are rendered with other images than they have: {error}", "messages"
-            ) from None
+            raise ApiError(400, f"messages: {error}", "messages") from None

@@ -128,11 +128,6 @@ class ServerConfig:
         """Whether there are several models."""
         return self.models is not None or self.models_dir is not None
 
-    @property
-    def most_images(self) -> int:
-        """Images in one conversation."""
-        return int(re.findall(r"\d+", self.limit_mm_per_prompt)[0])
-
     def __post_init__(self) -> None:
         check_fields(self)
         if self.max_body_bytes_in_flight < self.max_body_bytes:

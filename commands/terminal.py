@@ -217,7 +217,7 @@ class Chat:
                 elif command == "/image":
                     self.images.append(image_of(rest.strip()))
                 elif line.startswith("/"):
-                    known = "the commands are /reset, /system and /image"
+                    known = "the commands are /image, /reset and /system"
                     raise ValueError(f"{known}, not {command!r}; a message has a space first")
                 elif line.strip():
                     self._ask(line)

@@ -15,6 +15,8 @@ from vision.preprocessor import MAX_PIXELS
 if TYPE_CHECKING:
     from vision.processors import ImageProcessor, Prepared
 
+MAX_BYTES = 2**30  # of an image, by default
+FETCH_SECONDS = 10.0  # that an image may take to come
 BLIND = "this model reads text alone"
 
 
@@ -37,17 +39,16 @@ class ImageReader:
             raise ValueError(BLIND)
         return processor
 
-    def load(self, source: str, max_bytes: int) -> bytes:
-        """The bytes behind a URL; a ValueError if they are too many, or none."""
+    def prepare(self, source: Any, max_bytes: int = MAX_BYTES) -> tuple[Prepared, int]:
+        """Pixels and tokens of an image, and how many bytes it had. The source is a URL, the bytes of a file, or an
+        image of Pillow's; a ValueError says what is wrong with it."""
         from vision.fetch import load_image_bytes
-
-        return load_image_bytes(source, self.domains, max_bytes)
-
-    def prepare(self, image: Any) -> Prepared:
-        """Pixels and tokens of an image, which is bytes or Pillow's; a ValueError says what is wrong with it."""
         from vision.pictures import open_picture
 
-        return self.processor.prepare(open_picture(image, self.max_pixels))
+        if isinstance(source, str):
+            source = load_image_bytes(source, self.domains, max_bytes, FETCH_SECONDS)
+        picture = open_picture(source, self.max_pixels)
+        return self.processor.prepare(picture), len(source) if isinstance(source, bytes) else 0
 
     def show(self, parts: list[dict[str, Any]]) -> None:
         """Have chat templates write the model's placeholder for each of these image parts."""

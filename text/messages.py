@@ -124,17 +124,12 @@ def merged(contents: Iterable[str | list[dict[str, Any]]]) -> str | list[dict[st
     messages = [{"content": content} for content in contents]
     if not images_of(messages):
         return "\n".join(filter(None, map(text_of, messages)))
+    lists = ([text_part(text)] if isinstance(text := message["content"], str) else text for message in messages)
     parts: list[dict[str, Any]] = []
-    for is_one, group in itertools.groupby(itertools.chain(*map(parts_of, messages)), lambda part: "source" in part):
+    for is_one, group in itertools.groupby(itertools.chain(*lists), lambda part: "source" in part):
         run = [part for part in group if is_one or part["text"]]
         parts += run if is_one or not run else [text_part("\n".join(part["text"] for part in run))]
     return parts
-
-
-def parts_of(message: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The parts of a message, which is a part itself if it is a text."""
-    content = message["content"]
-    return [text_part(content)] if isinstance(content, str) else content
 
 
 def _text(part: Any, keys: Mapping[str, str], place: str) -> str:
@@ -292,7 +287,7 @@ def expected(message: dict[str, Any], template: ChatTemplate) -> dict[str, Any]:
     elif isinstance(content, list) and not template.takes_parts:
         message = message | {"content": text_of(message)}
     elif images_of([message]):
-        message = message | {"content": [{"type": "image"} if "source" in part else part for part in parts_of(message)]}
+        message = message | {"content": [{"type": "image"} if "source" in part else part for part in content or ()]}
     elif isinstance(content, list) and template.takes_text and role != "user":
         message = message | {"content": text_of(message)}
     if role == "developer" and not template.knows_developer:
@@ -397,10 +392,9 @@ def _shown_parts(parts: list[dict[str, Any]], place: str) -> str | list[dict[str
     """What `_parts` returned as the content of a message."""
     if not any("image_url" in part for part in parts):
         return "\n".join(part["text"] for part in parts)
-    urls = (part.get("image_url") for part in parts)
     return [
-        text_part(part["text"]) if url is None else image_part(url, f"{place}[{j}]")
-        for j, (part, url) in enumerate(zip(parts, urls, strict=True))
+        image_part(part["image_url"], f"{place}[{j}]") if "image_url" in part else text_part(part["text"])
+        for j, part in enumerate(parts)
     ]
 
 
@@ -612,44 +606,41 @@ def _turns(blocks: list[Any], role: str, i: int, sees: bool) -> list[dict[str, A
         elif kind in SHOWN_BLOCKS:
             shown.append(_shown(block, place))
         elif kind == "image":
-            shown.append([image_part(_url(block["source"], place), f"messages[{i}].content[{j}]")])
+            shown.append(_image(block, place))
         elif kind == "thinking":
             thoughts.append(block["thinking"])
         elif kind == "tool_use":
             function = {"name": block["name"], "arguments": arguments_of(block.get("input"))}
             turn.setdefault("tool_calls", []).append({"id": block["id"], "type": "function", "function": function})
         elif kind == "tool_result":
-            content = _result(block.get("content") or "", i, j, sees)
+            content = _result(block.get("content") or "", f"{place}.content", sees)
             failed = {"is_error": True} if block.get("is_error") else {}
             before.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": content, **failed})
     turn |= {"content": merged(shown)} | ({"reasoning_content": "".join(thoughts)} if thoughts else {})
     return [*before, turn] if shown or len(turn) > 2 or not before else before
 
 
-def _result(content: Any, i: int, j: int, sees: bool) -> str | list[dict[str, Any]]:
-    """The content of a tool's result, the j-th block of the i-th message: a text, or parts if there are images."""
-    place = f"message {i}: content[{j}].content"
+def _result(content: Any, place: str, sees: bool) -> str | list[dict[str, Any]]:
+    """The content of a tool's result: a text, or parts if there are images."""
     if not (sees and isinstance(content, list)):
         return _shown(content, place)
     shown: list[str | list[dict[str, Any]]] = []
     for k, block in enumerate(content):
-        if isinstance(block, dict) and block.get("type") == "image":
-            _kind(block, IMAGE_BLOCK, f"{place}[{k}]")
-            url = _url(block["source"], f"{place}[{k}]")
-            shown.append([image_part(url, f"messages[{i}].content[{j}].content[{k}]")])
-        else:
-            shown.append(_shown(block, f"{place}[{k}]"))
+        is_one = isinstance(block, dict) and block.get("type") == "image"
+        shown.append((_image if is_one else _shown)(block, f"{place}[{k}]"))
     return merged(shown)
 
 
-def _url(source: dict[str, Any], place: str) -> str:
-    """The URL of an image block's source; of one that is in the message, a data URL."""
-    kind = source.get("type")
-    if kind == "url" and isinstance(source.get("url"), str):
-        return str(source["url"])
-    if kind == "base64" and isinstance(source.get("media_type"), str) and isinstance(source.get("data"), str):
-        return f"data:{source['media_type']};base64,{source['data']}"
-    raise ValueError(f"could not process image: {place}.source must be of the type base64, with media_type, or url")
+def _image(block: dict[str, Any], place: str) -> list[dict[str, Any]]:
+    """The content of a message that an image block stands for; an image in the message becomes a data URL."""
+    _kind(block, IMAGE_BLOCK, place)
+    kind, url, media, data = map(block["source"].get, ("type", "url", "media_type", "data"))
+    if kind == "base64" and isinstance(media, str) and isinstance(data, str):
+        url = f"data:{media};base64,{data}"
+    elif kind != "url" or not isinstance(url, str):
+        must = "of the type base64, with media_type and data, or url"
+        raise ValueError(f"could not process image: {place}.source must be {must}")
+    return [image_part(url, re.sub(r"^message (\d+): ", r"messages[\1].", place))]
 
 
 def _kind(block: Any, known: Mapping[str, BlockKind], place: str) -> str:

@@ -16,17 +16,11 @@ from text.templates import run_template
 from tokenizer import NoTokenizer, Tokenizer
 
 
-class Media(TypedDict):
-    """What stands at the placeholders of a prompt: images of Pillow's, bytes of files, or data URLs."""
-
-    image: Any  # one, or a list
-
-
 class TextPrompt(TypedDict):
     """A prompt as text. Requests share cached prefixes only under the same `cache_salt`."""
 
     prompt: str
-    multi_modal_data: NotRequired[Media]
+    multi_modal_data: NotRequired[dict[str, Any]]  # "image": one, or a list; Pillow's, bytes of files, or data URLs
     cache_salt: NotRequired[str]
 
 
@@ -35,7 +29,7 @@ class TokensPrompt(TypedDict):
 
     prompt_token_ids: list[int]
     prompt: NotRequired[str]
-    multi_modal_data: NotRequired[Media]
+    multi_modal_data: NotRequired[dict[str, Any]]
     cache_salt: NotRequired[str]
 
 
@@ -48,7 +42,6 @@ QWEN3_PAIR = (
     "<Instruct>: {}\n<Query>: {}\n<Document>: {}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 )
 QWEN3_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
-MAX_BYTES = 2**30  # of an image that is a URL
 PLACE = "\ue000document\ue000"  # stands for the document while a template is filled in
 CUT = "texts of more than {} tokens, the most that this model embeds, are cut, as sentence-transformers does"
 
@@ -165,14 +158,7 @@ class InputProcessor:
             return ids, []
         if not self.facts.get("vision"):
             raise ValueError(f"multi_modal_data has {len(images)} images; {BLIND}")
-        prepared = []
-        for i, image in enumerate(images):
-            try:
-                data = self.images.load(image, MAX_BYTES) if isinstance(image, str) else image
-                prepared.append(self.images.prepare(data))
-            except ValueError as error:
-                raise ValueError(f"image {i} of the prompt: {error}") from None
-        return self.images.processor.expand(ids, prepared)
+        return self.images.processor.expand(ids, [self.images.prepare(image)[0] for image in images])
 
     def request(
         self,
