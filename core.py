@@ -169,7 +169,7 @@ class EngineCore:
             salt = f"{r.salt}\0{adapter.key if adapter else ''}" if self.config.enable_lora else r.salt
             group = r.request_id, r.prompt_token_ids, r.params, salt, r.priority, r.client, r.pooling, adapter
             queued = SequenceGroup(*group)
-            queued.delay, queued.retention = time.monotonic() - r.arrival_time, r.retention
+            queued.delay, queued.retention, queued.pictures = time.monotonic() - r.arrival_time, r.retention, r.pictures
             self._observe("tick")
             check_pooling(r.pooling, r.params, self.config, self.model_config)
             if r.params.structured_outputs is not None:
@@ -415,6 +415,7 @@ class EngineCore:
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes."""
         self.scheduler.space.forget_all(self.config)
+        self.scheduler.images.forget()
         self._observe("reset_prefix_cache")
 
     def busy(self) -> bool:

@@ -58,7 +58,8 @@ class NewRow:
     name: str = ""  # of the request and sample, for the KV sanitizer
 
 
-class Span(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Span:
     """A run of a prompt's tokens that stand for an image, or for a part of it."""
 
     begin: int  # its first token
@@ -83,7 +84,7 @@ class Picture:
 class VisionPlan:
     """What a step does with images."""
 
-    drop: list[bytes] = field(default_factory=list)  # digests of images whose rows make room
+    drop: list[bytes] = field(default_factory=list)  # digests of images whose rows are forgotten, before all else
     compute: list[Picture] = field(default_factory=list)  # images that go through the tower before the step
     # (index in the step of a row's first token, its index in the prompt, tokens, the prompt's images): rows of the plan
     # that begin before the end of an image.

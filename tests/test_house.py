@@ -35,6 +35,19 @@ DOORS = {  # each folder, and the files and folders that may import it
     "observe": {"core", "scheduler", "worker", "api"},
     "lora": {"core", "worker", "device"},
     "speculation": {"config", "device"},
+    "vision": {
+        "api",
+        "async_llm",
+        "commands",
+        "device",
+        "engine",
+        "layers",
+        "model",
+        "model_config",
+        "models",
+        "processes",
+        "text",
+    },
 }
 ALL = {  # what any file may import: names in the log, models by name, how layers share the KV pool, what adapters are
     "observe.logs", "checkpoints.hub", "models.kv_layout", "lora.adapter",
@@ -44,7 +57,7 @@ ALL = {  # what any file may import: names in the log, models by name, how layer
 FLOORS = [
     "server", "commands", "api", "async_llm", "engine", "processes", "core", "text", "executors", "device", "scheduler",
     "admission", "scheduling", "sequence", "kv_cache", "executor", "ring", "worker", "speculation", "lora", "outputs",
-    "cpu", "models", "checkpoints", "tokenizer", "observe", "batch_state", "plan", "model", "layers", "parallel",
+    "cpu", "vision", "models", "checkpoints", "tokenizer", "observe", "batch_state", "plan", "model", "layers", "parallel",
     "model_config", "kernels", "ops", "sampling_params", "reference", "config", "setup",
 ]  # fmt: skip
 WITH_CIRCLES = ("models.", "scheduling.", "device.exchanges", "device.phases", "parallel", "api.generation")
@@ -63,11 +76,11 @@ EVERY_FILE = [
 ]
 # These may fall. They rise only when a capability with a name of its own comes.
 MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 24, 700, 80, 750
-MOST_STORY_LINES = 6538
+MOST_STORY_LINES = 6599
 MOST_LINES = {
-    ".": 10638, "api": 6033, "checkpoints": 3544, "commands": 1342, "cpu": 2563, "device": 4448, "executors": 818,
-    "lora": 1207, "models": 4096, "observe": 1352, "ops": 3118, "processes": 3891,
-    "scheduling": 2177, "speculation": 805, "text": 4384,
+    ".": 10699, "api": 6033, "checkpoints": 3544, "commands": 1342, "cpu": 2563, "device": 4448, "executors": 818,
+    "lora": 1207, "models": 4096, "observe": 1356, "ops": 3118, "processes": 3891,
+    "scheduling": 2277, "speculation": 805, "text": 4384, "vision": 14,
 }  # fmt: skip
 STDLIB_ONLY = {
     "admission", "checkpoints.gguf_config", "checkpoints.gguf_file", "checkpoints.gguf_folder",
@@ -80,7 +93,7 @@ STDLIB_ONLY = {
     "scheduling.adapters", "scheduling.beam_search", "scheduling.classic", "scheduling.crash_isolation",
     "scheduling.disk", "scheduling.lanes", "scheduling.drafts", "scheduling.fair", "scheduling.host_memory",
     "scheduling.limits", "scheduling.policy", "scheduling.reports", "scheduling.reserve", "scheduling.samples",
-    "scheduling.states", "sequence", "speculation.options",
+    "scheduling.states", "scheduling.vision", "sequence", "speculation.options",
 }  # fmt: skip
 TORCH_FREE_ROOMS = ("api", "commands", "text", "scheduling", "processes", "executors")
 TORCH_FREE = (

@@ -1,1 +1,1 @@
-"""Images: what makes pixels and placeholder tokens of them for the API, and towers that make embeddings of pixels."""
+"""Images: makes pixels and placeholder tokens of them for the API, and has the towers that make embeddings of these."""
