@@ -25,7 +25,7 @@ from msgspec import Meta
 
 from api.options import ServerConfig
 from sampling_params import MAX_BAD_WORDS
-from text.messages import IMAGE_PARTS, THOUGHT_FIELDS, TYPE_NAMES, call_name, chat_messages, is_image
+from text.messages import IMAGE_PARTS, THOUGHT_FIELDS, TYPE_NAMES, call_name, chat_messages
 
 ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 ERROR_CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}  # where all errors of a status have the same
@@ -318,11 +318,10 @@ def messages(value: Any, context: CheckContext) -> list[dict[str, Any]]:
     for message, shown in zip(value, read, strict=True):
         for part in message["content"] if isinstance(message.get("content"), list) else ():
             keys = part if isinstance(part, dict) else {}  # a plain string has none
-            if is_image(part):
-                known_keys(
-                    url if isinstance(url := part.get("image_url"), dict) else {}, ("url",), context, extended=True
-                )
-            known_keys(keys, (*TEXT_PART, *IMAGE_PARTS), context, extended=keys.get("type") not in ("text", "refusal"))
+            if isinstance(url := keys.get("image_url"), dict):
+                known_keys(url, ("url",), context, extended=True)
+            is_text = keys.get("type") in ("text", "refusal")
+            known_keys(keys, TEXT_PART if is_text else (*TEXT_PART, *IMAGE_PARTS), context, extended=not is_text)
         for key in THOUGHT_FIELDS:
             if message.get(key) and isinstance(message[key], list) and not shown.get("reasoning_content"):
                 context.ignore(key)

@@ -10,7 +10,6 @@ import base64
 import contextlib
 import io
 import json
-import mimetypes
 import os
 import re
 import secrets
@@ -217,8 +216,8 @@ class Chat:
                 elif command == "/image":
                     self.images.append(image_of(rest.strip()))
                 elif line.startswith("/"):
-                    known = "the commands are /image, /reset and /system"
-                    raise ValueError(f"{known}, not {command!r}; a message has a space first")
+                    words = "the commands are /image, /reset and /system"
+                    raise ValueError(f"{words}, not {command!r}; a message has a space first")
                 elif line.strip():
                     self._ask(line)
             except EOFError:
@@ -252,8 +251,7 @@ def image_of(path: str) -> dict[str, Any]:
         data = base64.b64encode(Path(path).expanduser().read_bytes()).decode()
     except OSError as error:
         raise ValueError(f"the image {path!r} cannot be read: {error.strerror}") from None
-    kind = mimetypes.guess_type(path)[0] or "image/png"
-    return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}}
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}  # the bytes tell what it is
 
 
 def chat(argv: list[str]) -> None:

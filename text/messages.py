@@ -78,7 +78,7 @@ def _content(message: dict[str, Any], i: int, sees: bool) -> tuple[str | list[di
     for j, part in enumerate(content):
         if role == "assistant" and isinstance(part, dict) and part.get("type") == "thinking":
             thoughts.append(part)
-        elif sees and is_image(part):
+        elif sees and isinstance(part, dict) and part.get("type") in IMAGE_PARTS:
             parts.append(image_part(image_source(part, place := f"messages[{i}].content[{j}]"), place))
         else:
             parts.append(text_part(part if isinstance(part, str) else _text(part, PART_TEXTS, f"message {i}")))
@@ -90,11 +90,6 @@ def text_part(text: str) -> dict[str, Any]:
 
 
 # --- images -----------------------------------------------------------------------------------------------------------
-
-
-def is_image(part: Any) -> bool:
-    """Whether a part of a client's message is an image."""
-    return isinstance(part, dict) and part.get("type") in IMAGE_PARTS
 
 
 def image_source(part: dict[str, Any], place: str) -> Any:
@@ -388,10 +383,8 @@ def _parts(item: dict[str, Any], key: str, i: int, form: dict[str, Any]) -> list
     return parts
 
 
-def _shown_parts(parts: list[dict[str, Any]], place: str) -> str | list[dict[str, Any]]:
+def _shown_parts(parts: list[dict[str, Any]], place: str) -> list[dict[str, Any]]:
     """What `_parts` returned as the content of a message."""
-    if not any("image_url" in part for part in parts):
-        return "\n".join(part["text"] for part in parts)
     return [
         image_part(part["image_url"], f"{place}[{j}]") if "image_url" in part else text_part(part["text"])
         for j, part in enumerate(parts)
@@ -422,13 +415,12 @@ def _call(item: dict[str, Any], i: int) -> dict[str, Any]:
 
 
 def _call_output(item: dict[str, Any], i: int) -> dict[str, Any]:
-    """The result of a call: a text, or parts if there are images. Texts are joined, an object becomes its JSON."""
+    """The result of a call: a text, or parts; an object becomes its JSON."""
     if isinstance(output := item.get("output"), dict):
-        shown: Any = json.dumps(output, ensure_ascii=False)
-    else:
-        parts = _parts(item, "output", i, {"type": "input_text"})
-        shown = parts if any("image_url" in part for part in parts) else _shown_parts(parts, "")
-    return {**_strings(item, i, "call_id"), "output": shown, "status": "completed"}
+        output = json.dumps(output, ensure_ascii=False)
+    elif not isinstance(output, str):
+        output = _parts(item, "output", i, {"type": "input_text"})
+    return {**_strings(item, i, "call_id"), "output": output, "status": "completed"}
 
 
 def own_item(item: dict[str, Any], i: int) -> dict[str, Any]:
@@ -596,8 +588,8 @@ def _turns(blocks: list[Any], role: str, i: int, sees: bool) -> list[dict[str, A
     shown: list[str | list[dict[str, Any]]] = []
     thoughts: list[str] = []
     before: list[dict[str, Any]] = []
-    known = BLOCKS | IMAGE_BLOCK if sees else BLOCKS
-    allowed = {kind: row for kind, row in known.items() if role in row.roles}
+    rows = BLOCKS | IMAGE_BLOCK if sees else BLOCKS
+    allowed = {kind: row for kind, row in rows.items() if role in row.roles}
     for j, block in enumerate(blocks):
         kind = _kind(block, allowed, place := f"message {i}: content[{j}]")
         if kind == "compaction" and (summary := _shown(block, place)):

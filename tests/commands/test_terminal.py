@@ -83,7 +83,7 @@ def test_what_is_refused_is_told_and_forgotten(monkeypatch, capsys):
     shown = capsys.readouterr()
     assert shown.out == "half\nyes\n"
     lines = shown.err.splitlines()
-    assert lines[2:4] == ["error: bad", "error: gone"] and "/reset and /system, not '/resett'" in lines[4]
+    assert lines[3:5] == ["error: bad", "error: gone"] and "/reset and /system, not '/resett'" in lines[5]
     for text in ("a\nb\n", "/resett\nb\n"):
         model = Script(ValueError("bad"))
         with pytest.raises(ValueError, match="bad" if text[0] == "a" else "resett"):
