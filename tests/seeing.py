@@ -1,4 +1,4 @@
-"""A folder of a model that sees, as far as an API process looks into it: the demo's tokenizer, and LLaVA's processor."""
+"""A folder of a model that sees, as far as an API process looks into it: the demo's tokenizer, LLaVA's processor."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ MOST_STORY_LINES = 6599
 MOST_LINES = {
     ".": 10699, "api": 6148, "checkpoints": 3544, "commands": 1357, "cpu": 2563, "device": 4448, "executors": 818,
     "lora": 1207, "models": 4096, "observe": 1356, "ops": 3118, "processes": 3894,
-    "scheduling": 2277, "speculation": 805, "text": 4584, "vision": 16,
+    "scheduling": 2277, "speculation": 805, "text": 4584, "vision": 534,
 }  # fmt: skip
 STDLIB_ONLY = {
     "admission", "checkpoints.gguf_config", "checkpoints.gguf_file", "checkpoints.gguf_folder",
@@ -99,6 +99,7 @@ TORCH_FREE_ROOMS = ("api", "commands", "text", "scheduling", "processes", "execu
 TORCH_FREE = (
     {name for name in FILES if name.startswith(TORCH_FREE_ROOMS)}
     | STDLIB_ONLY
+    | {"vision.fetch", "vision.pictures", "vision.processors"}
     | {"device.serve", "device.workers", "engine", "lora.registry", "server"}
 )
 OPS = {name for name in FILES if name.split(".")[0] in ("kernels", "reference", "ops", "cpu")}

@@ -12,6 +12,8 @@ import gevent
 import pytest
 from flask.testing import FlaskClient
 
+from api.checks import ApiError
+from api.images import Images
 from api.options import ServerConfig
 from api.routes import Api
 from plan import EngineCoreRequest, Picture
@@ -23,6 +25,7 @@ from scripted import CHAT, FACTS, ScriptedClient, error_of, events, post, refusa
 from seeing import IMAGE_ID, ROWS, TALK, USERS, data_url, new_folder, png, shown
 from server import create_app
 from text.images import BLIND, ImageReader
+from text.messages import chat_messages
 from tokenizer import Tokenizer
 
 ASK, ANTHROPIC = "/v1/responses", "/v1/messages"
@@ -180,7 +183,7 @@ def test_openais_sdk_sends_an_image(served: Served, engine: SeeingClient) -> Non
         ([chat_part("file:///etc/passwd")], "messages[0].content[0]: the image is at 'file:"),
         ([chat_part(data_url(png("red", 80, 60)))], "80 x 60 pixels"),
         ([chat_part(RED)] * 4, "4 images; at most 3 are allowed (limit_mm_per_prompt)"),
-        ([text("<image>"), chat_part(RED)], "the prompt has 2 times '<image>'"),
+        ([text("<image>"), chat_part(RED)], "the prompt has '<image>' 2 times"),
         ([{"type": "image_url"}], "messages[0].content[0] has no image"),
         ([{"type": "input_image", "file_id": "f"}], "file_id"),
         ([{"type": "image_url", "image_url": {"url": 5}}], "must have image_url"),
@@ -235,13 +238,10 @@ def test_images_are_not_cut_and_must_fit(served: Served, engine: SeeingClient) -
 
 
 def test_one_of_several_models_that_sees_nothing_refuses_images(served: Served, engine: SeeingClient) -> None:
-    """Its name is known only after the body was read as one for a model that sees."""
-    http_client = served(facts={"vision": False})
-    http_client.application.extensions["client"] = engine
-    fields = {"messages": [{"role": "user", "content": [{"type": "image", "text": "", "source": RED, "place": "x"}]}]}
-    api = Api(cast(Any, engine), engine.tokenizer, FACTS, ServerConfig(), ["manta"], Board())
-    with pytest.raises(Exception, match=f"could not process image: x: {BLIND}"):
-        api.prompts.images.read(fields)
+    """Which model it is was not known when the body was read, as one for a model that sees."""
+    http_client, (part,) = served(facts={"vision": False}), chat_messages(user(chat_part(RED)), sees=True)
+    with pytest.raises(ApiError, match=f"could not process image: .* {BLIND}"):
+        Images(engine.tokenizer, FACTS, ServerConfig()).read({"messages": [part]})
     assert "a part must have a text" in refusal(post(http_client, CHAT, messages=user(chat_part(RED))))["message"]
 
 
@@ -251,10 +251,11 @@ def test_no_log_has_what_an_image_is_made_of(
     http_client = served()
     with caplog.at_level(logging.DEBUG):
         for url in (RED, RED[:-40], RED.replace("base64", "")):
-            post(http_client, CHAT, messages=user(chat_part(url)))
-            post(http_client, ASK, input=[{"role": "user", "content": [{"type": "input_image", "image_url": url}]}])
+            post(http_client, CHAT, messages=user(chat_part(url))).close()
+            item = {"role": "user", "content": [{"type": "input_image", "image_url": url}]}
+            post(http_client, ASK, input=[item]).close()
     told = "\n".join(record.getMessage() + str(vars(record).get("facts")) for record in caplog.records)
-    assert "400" in told and RED[-60:-44] not in told and RED[30:46] not in told
+    assert "/v1/responses 400" in told and RED[-60:-44] not in told and RED[30:46] not in told
 
 
 @pytest.mark.parametrize(
