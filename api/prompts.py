@@ -62,11 +62,9 @@ class Prompts:
     ) -> tuple[Prompt, str, list[Picture]]:
         """The prompt of a conversation, the text that the chat template writes, and the images. See `encode`."""
         images = self.images.read(fields)
-        prompt = self.encode(fields, text := self.render(fields), special, output)
-        if not images:
-            return prompt, text, []
-        ids, pictures = self.images.insert(prompt[1], images)
-        return (text, ids), text, pictures
+        shown, ids = self.encode(fields, text := self.render(fields), special, output)
+        ids, pictures = self.images.insert(ids, images) if images else (ids, [])
+        return (shown, ids), text, pictures
 
     def render(self, fields: dict[str, Any]) -> str:
         """The text of a conversation, as the chat template writes it."""

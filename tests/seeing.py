@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -13,6 +14,7 @@ from PIL import Image
 from config import DEMO
 from tokenizer import Tokenizer
 
+TEXTS = Tokenizer(DEMO)
 ROWS, IMAGE_ID = 4, 1024  # of each image, and the token of each row
 TALK = (
     "{% for m in messages %}{{ '<|' + m.role + '|>' }}{% if m.content is string %}{{ m.content }}{% else %}"
@@ -50,6 +52,7 @@ def data_url(data: bytes) -> str:
     return f"data:image/png;base64,{base64.b64encode(data).decode()}"
 
 
-def shown(tokenizer: Tokenizer, ids: list[int]) -> str:
+def shown(ids: list[int]) -> str:
     """The text of a prompt, in which each image is an asterisk."""
-    return tokenizer.decode(ids, skip_special_tokens=False).replace("<image>" * ROWS, "*")
+    runs = ((is_image, [*run]) for is_image, run in itertools.groupby(ids, lambda id: id == IMAGE_ID))
+    return "".join("*" * (len(run) // ROWS) if is_image else TEXTS.decode(run, False) for is_image, run in runs)

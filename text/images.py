@@ -40,8 +40,7 @@ class ImageReader:
         return processor
 
     def prepare(self, source: Any, max_bytes: int = MAX_BYTES) -> tuple[Prepared, int]:
-        """Pixels and tokens of an image, and how many bytes it had. The source is a URL, the bytes of a file, or an
-        image of Pillow's; a ValueError says what is wrong with it."""
+        """The image of a URL, of a file's bytes or of Pillow's, and how many bytes it had; or a ValueError."""
         from vision.fetch import load_image_bytes
         from vision.pictures import open_picture
 

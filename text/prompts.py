@@ -147,15 +147,12 @@ class InputProcessor:
             messages = chat_messages(messages, bool(self.facts.get("vision")))
         except ValueError as error:
             raise ValueError(f"messages: {error}") from None
-        if parts := images_of(messages):
-            self.images.show(parts)
+        self.images.show(parts := images_of(messages))
         ids = self.tokenizer.encode(self.tokenizer.render(messages, *fixed, **variables), add_special_tokens=False)
         return {"prompt_token_ids": ids, "multi_modal_data": {"image": [part["source"] for part in parts]}}
 
     def _with_images(self, ids: list[int], images: list[Any]) -> tuple[list[int], list[Picture]]:
         """A prompt's tokens with those of its images, and these."""
-        if not images:
-            return ids, []
         if not self.facts.get("vision"):
             raise ValueError(f"multi_modal_data has {len(images)} images; {BLIND}")
         return self.images.processor.expand(ids, [self.images.prepare(image)[0] for image in images])
@@ -186,7 +183,7 @@ class InputProcessor:
         text, ids, salt = read_prompt(prompt, self.tokenizer)
         if images and params.truncate_prompt_tokens is not None:
             raise ValueError("truncate_prompt_tokens is given; with images, which cannot be cut, it must be None")
-        ids, pictures = self._with_images(ids, images)
+        ids, pictures = self._with_images(ids, images) if images else (ids, [])
         if params.bad_words:
             params = dataclasses.replace(params, bad_word_ids=self.tokenizer.bad_word_ids(params.bad_words))
         ids = params.truncated(ids, self.facts["max_model_len"])

@@ -32,7 +32,7 @@ def test_an_image_may_be_pillows_bytes_or_a_data_url(inputs: InputProcessor) -> 
         request, choices = inputs.request("1", prompt, SamplingParams())
         (picture,) = request.pictures
         digests.add(picture.digest)
-        assert shown(inputs.tokenizer, request.prompt_token_ids) == "a*b" and request.salt == "s"
+        assert shown(request.prompt_token_ids) == "a*b" and request.salt == "s"
         assert choices.prompt_token_ids == request.prompt_token_ids and choices.prompt == "a<image>b"
         (span,) = picture.spans
         assert (span.begin, span.count) == (request.prompt_token_ids.index(IMAGE_ID), ROWS)
@@ -48,7 +48,7 @@ def test_a_conversation_has_images_where_its_parts_are(inputs: InputProcessor) -
     parts += [{"type": "image_url", "image_url": {"url": data_url(BLUE)}}, {"type": "image", "image": RED}]
     prompt = inputs.conversation([{"role": "user", "content": parts}], True, False, None, None)
     request, _ = inputs.request("1", prompt, SamplingParams())
-    assert shown(inputs.tokenizer, request.prompt_token_ids) == "<|user|>*a**<|end|>"
+    assert shown(request.prompt_token_ids) == "<|user|>*a**<|end|>"
     first, second, third = (picture.digest for picture in request.pictures)
     assert first == third != second
     plain = inputs.conversation([{"role": "user", "content": "a"}], True, False, None, None)
