@@ -9,7 +9,7 @@ import ssl
 import subprocess
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socketserver import StreamRequestHandler, ThreadingTCPServer
 
 import pytest
 
@@ -17,62 +17,49 @@ from vision import fetch
 from vision.fetch import load_image_bytes
 
 IMAGE = bytes(range(256)) * 8
-TEXT = base64.b64encode(IMAGE).decode()
+TEXT, END = base64.b64encode(IMAGE).decode(), "\r\n"
 
 
-class Handler(BaseHTTPRequestHandler):
-    """A path is what its host does with the request."""
+ANSWERS = {  # by the first part of a path; {} is the rest of it
+    "to": "307 Moved\r\nLocation: {}\r\n\r\n",
+    "chunks": f"200 OK\r\nTransfer-Encoding: chunked\r\n\r\n{2 * ('7d0' + END + 'x' * 2000 + END)}0{END}{END}",
+    "large": "200 OK\r\nContent-Length: 100000000000\r\n\r\n",
+    "short": "200 OK\r\nContent-Length: 3000\r\n\r\nx",
+    "missing": "404 Not Found\r\nContent-Length: 2\r\n\r\nno",
+    "drip_head": "200 OK\r\nX: ",
+    "drip_body": "200 OK\r\n\r\n",
+    "noise": "\r\n220 ready\r\n",
+}
 
-    def log_message(self, *args: object) -> None:
-        pass
 
-    def head(self, status: int, **headers: str) -> None:
-        self.send_response(status)
-        for name, value in headers.items():
-            self.send_header(name.replace("_", "-"), value)
-        self.end_headers()
-
-    def drip(self, data: bytes) -> None:
-        while not self.server.stop.wait(0.02):
-            self.wfile.write(data)
-
-    def do_GET(self) -> None:
-        self.server.seen.append((self.path, self.headers["Host"]))
-        name, _, number = self.path[1:].partition("/")
+class Handler(StreamRequestHandler):
+    def handle(self) -> None:
+        request = b"".join(iter(self.rfile.readline, b"\r\n")).decode()
+        self.server.seen.append(request)
+        name, _, rest = request.split()[1][1:].partition("/")
         if name == "again":
-            self.head(302, Location=f"/again/{int(number) - 1}" if int(number) > 1 else "/image")
-        elif name == "to":
-            self.head(307, Location=number)
-        elif name == "chunks":
-            self.head(200, Transfer_Encoding="chunked")
-            self.wfile.write(b"800\r\n" + IMAGE + b"\r\n800\r\n" + IMAGE + b"\r\n0\r\n\r\n")
-        elif name == "large":
-            self.head(200, Content_Length="100000000000")
-        elif name == "short":
-            self.head(200, Content_Length="3000")
-            self.wfile.write(IMAGE)
-        elif name == "missing":
-            self.head(404, Content_Length="2")
-            self.wfile.write(b"no")
-        elif name == "drip_head":
-            self.wfile.write(b"HTTP/1.0 200 OK\r\nX: ")
-            self.drip(b"x")
-        elif name == "drip_body":
-            self.head(200)
-            self.drip(b"x")
-        elif name == "noise":
-            self.wfile.write(b"220 ftp ready\r\n")
+            name, rest = "to", f"/again/{int(rest) - 1}" if int(rest) > 1 else "/image"
+        if name in ANSWERS:
+            self.wfile.write(f"{'x' * (name == 'noise')}HTTP/1.1 {ANSWERS[name].format(rest)}".encode())
         else:
-            self.head(200)
-            self.wfile.write(IMAGE)
+            self.wfile.write(b"HTTP/1.1 200 OK\r\n\r\n" + IMAGE)
+        while name.startswith("drip") and not self.server.stop.wait(0.02):
+            self.wfile.write(b"x")
+
+
+def serve(context: ssl.SSLContext | None = None) -> ThreadingTCPServer:
+    server = ThreadingTCPServer(("127.0.0.1", 0), Handler)
+    server.seen, server.stop, server.daemon_threads = [], threading.Event(), True
+    server.handle_error = lambda *args: None  # clients go away
+    if context:
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    return server
 
 
 @pytest.fixture(scope="module")
-def hosts() -> Iterator[ThreadingHTTPServer]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.seen, server.stop, server.daemon_threads = [], threading.Event(), True
-    server.handle_error = lambda *args: None  # clients go away
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+def hosts() -> Iterator[ThreadingTCPServer]:
+    server = serve()
     yield server
     server.stop.set()
     server.shutdown()
@@ -94,7 +81,7 @@ def lookups(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def load(hosts: ThreadingHTTPServer, path: str, timeout: float = 20.0) -> bytes:
+def load(hosts: ThreadingTCPServer, path: str, timeout: float = 20.0) -> bytes:
     url = f"http://images.example:{hosts.server_address[1]}/{path}"
     return load_image_bytes(url, ["images.example"], 3000, timeout)
 
@@ -109,9 +96,9 @@ def test_a_data_url_is_decoded(head):
 @pytest.mark.parametrize(
     "url",
     [
-        "data:", "data:image/png;base64", "data:image/png,abc", "data:text/html;base64,YWJj", "data:image/png;base64,YWJ",
-        "data:image/png;base64,Y*Jj", "data:image/png;base64,YWJjYWJjYWJj", "data:image/png;base64,é", "",
-        "file:///etc/passwd", "ftp://images.example/a", "//images.example/a", "http:///a", "images.example/a",
+        "data:", "data:image/png;base64", "data:image/png,abc", "data:text/html;base64,YWJj", "",
+        "data:image/png;base64,YWJ", "data:image/png;base64,Y*Jj", "data:image/png;base64,YWJjYWJjYWJj",
+        "data:image/png;base64,é", "file:///etc/passwd", "ftp://images.example/a", "//images.example/a", "http:///a",
         "http://user:password@images.example/a", "http://@images.example/a", "http://images.example:99999/a",
         "http://[::1/a", "gopher://images.example", "http://images.example.evil.example/", "http://evil.example/a",
         "http://images.example@evil.example/", "http://evil.example#images.example/", "http://127.0.0.1/",
@@ -155,7 +142,8 @@ def test_an_image_is_loaded_from_the_address_that_was_checked(hosts, lookups):
     port = hosts.server_address[1]
     url = f"http://images.example:{port}?a=b c&d=é#part"
     assert load_image_bytes(url, ["images.example"], 3000) == IMAGE
-    assert hosts.seen[-1] == ("/?a=b%20c&d=%C3%A9", f"images.example:{port}") and lookups == ["images.example"]
+    assert hosts.seen[-1].startswith(f"GET /?a=b%20c&d=%C3%A9 HTTP/1.1\r\nHost: images.example:{port}\r\n")
+    assert lookups == ["images.example"]
 
 
 def test_redirects_are_followed_three_times_to_allowed_hosts(hosts, lookups):
@@ -175,16 +163,14 @@ def test_this_host_is_not_asked(hosts):
     assert len(hosts.seen) == seen
 
 
-@pytest.mark.parametrize(
-    ("path", "why"),
-    [
-        ("chunks", "it has more than 3000 bytes"), ("large", "it has more than 3000 bytes"), ("short", "it ends too early"),
-        ("missing", "the host answers 404"), ("noise", "no HTTP"),
-    ],
-)  # fmt: skip
-def test_an_answer_that_is_no_image_is_refused(hosts, lookups, path, why):
+LARGE = "it has more than 3000 bytes"
+REFUSED = {"chunks": LARGE, "large": LARGE, "short": "too early", "missing": "the host answers 404", "noise": "no HTTP"}
+
+
+@pytest.mark.parametrize("path", REFUSED)
+def test_an_answer_that_is_no_image_is_refused(hosts, lookups, path):
     with pytest.raises(
-        ValueError, match=rf"^the image at 'http://images\.example:\d+/{path}' cannot be loaded: .*{why}"
+        ValueError, match=rf"^the image at 'http://images\.example.*' cannot be loaded: .*{REFUSED[path]}"
     ):
         load(hosts, path)
 
@@ -203,12 +189,9 @@ def test_a_name_must_be_that_of_the_certificate(tmp_path, monkeypatch, lookups):
     names = ["-subj", "/CN=images.example", "-addext", "subjectAltName=DNS:images.example"]
     subprocess.run([*command, *names, "-keyout", key, "-out", certificate], check=True, capture_output=True)
     monkeypatch.setenv("SSL_CERT_FILE", certificate)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(*reversed(files))
-    server.socket, server.seen = context.wrap_socket(server.socket, server_side=True), []
-    server.handle_error = lambda *args: None
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    server = serve(context)
     try:
         url = f"https://{{}}.example:{server.server_address[1]}/image"
         assert load_image_bytes(url.format("images"), ["images.example"], 3000) == IMAGE

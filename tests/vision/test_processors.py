@@ -33,6 +33,7 @@ def case(architecture: str, fields: dict, vision: dict | None = None, sizes: lis
 
 CLIP, CROP = {"image_size": 56, "patch_size": 14}, {"height": 56, "width": 56}
 TILES, SIDES = {"size": {"longest_edge": 224}, "max_image_size": {"longest_edge": 56}}, {"height": 90, "width": 130}
+CLIP_MEANS = np.array([0.48145466, 0.4578275, 0.40821073]), np.array([0.26862954, 0.26130258, 0.27577711])
 INTERN = {"image_seq_length": 4, "downsample_ratio": 0.5}
 CASES = {
     "llava": case("Llava", {"size": {"shortest_edge": 56}, "crop_size": CROP}, CLIP),
@@ -138,7 +139,7 @@ def test_transformers_still_says_so_and_scales_these_pixels(tmp_path):
         for size, answer in answers[name].items():
             pixels = check(case, made, [int(side) for side in size.split("x")], answer)
             if pixels is not None:
-                mean, std = MEANS["smol" if name.startswith(("smol", "idefics3")) else "clip"]
+                mean, std = (0.5, 0.5) if name.startswith(("smol", "idefics3")) else CLIP_MEANS
                 ours = arranged((pixels / 255.0 - mean) / std, case)
                 assert np.abs(ours.reshape(scaled[size].shape) - scaled[size]).max() < 1e-6
     kept = {
@@ -152,7 +153,7 @@ def test_transformers_still_says_so_and_scales_these_pixels(tmp_path):
 def test_no_image_has_more_rows_than_are_planned_for(tmp_path, name):
     made, rng = processor(tmp_path, CASES[name]), random.Random(name)
     most = 0
-    for _ in range(40 if "default" not in name else 4):
+    for _ in range(20 if "default" not in name else 2):
         width = int(2 ** rng.uniform(0, 10))
         height = min(max(int(width * 2 ** rng.uniform(-8, 8)), 1), 1500)
         try:
@@ -226,9 +227,3 @@ def test_a_digest_is_of_shape_and_pixels(tmp_path):
 
 def test_every_family_has_cases():
     assert {case["architecture"] for case in CASES.values()} | {"Qwen3VLMoeForConditionalGeneration"} == set(FAMILIES)
-
-
-MEANS = {
-    "smol": (0.5, 0.5),
-    "clip": (np.array([0.48145466, 0.4578275, 0.40821073]), np.array([0.26862954, 0.26130258, 0.27577711])),
-}
