@@ -127,10 +127,10 @@ class AsyncLLM:
 
     def __init__(self, model: EngineConfig | str = EngineConfig.model, **fields: Any):
         config = EngineConfig.of(model, **fields)
-        if (size := config.max_engines) > 1 or config.headless:
+        if (size := config.data_parallel_size) > 1 or config.headless:
             raise ValueError(f"data_parallel_size is {size}; for AsyncLLM it must be 1: several are for the server")
         if config.distributed_executor_backend == "external_launcher":
-            config.refuse("distributed_executor_backend", "for AsyncLLM it must be auto, uni, mp or ray")
+            config.refuse("distributed_executor_backend", "for AsyncLLM it must be auto, uni or mp")
         set_up(config.log_level, config.log_format, logger.name)
         self.config = config = find_model(config)
         ModelConfig.from_folder(config.folder, config.hf_overrides)  # a ValueError before a process starts

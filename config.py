@@ -117,8 +117,7 @@ class EngineConfig:
     GROUPS: ClassVar[dict[str, str]] = {  # titles in the help, and the first option of each
         "model": "model", "device": "device", "memory and batches": "max_model_len", "scheduling": "scheduling_policy",
         "several devices, and processes": "tensor_parallel_size",
-        "engines on several hosts, and a changing number of them": "data_parallel_size_local",
-        "adapters": "enable_lora",
+        "engines on several hosts": "data_parallel_size_local", "adapters": "enable_lora",
         "limits of a request, and changes of its logits": "max_logprobs", "diagnostics": "log_level",
     }  # fmt: skip
     model: str = option(
@@ -209,14 +208,12 @@ class EngineConfig:
     tensor_parallel_size: int = option(1, "devices that each hold a share of every weight", 1, 64)
     pipeline_parallel_size: int = option(1, "stages that each hold some of the layers, on their own devices", 1, 64)
     pipeline_layer_partition: str | None = option(None, "layers by stage, like 12,16 (default: as many bytes in each)")
-    disable_custom_all_reduce: bool = option(False, "sum over GPUs by NCCL alone, also what is small")
     data_parallel_size: int = option(1, "engines that each have the whole model, and share the requests", 1, 64)
     enable_expert_parallel: bool = option(False, "divide the experts, as whole ones, among all tensor and data ranks")
-    distributed_executor_backend: Literal["auto", "uni", "mp", "external_launcher", "torchrun", "ray"] = option(
+    distributed_executor_backend: Literal["auto", "uni", "mp", "external_launcher", "torchrun"] = option(
         "auto",
         "uni: the worker in the engine's process; mp: each in its own; external_launcher: in those that torchrun "
-        "starts, for several hosts (torchrun is another name for it); ray: in actors on any host of a Ray cluster; "
-        "auto: uni on one device, but for a server mp, or ray where the ranks do not fit this host and Ray runs",
+        "starts, for several hosts (torchrun is another name for it); auto: uni on one device, but for a server mp",
     )
     startup_timeout: float = option(1800.0, "seconds that workers, or an engine process, may take to start", 0.1, 1e6)
     step_timeout: float | None = option(
@@ -235,7 +232,6 @@ class EngineConfig:
         False, "serve engine data_parallel_rank alone; others have servers of their own, behind one load balancer"
     )
     data_parallel_rank: int = option(0, "with data_parallel_external_lb: which of the engines this is", 0, 63)
-    data_parallel_size_max: int | None = option(None, "most engines for POST /scale (default: no change)", 1, 64)
     enable_lora: bool = option(False, "serve LoRA adapters of the model beside it")
     max_loras: int = option(4, "adapters that requests of one step may have", 1, 1024)
     max_cpu_loras: int | None = option(None, "adapters kept in host memory (default: four times max_loras)", 1, 65536)
@@ -327,26 +323,11 @@ class EngineConfig:
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
-    def max_engines(self) -> int:
-        """How many engines there can be in all."""
-        return max(self.data_parallel_size, self.data_parallel_size_max or 1)
-
-    @property
-    def data_parallel_sizes(self) -> range | None:
-        """How many engines there may be; None: their number is fixed.
-
-        An engine that shares experts has memory for the part that it starts with, so there cannot be fewer.
-        """
-        if self.data_parallel_size_max is None:
-            return None
-        return range(self.data_parallel_size if self.enable_expert_parallel else 1, self.max_engines + 1)
-
-    @property
     def local_engines(self) -> int:
-        """How many of them can be on this host, which they share."""
+        """How many engines are on this host, which they share."""
         if self.data_parallel_external_lb:
             return 1
-        return self.max_engines if self.data_parallel_size_local is None else self.data_parallel_size_local
+        return self.data_parallel_size if self.data_parallel_size_local is None else self.data_parallel_size_local
 
     @property
     def first_rank(self) -> int:
@@ -409,7 +390,7 @@ class EngineConfig:
                 self.allow("with distributed_executor_backend 'uni', which has one worker,", name, 1)
         if self.batch_invariant:  # which rank adds first depends on a message's size
             self.allow("with batch_invariant, which a sum over ranks is not,", "tensor_parallel_size", 1)
-        if self.enable_expert_parallel and self.max_engines > 1:
+        if self.enable_expert_parallel and self.data_parallel_size > 1:
             several = "with enable_expert_parallel and several engines"
             together = f"{several}, whose workers must be replaced together,"
             self.allow(together, "distributed_executor_backend", "auto", "mp")
@@ -437,7 +418,7 @@ class EngineConfig:
 
     def _check_hosts(self) -> None:
         """Refuse options about engines and hosts that do not go together."""
-        size, local, most = self.data_parallel_size, self.data_parallel_size_local, self.data_parallel_size_max
+        size, local = self.data_parallel_size, self.data_parallel_size_local
         external = self.data_parallel_external_lb
         several_hosts = self.headless or (local is not None and local < size)
         if several_hosts and self.data_parallel_address is None:
@@ -457,14 +438,8 @@ class EngineConfig:
             when = "with data_parallel_external_lb, where a host serves one engine,"
             self.allow(when, "headless", False)
             self.allow(when, "data_parallel_size_local", None)
-            self.allow(when, "data_parallel_size_max", None)
-        if self.data_parallel_rank >= self.max_engines:
-            self.refuse("data_parallel_rank", f"it must be below {self.max_engines}")
-        if most is not None and most < size:
-            self.refuse("data_parallel_size_max", f"it must be at least data_parallel_size, {size}")
-        if several_hosts or local is not None:
-            when = "with data_parallel_size_local, or engines on several hosts, which start and end there,"
-            self.allow(when, "data_parallel_size_max", None)
+        if self.data_parallel_rank >= size:
+            self.refuse("data_parallel_rank", f"it must be below {size}")
         if several_hosts or external:
             when = "with engines on several hosts, or behind several servers (data_parallel_external_lb),"
             self.allow(when, "enable_expert_parallel", False)

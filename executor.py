@@ -3,7 +3,7 @@
     UniExecutor         the one worker is an object in this process
     MpExecutor          a spawned process for each worker; plans go out by a ring, results come back by one ring each
 
-The executors for several hosts are in `executors/`: torchrun's and Ray's.
+The executor for ranks that torchrun starts is in `executors/`.
 
 `submit` and `result` are separate, so that a step may run while the engine plans the next one. torch is imported where
 a worker is made, so an engine whose workers are processes never loads it.
@@ -57,8 +57,6 @@ class BrokenOffError(BlamelessError):
 
 class UniExecutor:
     """One worker in this process, which meets other ranks at `rendezvous`; see `start_worker` for what it raises."""
-
-    on_this_machine = True  # all workers are
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig, rendezvous: str = ""):
         self.worker = new_worker(config, model_config, rendezvous=rendezvous)
@@ -127,7 +125,6 @@ class MpExecutor:
         WorkerError: a worker died while it started, or was not ready within `startup_timeout` seconds.
     """
 
-    on_this_machine = True  # all workers are
     overlaps = True  # a step runs while the next one is planned
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig, peers: Any = None):
@@ -144,14 +141,12 @@ class MpExecutor:
             )
         self.config, self.model_config = config, model_config
         self.peers, self.codec = peers, Codec()
-        self.processes: list[Any] = []  # of multiprocessing, or with the same methods
-        self.plans: Any = None  # a ring's writing end, or an object with the same methods
-        self.results: list[Any] = []  # the reading end of each rank's ring, or such an object
-        self.resources: list[Any] = []  # rings and other things to close when the processes have ended
+        self.processes: list[Any] = []  # of multiprocessing
+        self.rings: list[RingBuffer] = []  # of all processes
         self.unanswered: deque[int] = deque()  # steps without a result yet
         self.on_trouble: Callable[[str | None], None] = lambda trouble: None
         self.step_timeout = config.step_timeout or MIN_STEP_TIMEOUT  # until warm-up has told more
-        self.close = weakref.finalize(self, end, self.processes, self.resources)
+        self.close = weakref.finalize(self, end, self.processes, self.rings)
         try:
             self.start(config)
         except BaseException:
@@ -163,11 +158,10 @@ class MpExecutor:
         size = config.world_size
         if self.peers:
             try:
-                rendezvous = self.peers.meet(config.startup_timeout)
+                place = self.peers.meet(config.startup_timeout).place
             except TimeoutError as error:
                 raise WorkerError(str(error)) from None
-            place, engines = rendezvous.place, rendezvous.engines
-            config = dataclasses.replace(config, expert_rendezvous=place, data_parallel_size=engines)
+            config = dataclasses.replace(config, expert_rendezvous=place)
         self.early: list[deque[StepResult]] = [deque() for _ in range(size)]  # results that have come, by rank
         self.call_id = 0  # of the latest call
         self.awaited: int | None = 0  # the call that somebody waits for; 0: the start
@@ -178,28 +172,26 @@ class MpExecutor:
         self.trouble = ""  # what `on_trouble` was last called with
         self.ready = False  # all workers have started
         self.whole = False  # False during a start or a write, which Ctrl-C may break off half done
-        with contextlib.ExitStack() as until_ready:
-            self._launch(config, size, until_ready)
+        with meeting_place() as rendezvous:
+            self._launch(config, size, rendezvous)
             self.all_facts = self._replies(time.monotonic(), config.startup_timeout)
         self.step_timeout = self.all_facts[0]["step_timeout"]
         self.ready = self.whole = True
 
-    def _launch(self, config: EngineConfig, size: int, until_ready: contextlib.ExitStack) -> None:
-        """Make the processes, the rings to and from them, and the place where they meet until they are ready."""
-        rendezvous = until_ready.enter_context(meeting_place())
+    def _launch(self, config: EngineConfig, size: int, rendezvous: str) -> None:
+        """Make the processes, which meet at `rendezvous`, and the rings to and from them."""
         method = start_method()
         context: Any = multiprocessing.get_context(method)
         script = None if method == "fork" else script_of_caller()
-        plans, results = RingBuffer(size), [RingBuffer(1) for _ in range(size)]
-        self.plans, self.results = plans, results
-        self.resources += [plans, *results]
-        for rank, ring in enumerate(results):
-            args = (config, self.model_config, rank, rendezvous, plans, ring, script)
+        self.plans, self.results = RingBuffer(size), [RingBuffer(1) for _ in range(size)]
+        self.rings += [self.plans, *self.results]
+        for rank, ring in enumerate(self.results):
+            args = (config, self.model_config, rank, rendezvous, self.plans, ring, script)
             process = context.Process(target=worker_main, args=args, name=f"manta-worker-{rank}", daemon=True)
             self.processes.append(process)
             start_alone(process)
             ring.be_reader(0, [process.sentinel])
-        plans.be_writer()
+        self.plans.be_writer()
 
     def facts(self) -> dict[str, Any]:
         return self.all_facts[0]
@@ -249,7 +241,7 @@ class MpExecutor:
         Raises:
             ValueError, WorkerError, OSError: they do not come up again; another try may go better.
         """
-        end(self.processes, self.resources)
+        end(self.processes, self.rings)
         self.unanswered.clear()
         self.start(config)
 
@@ -303,7 +295,7 @@ class MpExecutor:
             if self.ready:
                 still = watchdog.look(self.results[rank].beats)
             else:
-                still = watchdog.still_if(self._is_stopped(process))
+                still = watchdog.still_if(is_stopped(process.pid))
             if still >= self.step_timeout:
                 raise self._stuck(rank, self.step_timeout)
             if still >= STALL and not trouble:
@@ -393,16 +385,13 @@ class MpExecutor:
 
     def _stuck(self, rank: int, timeout: float, why: str = "") -> WorkerError:
         """The error for a late rank. It may be waiting for another one, so one that stands still is named instead."""
-        if stopped := [r for r, process in enumerate(self.processes) if self._is_stopped(process)]:
+        if stopped := [r for r, process in enumerate(self.processes) if is_stopped(process.pid)]:
             return self._error(stopped[0], "is stopped", kind=BlamelessError)
         if not self.ready:
             return WorkerError(f"rank {rank} is not ready after {timeout:g} s (startup_timeout)")
         if still := [r for r, watchdog in enumerate(self.watchdogs) if watchdog.still >= STALL]:
             rank, why = still[0], ""
         return self._error(rank, "has failed" if why else f"has made no progress for {timeout:g} s", why)
-
-    def _is_stopped(self, process: Any) -> bool:
-        return is_stopped(process.pid)
 
     def _error(self, rank: int, what: str, why: str = "", kind: type[WorkerError] = WorkerError) -> WorkerError:
         """An error that says what happened to a rank, and in which step. A call that was given up blames no request."""
@@ -428,17 +417,17 @@ def start_method() -> str:
     return method
 
 
-def end(processes: list[Any], resources: list[Any]) -> None:
-    """Kill worker processes and free what was shared with them; empties both lists."""
+def end(processes: list[Any], rings: list[RingBuffer]) -> None:
+    """Kill worker processes and free the rings that were shared with them; empties both lists."""
     started = [process for process in processes if process.pid is not None]
     for process in started:
         process.kill()
     for process in started:
         process.join(KILL_TIMEOUT)
-    for resource in resources:
-        resource.close()
+    for ring in rings:
+        ring.close()
     processes.clear()
-    resources.clear()
+    rings.clear()
 
 
 @contextlib.contextmanager
@@ -506,7 +495,7 @@ def is_stopped(pid: int) -> bool:
     return False
 
 
-def local_backend(config: EngineConfig) -> str:
+def choose_backend(config: EngineConfig) -> str:
     """The executor that the options ask for, where `auto` is `mp` or `uni`; a ValueError on Windows, but for `uni`."""
     backend, size = config.distributed_executor_backend, config.world_size
     if backend == "auto":  # a server has to outlive a worker's death; a script on one device needs no process
@@ -518,7 +507,7 @@ def local_backend(config: EngineConfig) -> str:
 
 
 def new_local_executor(config: EngineConfig, model_config: ModelConfig, peers: Any = None) -> UniExecutor | MpExecutor:
-    """The executor of workers on this machine; see `executors/choose.py` for others. Raises what the executors do."""
-    if local_backend(config) == "mp":
+    """The executor of workers on this machine; raises what `choose_backend` and the executors do."""
+    if choose_backend(config) == "mp":
         return MpExecutor(config, model_config, peers)
     return UniExecutor(config, model_config)

@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from config import load_named
 from layers import Attention, Batch, Cut, Mlp, New, Norm, Owner, Step, Weight, linear
 from model_config import ModelConfig
-from models.altup import AltUp, AltUpLayer, SparseMlp
 from models.delta_net import DeltaNet, states_of
 from models.encoders import Distances, EncoderAttention, InputTables
 from models.expert_layers import ExpertMlp, ExpertsBeside, serve_experts
@@ -84,8 +83,6 @@ class Transformer(Owner):
         self.distances = Distances(config, self.num_heads, self.memory(True)) if self.row.name("distances") else None
         self.layers = [self.new_layer(i) for i in range(config.num_layers)]
         self.layer_inputs = LayerInputs(config, ops, group.size, new_first) if config.layer_input_size else None
-        self.altup = AltUp(config, ops, group, new_first, new_last) if config.streams else None
-        self.width = size * max(1, config.streams)  # of what stages hand on beside inputs of layers
         self.norm: Any = Norm(config, ops, size, new_last) if self.row.name("norm") else None
         self.head: Weight | None = self.embedding if tied and pipeline.last else None
         if config.head == "logits" and not tied:
@@ -146,10 +143,10 @@ class Transformer(Owner):
             cut: takes the place of each attention; see `PiecewiseGraphs`.
 
         Returns:
-            the hidden states [T, hidden] after the last norm. Before the last stage: the residual [T, width], and
+            the hidden states [T, hidden] after the last norm. Before the last stage: the residual [T, hidden], and
             beside it the inputs of later layers, if layers have inputs (Gemma 4).
         """
-        inputs, size = None, self.config.layer_input_size
+        inputs, size = None, self.config.hidden_size
         step = self.new_step(batch, pool, states)
         step.cut = cut
         if incoming is None:
@@ -157,14 +154,10 @@ class Transformer(Owner):
             if part := self.layer_inputs:
                 inputs = part(residual, self.look_up(part.table_ids(batch.input_ids), part.table))
         else:
-            residual = incoming[:, : self.width].contiguous()
-            if size:
-                inputs = incoming[:, self.width :].unflatten(1, (-1, size))
-        if self.altup:
-            x = self.altup(residual, self.layers[self.span.start : self.span.stop], inputs, step)
-            x = self.norm(x) if self.group.pipeline.last else x
-        else:
-            x = self.run(residual, inputs, step)
+            residual = incoming[:, :size].contiguous()
+            if self.config.layer_input_size:
+                inputs = incoming[:, size:].unflatten(1, (-1, self.config.layer_input_size))
+        x = self.run(residual, inputs, step)
         if inputs is None or self.group.pipeline.last:
             return x
         return torch.cat((x, inputs[:, len(self.span) :].flatten(1)), 1)
@@ -210,7 +203,7 @@ class Transformer(Owner):
         """Numbers per token that come from the stage before, and that go to the next one; 0 without such a stage."""
         c, pipeline = self.config, self.group.pipeline
         incoming, outgoing = (
-            self.width + len(self.layers[begin:]) * c.layer_input_size for begin in (self.span.start, self.span.stop)
+            c.hidden_size + len(self.layers[begin:]) * c.layer_input_size for begin in (self.span.start, self.span.stop)
         )
         return 0 if pipeline.first else incoming, 0 if pipeline.last else outgoing
 
@@ -294,7 +287,7 @@ class Transformer(Owner):
         pipeline = self.group.pipeline
         yield self
         last, first = (self.norm, self.score), (self.tables, self.layer_inputs)
-        for owner in (*last * pipeline.last, *first * pipeline.first, self.altup, self.distances):
+        for owner in (*last * pipeline.last, *first * pipeline.first, self.distances):
             yield from owner.owners() if owner else ()
         for i in self.span:
             yield from self.layers[i].owners()
@@ -308,7 +301,7 @@ class Transformer(Owner):
         shares = Shares(self.config.vocab_size, self.group)
         parts = shares.parts({f"{name('embed')}.weight": (self.embedding, "vocab")})
         parts |= self.norm.parts(name("norm"), shares) if self.norm else {}
-        for owner in (self.tables, self.layer_inputs, self.altup, self.distances):
+        for owner in (self.tables, self.layer_inputs, self.distances):
             parts |= owner.parts(shares) if owner else {}
         parts |= shares.parts({
             f"{name('head')}.weight": (head, "vocab"),
@@ -368,23 +361,18 @@ class Layer(Owner):
             for part in NORMS
         )
         self.mlp: Mlp | ExpertMlp
-        self.beside: ExpertsBeside | None = None
         routed = c.expert_layers[i] and c.row.routing
         if routed and not routed.beside:
             self.mlp = ExpertMlp(c, ops, group, new)
-        elif c.sparsity and c.sparsity[i]:
-            self.mlp = SparseMlp(c, ops, group, i, new)
         else:
             self.mlp = part_class(c.row.mlp, Mlp)(c, ops, c.mlp_sizes[i] // group.size, new)
-        if routed and routed.beside:
-            self.beside = ExpertsBeside(c, ops, group, new)
+        self.beside = ExpertsBeside(c, ops, group, new) if routed and routed.beside else None
         self.gate = LayerGate(c, ops, new) if c.layer_input_size else None
-        self.altup = AltUpLayer(c, ops, group, new) if c.streams else None
         self.scale = new(1) if c.row.name("layer_scale") else None  # of the hidden states
 
     def parts(self, shares: Shares) -> Parts:
         result = self.mlp.parts(shares)
-        for owner in (self.attention, self.beside, self.gate, self.altup):
+        for owner in (self.attention, self.beside, self.gate):
             result |= owner.parts(shares) if owner else {}
         for part in NORMS:
             if norm := getattr(self, part):

@@ -133,9 +133,6 @@ class ModelConfig:
     logit_scale: float = 1.0
     layer_input_size: int = 0  # of what each layer gets of a token beside its hidden states
     layer_vocab: int = 0  # tokens of the table of these; all others have what token 0 has
-    streams: int = 0  # of hidden states; see models/altup.py, also for the next two
-    laurel_rank: int = 0
-    sparsity: tuple[float, ...] = ()  # the share of each layer's gates that becomes 0
     experts: Experts | None = None
     expert_layers: tuple[bool, ...] = ()
     latent: Latent | None = None

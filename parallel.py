@@ -14,7 +14,7 @@ import contextlib
 import os
 import re
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -61,7 +61,6 @@ class Group:
         self.experts, self.pipeline = experts, pipeline or Pipeline()
         self.local_size = self.world_size  # how many ranks of all stages are on this machine
         self.link: Any = None  # of the ranks of this stage; None: there is one stage
-        self.peer_sum: Callable[[torch.Tensor], bool] | None = None  # sums what it can, see `device/peer_sum.py`
         self.exchanged: list[tuple[torch.Size, torch.dtype]] = []  # in this step so far: a row's shape
 
     @property
@@ -81,9 +80,8 @@ class Group:
         Args:
             rank: this process's among the ranks of all stages, those of the first stage first.
             size: ranks of each stage.
-            rendezvous: where they meet: `file:///...` is a new file in a folder that all of them see, `env://` is what
-                the environment says (see `executors/torchrun.py`), and `tcp://HOST:PORT` is where rank 0 shall listen.
-                In the last two cases the environment also says which of the ranks on this machine this is.
+            rendezvous: where they meet: `file:///...` is a new file on this machine; with `env://` the environment says
+                where, and which of the ranks on its machine this is (see `executors/torchrun.py`).
             timeout: seconds that they may take to come, and each exchange until `set_timeout`.
 
         Raises:
@@ -94,7 +92,7 @@ class Group:
         if (world := group.world_size) > 1:
             assert rendezvous, "several ranks need a place to meet"
             index = rank
-            if not rendezvous.startswith("file:"):
+            if rendezvous == "env://":
                 index = int(os.environ.get("LOCAL_RANK", rank))
                 group.local_size = int(os.environ.get("LOCAL_WORLD_SIZE", world))
             if device == "cuda":
@@ -145,9 +143,8 @@ class Group:
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' `x`, in place of `x`, which is returned."""
         if self.size > 1 and not x.is_meta:
-            if not (self.peer_sum and self.peer_sum(x)):
-                with self.exchange():
-                    dist.all_reduce(x, group=self.link)
+            with self.exchange():
+                dist.all_reduce(x, group=self.link)
             self.exchanged.append((x.shape[1:], x.dtype))
         return x
 

@@ -372,9 +372,8 @@ Message = EngineCoreRequest | Abort | Call | Outputs | Reply | Health | StepPlan
 class Rendezvous:
     """Coordinator to engines that share experts: all of them wait, so start workers that connect at `place`.
 
-    Without a place, another engine has left, or waits, or there are to be fewer: break off, and wait for the next one.
+    Without a place, another engine has left, or waits: break off, and wait for the next one.
     """
 
     place: str = ""  # see `ExpertGroup.connect`
     name: str = ""  # of the meeting; no other has it
-    engines: int = 0  # how many meet

@@ -42,7 +42,6 @@ from api.gunicorn_loop import Gunicorn
 from api.options import ServerConfig, with_all_keys
 from api.paths import paths_of
 from api.routes import Api
-from api.telemetry import Spans, check_telemetry
 from commands import batch, others, terminal
 from commands.flags import exit_on_mistake, split_command
 from commands.models import OneModel, SeveralModels
@@ -54,7 +53,7 @@ from processes.headless import follow_server
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
 STATUS_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}}
 # Endpoints that programs poll, and the page's own files: requests for them are logged at level DEBUG.
-QUIET = ("health", "metrics", "live", "page", "scaling")
+QUIET = ("health", "metrics", "live", "page")
 
 
 def answer_face(api: Api, face: Face) -> Response:
@@ -76,8 +75,8 @@ def add_routes(app: Flask, api: Api) -> None:
         app.add_url_rule(row.rule, row.name, views.setdefault(row.name, partial(row.view, api)), methods=[row.method])
 
 
-def create_app(api: Api, spans: Spans | None = None, address: str | None = None) -> Flask:
-    """Make the Flask app for a server at `address` (default: its host). `spans` sends a span of each request."""
+def create_app(api: Api, address: str | None = None) -> Flask:
+    """Make the Flask app for a server at `address` (default: its host)."""
     app = Flask("manta", static_folder=None)
     config = api.config
     app.url_map.merge_slashes = False  # a redirect to the right spelling would be an HTML page
@@ -85,8 +84,8 @@ def create_app(api: Api, spans: Spans | None = None, address: str | None = None)
     add_routes(app, api)
     guard(app, api, address or config.host)
     answer_errors(app, config)
-    log_requests(app, api, spans)
-    app.extensions |= {"spans": spans, "client": api.client}
+    log_requests(app, api)
+    app.extensions["client"] = api.client
     if config.root_path:
         # It answers without the path as well, because a proxy may cut it off or not.
         app.wsgi_app = DispatcherMiddleware(app.wsgi_app, {config.root_path: app.wsgi_app})  # type: ignore[method-assign]
@@ -146,7 +145,7 @@ def answer_errors(app: Flask, config: ServerConfig) -> None:
         return response
 
 
-def log_requests(app: Flask, api: Api, spans: Spans | None) -> None:
+def log_requests(app: Flask, api: Api) -> None:
     """Give each reply an X-Request-Id, name what was ignored, count it, and log the request once it has been sent."""
 
     @app.after_request
@@ -154,20 +153,14 @@ def log_requests(app: Flask, api: Api, spans: Spans | None) -> None:
         name = response.headers["X-Request-Id"] = g.request_id
         if http.error_body_of(request.path) is not ApiError.body:  # Anthropic's API, whose SDK looks for the id here
             response.headers["Request-Id"] = name
-        target = f"{request.method} {request.root_path}{request.path}"
-        headers, status = request.headers, response.status_code
+        target, status = f"{request.method} {request.root_path}{request.path}", response.status_code
         api.board.count(f"{status} {request.url_rule or http.NO_ROUTE}")
-        client, begun = g.client, g.begun
-        caller, error = g.get("caller"), g.get("error", "")
+        caller = g.get("caller")
         if caller and caller.ignored:
             response.headers["X-Manta-Ignored"] = ", ".join(caller.ignored)
         level = logging.DEBUG if request.endpoint in QUIET else logging.INFO
 
-        def log() -> None:
-            log_request(name, client, target, status, begun, caller, error, level)
-            if spans and caller and caller.call:
-                spans.add(caller.call, headers, status, begun)
-
+        log = partial(log_request, name, g.client, target, status, g.begun, caller, g.get("error", ""), level)
         response.call_on_close(log)  # not now, because a stream has only begun
         return http.allow_origin(response, api.config)
 
@@ -184,8 +177,6 @@ def serve(argv: list[str]) -> None:
     with exit_on_mistake(parser):
         engine_config, config = read_configs(flags)
         config = with_all_keys(config, os.environ)
-        if config.otlp_traces_endpoint:
-            check_telemetry(os.environ)
         engine_config = with_policy(engine_config, config)
         if engine_config.headless:
             return follow_server(*prepare(engine_config))
@@ -195,13 +186,7 @@ def serve(argv: list[str]) -> None:
         address = listener.getsockname()[0]
         http.check_address(config, address)
     with served.running(parser) as fleet:
-
-        def make_app() -> Flask:
-            endpoint = config.otlp_traces_endpoint
-            spans = Spans(endpoint) if endpoint else None  # here, because gevent must have patched the sockets before
-            return create_app(served.new_api(), spans, address)
-
-        Gunicorn(make_app, listener, fleet, config).run()
+        Gunicorn(lambda: create_app(served.new_api(), address), listener, fleet, served.board, config).run()
 
 
 RUNS: dict[str, Callable[[list[str]], None]] = {

@@ -312,9 +312,7 @@ def known_keys(value: dict[str, Any], known: Collection[str], context: CheckCont
 
 
 def messages(value: Any, context: CheckContext) -> list[dict[str, Any]]:
-    read = chat_messages(
-        value, context.sees
-    )  # a template may know any key of a message, but of a part only the text is left
+    read = chat_messages(value, context.sees)  # templates may know any key of a message, but of a part few are left
     for message, shown in zip(value, read, strict=True):
         for part in message["content"] if isinstance(message.get("content"), list) else ():
             keys = part if isinstance(part, dict) else {}  # a plain string has none

@@ -1,4 +1,4 @@
-"""The routes of operators: engines come and go, sleep, get other weights, and are profiled.
+"""The routes of operators: engines sleep, get other weights, and are profiled.
 
 Each function answers a route. It asks all engines, one after the other; `core.EngineCore` says what they do. What is
 wrong with a call is an `ApiError` with the value and what is allowed.
@@ -25,7 +25,6 @@ from api.http import allowed_origin, body_of, reply
 from api.models import ModelsApi
 from api.openapi import Path
 from api.routes import Api
-from processes.child import DRAINING, READY, STARTING
 
 PLAIN = "text/plain; charset=utf-8"
 
@@ -36,22 +35,6 @@ def ask(api: Api, utility: str, *args: Any, patience: float = 0) -> list[Any]:
         return [*api.client.utility_on_all(utility, *args, timeout=api.config.request_timeout + patience).values()]
     except ValueError as error:
         raise ApiError(400, without_folders(str(error))) from None
-
-
-def scaling(api: Api) -> dict[str, int]:
-    """How many engines there are to be, and how many are ready, start or drain."""
-    states = list(api.board.engines)
-    names = {"ready": READY, "starting": STARTING, "draining": DRAINING}
-    return {"data_parallel_size": api.board.wanted} | {name: states.count(state) for name, state in names.items()}
-
-
-def scale(api: Api, data_parallel_size: int) -> dict[str, int]:
-    """Ask for so many engines; they come and go while others serve."""
-    try:
-        api.client.scale_elastic_ep(data_parallel_size)
-    except ValueError as error:
-        raise ApiError(400, str(error), "data_parallel_size") from None
-    return scaling(api)
 
 
 def is_sleeping(api: Api) -> dict[str, Any]:

@@ -99,7 +99,6 @@ class EngineCall(Generic[Asks]):
             ClientGone: the connection to the caller is closed.
             EngineDeadError: the engine process is gone.
         """
-        sent: EngineCoreRequest | None
         live, stream, deadline = {}, Stream(), time.monotonic() + timeout
         watcher = gevent.spawn(watch, self.sock, stream) if self.sock else None
         salt, priority = self.fields.get("cache_salt", ""), self.fields["priority"]
@@ -112,7 +111,7 @@ class EngineCall(Generic[Asks]):
                 )
                 client.add_request(sent, stream)
                 live[name] = i
-            self.pictures, sent = [], None  # they are large, and the engine has them
+            del self.pictures, sent  # they are large, and the engine has them
             while live:
                 try:
                     output = client.get_output(stream, max(0, deadline - time.monotonic()))

@@ -37,6 +37,7 @@ from api.http import MOST_FIELD, MOST_FIELDS, MOST_HEAD, NO_ROUTE, api_error, er
 from api.options import ServerConfig
 from executor import end_with_parent, name_process
 from observe.logs import Repeated, console, counted, logger
+from processes.child import Board
 from processes.client import EngineDeadError
 from processes.fleet import Fleet
 from processes.models import ModelSet
@@ -70,10 +71,10 @@ class DrainingArbiter(Arbiter):
 
     def handle_term(self) -> None:
         now = time.monotonic()
-        if not self.app.fleet.board.draining:
-            self.app.fleet.board.draining = True
+        if not self.app.board.draining:
+            self.app.board.draining = True
             self.deadline, self.first_signal = now + self.app.config.drain_timeout, now
-            left = self.app.fleet.board.in_flight
+            left = self.app.board.in_flight
             waits = f"after {counted(left, 'answer')} in flight, or at another Ctrl-C"
             console.info(f"  goodbye   {waits if left else ''}".rstrip())
         elif now > self.first_signal + SAME_SIGNAL:
@@ -82,7 +83,7 @@ class DrainingArbiter(Arbiter):
     handle_int = handle_term
 
     def _cut(self) -> None:
-        cut = counted(self.app.fleet.board.in_flight, "answer")
+        cut = counted(self.app.board.in_flight, "answer")
         logger.warning(f"{cut} cut off, {time.monotonic() - self.first_signal:.1f} s after the server began to drain")
         raise StopIteration  # the API processes then get SIGTERM; see `HttpWorker.handle_exit`
 
@@ -97,7 +98,7 @@ class DrainingArbiter(Arbiter):
         super().kill_worker(pid, sig)
 
     def manage_workers(self) -> None:
-        if self.app.fleet.board.draining and not self.app.fleet.board.in_flight:
+        if self.app.board.draining and not self.app.board.in_flight:
             raise StopIteration
         if time.monotonic() > self.deadline:
             self._cut()
@@ -171,7 +172,7 @@ class HttpWorker(ggevent.GeventWorker):
         name_process(f"api {self.age - 1}")
         end_with_parent(signal.SIGKILL)  # gunicorn looks for its parent as well, but not where it is stopped
         self.app.fleet.disown()
-        self.app.fleet.board.claim(self.age)
+        self.app.board.claim(self.age)
         wsgi.Response, RequestParser.mesg_class = NamelessResponse, BoundedRequest
         self.idle: dict[gevent.Greenlet, None] = {}  # connections that wait for a request, the longest first
         ggevent.StreamServer = functools.partial(Listener, self.idle)
@@ -204,16 +205,14 @@ class HttpWorker(ggevent.GeventWorker):
         with contextlib.suppress(OSError), gevent.Timeout(self.cfg.keepalive, False):
             client.sendall(head.encode() + b"\r\n\r\n" + content)
             util.close_graceful(client)  # unread input would reset the connection before the client gets its reply
-        tag = self.app.fleet.board.tag("address", addr[0] if addr else "")
-        self.app.fleet.board.count(f"{answer.status} {NO_ROUTE}")
+        tag = self.app.board.tag("address", addr[0] if addr else "")
+        self.app.board.count(f"{answer.status} {NO_ROUTE}")
         log_request(name, tag, "", answer.status, begun, None, str(answer), logging.INFO)
 
     def handle_exit(self, sig: int, frame: Any) -> None:
-        """On SIGTERM, send the spans that are left while the connections are closed, and end what still runs."""
+        """On SIGTERM, end what still runs while the connections are closed."""
         super().handle_exit(sig, frame)
-        if spans := self.wsgi.extensions["spans"]:
-            gevent.spawn(spans.provider.force_flush)
-        if self.app.fleet.board.draining:
+        if self.app.board.draining:
             gevent.spawn(self.wsgi.extensions["client"].fail, EngineDeadError("the server is shutting down"))
 
 
@@ -221,10 +220,11 @@ class Gunicorn(BaseApplication):
     """Gunicorn on a bound socket with gevent workers, configured here alone. Each API process calls `make_app`."""
 
     def __init__(
-        self, make_app: Callable[[], Flask], listener: socket.socket, fleet: Fleet | ModelSet, config: ServerConfig
-    ):
+        self, make_app: Callable[[], Flask], listener: socket.socket, fleet: Fleet | ModelSet, board: Board,
+        config: ServerConfig,
+    ):  # fmt: skip
         self.load, self.address = make_app, f"fd://{listener.detach()}"
-        self.fleet, self.config = fleet, config
+        self.fleet, self.board, self.config = fleet, board, config
         super().__init__()
 
     def load_config(self) -> None:
@@ -235,7 +235,7 @@ class Gunicorn(BaseApplication):
             worker.stack = nameless_file("manta-stack")  # gets what runs when gunicorn aborts it, or when it crashes
 
         def child_exit(arbiter: Arbiter, worker: Any) -> None:
-            self.fleet.board.clear(worker.age)
+            self.board.clear(worker.age)
             with open(worker.stack, errors="replace") as stack:
                 stack.seek(0)
                 for line in filter(re.compile("Fatal|  File").match, stack):

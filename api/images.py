@@ -43,10 +43,8 @@ class Images:
             return []
         if not self.facts.get("vision"):
             raise image_error(parts[0]["place"], BLIND)
-        if len(parts) > self.most:
-            raise ApiError(
-                400, f"messages has {len(parts)} images; at most {self.most} (limit_mm_per_prompt)", "messages"
-            )
+        if (count := len(parts)) > self.most:
+            raise ApiError(400, f"messages has {count} images; at most {self.most} (limit_mm_per_prompt)", "messages")
         if (keep := fields["truncate_prompt_tokens"]) is not None:
             message = f"truncate_prompt_tokens is {keep}; with images, which cannot be cut, it must be left out"
             raise ApiError(400, message, "truncate_prompt_tokens")

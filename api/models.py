@@ -35,9 +35,10 @@ from api.replies import sse, typed_event
 from api.routes import Api, check_task, no_model
 from api.viewers import Viewers
 from observe.prometheus import exposition
-from processes.child import ABSENT, ASLEEP, DRAINING, READY, STARTING, Board, ClientShares
+from processes.child import Board, ClientShares
 from processes.client import EngineDeadError, MPClient, Stream
 from processes.models import ModelEntry, ModelRow, ModelSet
+from processes.residency import ABSENT, ASLEEP, DRAINING, READY, STARTING
 from processes.suspects import Suspects
 from tokenizer import Tokenizer
 

@@ -20,7 +20,6 @@ FORMS = (  # of options that are texts
     ("limit_mm_per_prompt", r'image=\d{1,4}|\{\s*"image"\s*:\s*\d{1,4}\s*(,\s*"(video|audio)"\s*:\s*0\s*)*\}',
      'be like {"image": 4} or image=4'),
     ("allowed_media_domains", r"[a-z0-9._-]+", "be a name in small letters, without a port"),
-    ("otlp_traces_endpoint", r"https?://[^/\s](?s:.*)", "be like http://localhost:4318/v1/traces"),
     ("metrics_prefix", r"(?a)([a-zA-Z_:][\w:]*)?", "have only letters, digits, _ and :, and not begin with a digit"),
 )  # fmt: skip
 
@@ -32,7 +31,6 @@ class ServerConfig:
     GROUPS: ClassVar[dict[str, str]] = {  # titles in the help, and the first option of each
         "server": "host", "several models": "models", "adapters": "lora_modules",
         "tools and reasoning": "tool_call_parser", "limits of a request": "allow_unknown_fields",
-        "diagnostics": "otlp_traces_endpoint",
     }  # fmt: skip
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "port to listen on", 0, 65535)
@@ -117,10 +115,6 @@ class ServerConfig:
     request_timeout: float = option(3600.0, "seconds that one request may take in all", 1)
     body_timeout: float = option(60.0, "seconds for a request's body to arrive", 1)
     write_timeout: float = option(60.0, "seconds that a client may take to read one event", 1)
-    otlp_traces_endpoint: str | None = option(
-        None, "URL, like http://localhost:4318/v1/traces, to which a span of each request is sent (OpenTelemetry)"
-    )
-
     models_of_key: tuple[str, ...] = option((), "")  # KEY MODEL MODEL ...: keys of the file that are for some models
 
     @property

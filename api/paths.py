@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from flask import Response, g, request
 
-from api.checks import Field
-from api.control import CONTROL_PATHS, MODEL_PATHS, guarded, one_of, scale, scaling, server_info
+from api.control import CONTROL_PATHS, MODEL_PATHS, guarded, one_of, server_info
 from api.http import PAGE, page, reply, stream
 from api.openapi import Path, openapi
 from api.response_store import PAGE_OF_ITEMS
@@ -46,12 +45,6 @@ PATHS = (
     Path("POST", "/v1/responses/<id>/cancel", "cancel_response", "End a response that runs in the background.",
          lambda api, id: reply(api.store.cancel(g.client, id))),
 )  # fmt: skip
-SCALE_PATHS = (  # of a server with one model
-    Path("GET", "/scale", "scaling", "How many engines there are, come and go.", lambda api: reply(scaling(api))),
-    guarded("POST", scale, "Have so many engines.", "", (Field("data_parallel_size", int),), ("data_parallel_size",)),
-)
-
-
 INFO_PATHS = (
     Path("GET", "/tokenizer_info", "tokenizer_info", "The model's tokenizer_config.json and its chat template.",
          lambda api: reply(tokenizer_info(one_of(api)))),
@@ -62,4 +55,4 @@ def paths_of(api: Api) -> tuple[Path, ...]:
     """The paths that this server has."""
     info = INFO_PATHS if api.config.enable_tokenizer_info_endpoint else ()
     control = CONTROL_PATHS + (MODEL_PATHS if api.several else ()) if api.config.enable_control_routes else ()
-    return PATHS + (() if api.several else SCALE_PATHS) + info + control
+    return PATHS + info + control

@@ -10,12 +10,9 @@ Each line below goes after `python bench/bench.py`:
     scale --trace AzureLLMInferenceTrace_conv.csv  2 to 1,000 simulated engines: routing, balance, latencies, hits
     plans                                        bytes of a step's plan and of its news, by how many sequences decode
     loads                                        messages and bytes through the coordinator, by number of engines
-    elastic --trace AzureLLMInferenceTrace_conv.csv  a server that gets more engines and gives them up
     ring                                         the shared-memory ring: round trips, and a million messages
-    ray                                          plans to Ray actors: by a compiled graph, or a connection
     executor                                     a worker process, and the KV sanitizer, against neither
     survival                                     streams while workers are killed, again and again
-    ray-survival                                 streams while Ray actors and nodes are killed
     overload                                     four times the work that the KV pool holds, all at once
     kernels                                      each kernel, checked, against its floor and a library
     throughput --model FOLDER                    nano-vllm's 256 requests of random lengths, peers beside it
@@ -111,7 +108,6 @@ ENGINE = (  # options of Manta's
 )  # fmt: skip
 
 
-SURVIVAL = (MODEL, flag("kills", 10, "of each kind"), flag("new-tokens", 500), SERVER_OPTIONS)
 EMBEDDED = (
     flag("shape", "small", choices=SHAPES), flag("lengths", [10, 40], "tokens of the shortest text and of the longest"),
     *peers("sentence-transformers", "onnxruntime"), flag("dtype", "float32", choices=("float32", "bfloat16")),
@@ -155,18 +151,15 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
     ),
     "plans": ("bench_scale:plan_figures", AZURE),
     "loads": ("bench_scale:loads_figures", ENGINES),
-    "elastic": (
-        "bench_elastic:elastic_figures", MODEL, AZURE, flag("rate", 60.0, "requests a second"), flag("requests", 3600),
-        SCALE, flag("size", 3, "engines that there are in between"), SERVER_OPTIONS,
-    ),
     "ring": ("bench_process:ring_figures", flag("messages", 1_000_000)),
-    "ray": ("bench_ray:ray_figures",),
     "executor": (
         "bench_process:executor_figures", flag("batches", [1, 8, 32]), MODEL, flag("new-tokens", 64),
         flag("repeats", 7),
     ),
-    "survival": ("bench_process:survival_figures", flag("streams", 200), *SURVIVAL),
-    "ray-survival": ("bench_ray:ray_survival_figures", flag("streams", 100), *SURVIVAL),
+    "survival": (
+        "bench_process:survival_figures", MODEL, flag("streams", 200), flag("kills", 10, "of each signal"),
+        flag("new-tokens", 500), SERVER_OPTIONS,
+    ),
     "overload": ("bench_engine:overload_figures", MODEL, flag("repeats", 3)),
     "kernels": (
         "bench_kernels:print_kernel_figures", flag("ops", [], "such as sample; default: all of them", nargs="*"),

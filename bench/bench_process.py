@@ -6,13 +6,13 @@ import contextlib
 import functools
 import json
 import multiprocessing
+import operator
 import os
 import random
 import signal
 import statistics
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
 from pathlib import Path
@@ -129,69 +129,47 @@ def survival_figures(model: str, streams: int, kills: int, new_tokens: int, opti
     """Compare streams whose workers are killed (or stopped) at random moments with the same streams left in peace."""
     figures = []
     for name in ("SIGKILL", "SIGSTOP"):
-        with bench_serve.serving(model, ["--step-timeout", "2", "--dtype", "float32", *options]) as server:
+        words = ["--step-timeout", "2", "--dtype", "float32", *options]
+        with bench_serve.serving(model, words) as server, ThreadPoolExecutor(1) as readers:
             wanted = read_streams(server.port, streams, new_tokens)
-            got = [Stream() for _ in range(streams)]
-            reading = threading.Thread(target=read_streams, args=(server.port, streams, new_tokens, got))
-            reading.start()
+            reading = readers.submit(read_streams, server.port, streams, new_tokens)
             rng, done, begun = random.Random(0), 0, time.monotonic()
-            while done < kills and reading.is_alive():
+            while done < kills and not reading.done():
                 time.sleep(rng.uniform(0.5, 2.0))
                 restarts = count_restarts(server.port)
                 os.kill(rng.choice([*_workers(server.pid)]), getattr(signal, name))
                 done += 1
                 while count_restarts(server.port) == restarts:
                     time.sleep(0.05)
-            reading.join()
+            got = reading.result()
             seconds, lines = time.monotonic() - begun, server.log.read_text().splitlines()
         took = [float(line.rpartition(" after ")[2].split()[0]) for line in lines if "new workers after" in line]
         figures.append({
             "signal": name, "streams": streams, "times": done,
-            "texts as without": f"{count_equal(got, wanted)}/{streams}",
+            "texts as without": f"{sum(map(operator.eq, got, wanted))}/{streams}",
             "recovery median s": round(statistics.median(took), 2), "most s": max(took), "in all s": round(seconds, 1),
         })  # fmt: skip
     return figures
 
 
-def count_equal(streams: Sequence[Stream], wanted: Sequence[Stream]) -> int:
-    """How many have the text of those that are wanted."""
-    return sum(stream.text == other.text for stream, other in zip(streams, wanted, strict=True))
+def read_stream(port: int, prompt: str, new_tokens: int) -> str:
+    """The text of a stream, as far as it comes."""
+    fields = {"temperature": 0, "max_tokens": new_tokens, "ignore_eos": True, "stream": True}
+    body, text = json.dumps({"prompt": prompt} | fields).encode(), ""
+    connection = HTTPConnection("127.0.0.1", port)
+    connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+    with contextlib.suppress(OSError):
+        for line in connection.getresponse():
+            if line.startswith(b"data: {") and (choices := json.loads(line[6:]).get("choices")):
+                text += choices[0]["text"]
+    connection.close()
+    return text
 
 
-class Stream:
-    """A stream: its text, when its tokens came, and how it ended: whole, lost, or with an error."""
-
-    def __init__(self) -> None:
-        self.text, self.end = "", "lost"
-        self.times: list[float] = []
-
-    def read(self, port: int, prompt: str, new_tokens: int) -> None:
-        """Ask for it, and read it to its end."""
-        fields = {"temperature": 0, "max_tokens": new_tokens, "ignore_eos": True, "stream": True}
-        body = json.dumps({"prompt": prompt} | fields).encode()
-        connection = HTTPConnection("127.0.0.1", port)
-        connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
-        with contextlib.suppress(OSError):
-            for line in connection.getresponse():
-                if line.startswith(b"data: [DONE]"):
-                    self.end = "whole" if self.end == "lost" else self.end
-                elif line.startswith(b"data: {"):
-                    event = json.loads(line[6:])
-                    if "choices" not in event:
-                        self.end = f"error: {event['error']['message']}"
-                        continue
-                    self.text += event["choices"][0]["text"]
-                    self.times.append(time.monotonic())
-        connection.close()
-
-
-def read_streams(port: int, count: int, new_tokens: int, streams: Sequence[Stream] = ()) -> Sequence[Stream]:
-    """What `count` concurrent streams are; those of `streams` may be watched meanwhile."""
-    streams = streams or [Stream() for _ in range(count)]
+def read_streams(port: int, count: int, new_tokens: int) -> list[str]:
+    """The texts of `count` concurrent streams."""
     with ThreadPoolExecutor(count) as threads:
-        for i, stream in enumerate(streams):
-            threads.submit(stream.read, port, f"Enter the {i}th SERVANT.\n\n", new_tokens)
-    return streams
+        return [*threads.map(lambda i: read_stream(port, f"Enter the {i}th SERVANT.\n\n", new_tokens), range(count))]
 
 
 def count_restarts(port: int) -> float:

@@ -453,7 +453,7 @@ def loads_figures(engines: Sequence[int], messages: int = 200_000) -> Figures:
     """
     codec, figures = Codec(), []
     for size in engines:
-        process = CoordinatorProcess(size, size, 60.0)
+        process = CoordinatorProcess(size, 60.0)
         try:
             process.wait()
             socks = [connect(process.address) for _ in range(size)]

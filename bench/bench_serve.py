@@ -11,7 +11,6 @@ import contextlib
 import csv
 import json
 import math
-import os
 import random
 import re
 import resource
@@ -21,14 +20,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
 from http.client import HTTPConnection, HTTPException
 from itertools import pairwise
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from config import VERSION
@@ -40,7 +38,6 @@ Figures = list[dict[str, Any]]
 Peers = Sequence[tuple[str, str]]  # other servers: the name and the Python of each
 
 ROOT = Path(__file__).parent.parent  # has server.py
-NOTHING: Mapping[str, str] = MappingProxyType({})
 POLL = 0.01  # seconds between looks at a server that starts
 PROMPTS, OUTPUTS = (1020, 0.99), (129, 0.86)  # median and log-sigma of lengths in Azure's trace of 2023
 STREAM = {"stream": True, "stream_options": {"include_usage": True}}  # an event may hold several tokens
@@ -56,7 +53,7 @@ class Server(NamedTuple):
 
 
 @contextlib.contextmanager
-def serving(model: str, options: Sequence[str] = (), environ: Mapping[str, str] = NOTHING) -> Iterator[Server]:
+def serving(model: str, options: Sequence[str] = ()) -> Iterator[Server]:
     """Run `server.py` on `model` in a process of its own. The context begins when it listens, and ends it.
 
     Raises:
@@ -68,7 +65,7 @@ def serving(model: str, options: Sequence[str] = (), environ: Mapping[str, str] 
         address = re.search(r"http://127\.0\.0\.1:(\d+)\n", log)
         return int(address[1]) if address else None
 
-    with running("server.py", command, find_port, ROOT, environ) as server:
+    with running("server.py", command, find_port, ROOT) as server:
         yield server
 
 
@@ -96,13 +93,10 @@ def serving_vllm(model: str, python: str, max_model_len: int, options: Sequence[
 
 
 @contextlib.contextmanager
-def running(
-    name: str, command: list[str], find_port: Callable[[str], int | None], folder: Path,
-    environ: Mapping[str, str] = NOTHING,
-) -> Iterator[Server]:  # fmt: skip
+def running(name: str, command: list[str], find_port: Callable[[str], int | None], folder: Path) -> Iterator[Server]:
     """Run a server in a process of its own. The context begins when `find_port`, given the log, finds the port."""
     with tempfile.NamedTemporaryFile() as log:
-        server = subprocess.Popen(command, cwd=folder, stderr=log, env={**os.environ, **environ})
+        server = subprocess.Popen(command, cwd=folder, stderr=log)
         path = Path(log.name)
         try:
             while (port := find_port(path.read_text())) is None:

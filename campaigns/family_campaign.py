@@ -246,25 +246,7 @@ def draw(rng: random.Random, config: str, has: dict[str, Any]) -> dict[str, Any]
         shape |= {"rope_theta": rng.choice((100.0, 10000.0)), "rms_norm_eps": rng.choice((None, 1e-5, 1e-3))}
     if config == "Gemma4TextConfig":
         draw_gemma4(rng, shape)
-    if config == "Gemma3nTextConfig":
-        draw_gemma3n(rng, shape)
     return shape
-
-
-def draw_gemma3n(rng: random.Random, shape: dict[str, Any]) -> None:
-    """What only Gemma 3n has, some of which follows from other fields."""
-    layers = shape["num_hidden_layers"]
-    types = shape["layer_types"] or ["sliding_attention"] * layers
-    shared = [n for n in range(layers) if set(types[: layers - n]) == set(types)]
-    shape |= {
-        "num_kv_shared_layers": rng.choice(shared), "hidden_size_per_layer_input": rng.choice((4, 8)),
-        "vocab_size_per_layer_input": shape["vocab_size"] + rng.choice((-9, 0, 9)),
-        "altup_num_inputs": rng.choice((2, 3, 4)), "laurel_rank": rng.choice((3, 8)),
-        "activation_sparsity_pattern": rng.choice((None, [rng.choice((0.0, 0.3, 0.5, 0.95)) for _ in types])),
-        "final_logit_softcapping": shape["final_logit_softcapping"] or 30.0,
-    }  # fmt: skip
-    if rng.random() < 0.5:
-        shape["intermediate_size"] = [rng.choice((24, 41, 72)) for _ in types]
 
 
 def draw_gemma4(rng: random.Random, shape: dict[str, Any]) -> None:
@@ -304,7 +286,7 @@ def architecture_of(config: str) -> str:
 
 def draw_rope(rng: random.Random, config: str, shape: dict[str, Any], dim: int) -> dict[str, Any]:
     """Parameters of RoPE, for each kind of layers where the class wants that."""
-    if config in ("Gemma3TextConfig", "Gemma3nTextConfig") or (config == "Olmo3Config" and rng.random() < 0.8):
+    if config == "Gemma3TextConfig" or (config == "Olmo3Config" and rng.random() < 0.8):
         kinds = ("full_attention", "sliding_attention")
         ropes = {kind: draw_rope(rng, "", shape, dim) for kind in kinds}
         for rope in ropes.values():  # transformers reads it where there is but one kind of layers
@@ -486,7 +468,6 @@ KNOWN = {  # what people know a family by, where its name does not say it
     "Llama4ForCausalLM": "Llama 4 Scout, Maverick (text)", "MistralForCausalLM": "Mistral 7B, Nemo, Small",
     "Ministral3ForCausalLM": "Ministral 3", "CohereForCausalLM": "Command R",
     "Cohere2ForCausalLM": "Command R7B, Command A", "Gemma4ForCausalLM": "Gemma 4 (text)",
-    "Gemma3nForCausalLM": "Gemma 3n (text)",
     "PhiForCausalLM": "Phi-1, 2", "Phi3ForCausalLM": "Phi-3, 3.5, 4", "Qwen2ForCausalLM": "Qwen 2, 2.5, QwQ, MiMo",
     "Gemma3ForCausalLM": "Gemma 3 (text)", "MiniMaxM2ForCausalLM": "MiniMax M2", "Olmo2ForCausalLM": "OLMo 2",
     "OlmoForCausalLM": "OLMo 1",

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
-from statistics import NormalDist
 from typing import Any
 
 from checkpoints.gguf_file import Header, TensorPlace, numbers_of
@@ -30,8 +29,7 @@ FIELDS = {  # values of most architectures, and the names that most families hav
     "expert_shared_count": "n_shared_experts", "leading_dense_block_count": "first_k_dense_replace",
     "expert_group_count": "n_group", "expert_group_used_count": "topk_group", "attention.q_lora_rank": "q_lora_rank",
     "attention.kv_lora_rank": "kv_lora_rank", "embedding_length_per_layer_input": "hidden_size_per_layer_input",
-    "altup.active_idx": "altup_active_idx", "attention.shared_kv_layers": "num_kv_shared_layers",
-    "altup.num_inputs": "altup_num_inputs", "embedding_scale": "embedding_multiplier",
+    "attention.shared_kv_layers": "num_kv_shared_layers", "embedding_scale": "embedding_multiplier",
     "residual_scale": "residual_multiplier", "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping", "logit_scale": "logit_scale",
     "use_parallel_residual": "use_parallel_residual", "full_attention_interval": "full_attention_interval",
@@ -48,7 +46,7 @@ READ = re.compile(  # what is read below
     r"(rope\.dimension_count|attention\.(key|value)_length)(_swa|_mla)?|vocab_size|expert_(used_)?count|"
     r"expert_feed_forward_length|expert_weights_scale|expert_gating_func|attention\.sliding_window_pattern|"
     r"attention\.(scale|recurrent_layers|causal)|attention\.temperature_(scale|length)|ssm\.inner_size|pooling_type|"
-    r"classifier\.output_labels|activation_sparsity_scale|nextn_predict_layers|tensor_data_layout|"
+    r"classifier\.output_labels|nextn_predict_layers|tensor_data_layout|"
     r"rope\.dimension_sections"  # a text has the same position in all its parts
 )
 HARMLESS = re.compile(  # what changes no number of a text's model; first what it has no layers for
@@ -77,7 +75,7 @@ def config_of(headers: Sequence[Header], ends: Sequence[int]) -> Fields:
         saved_names(first, header, kinds)
     ours = plain_fields(first, architecture, row)
     differing = [field for field, value in ours.items() if isinstance(value, list) and "." not in field]
-    if differing and not (row.blocks or row.full_heads or (row.streams and differing == ["intermediate_size"])):
+    if differing and not (row.blocks or row.full_heads):
         lists = ", ".join(f"{field} is {ours[field]!r:.80}" for field in differing)
         raise ValueError(f"{first.path}: {lists}; {architecture.family} has the same for all layers")
     ours |= {
@@ -195,10 +193,6 @@ def layer_fields(first: Header, row: Family, ours: Fields, tensors: dict[str, Te
         result["use_qk_norm"] = first.get("expert_count") != 128  # as llama.cpp knows Llama 4 Maverick
     if row.layer_inputs and "per_layer_token_embd.weight" in tensors:
         result["vocab_size_per_layer_input"] = tensors["per_layer_token_embd.weight"].shape[0]
-    if row.streams:
-        result["laurel_rank"] = tensors["blk.0.laurel_l.weight"].shape[0]
-        scales = listed(first, "activation_sparsity_scale", layers)
-        result["activation_sparsity_pattern"] = [NormalDist().cdf(scale) for scale in scales]
     kv_heads, sizes = (listed(first, name, layers) for name in ("attention.head_count_kv", "feed_forward_length"))
     if row.blocks:
         heads = max(listed(first, "attention.head_count", layers))

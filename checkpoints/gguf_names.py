@@ -32,7 +32,7 @@ class Architecture(NamedTuple):
 GRANITE = {"attention.scale": "attention_multiplier", "logit_scale": "logits_scaling"}
 MINICPM = {"embedding_scale": "scale_emb", "residual_scale": "scale_depth", "logit_scale": "dim_model_base"}
 NAMED = (  # architectures that Hugging Face calls so, too
-    "apertus arcee baichuan bailingmoe bloom cohere2 ernie4_5 exaone exaone-moe gemma gemma2 gemma3 gemma3n gemma4 "
+    "apertus arcee baichuan bailingmoe bloom cohere2 ernie4_5 exaone exaone-moe gemma gemma2 gemma3 gemma4 "
     "glm4 glm4moe gpt-oss gpt2 gptneox internlm2 jais2 minicpm3 minimax-m2 mpt nemotron olmo olmoe orion phi3 phimoe "
     "qwen qwen2 qwen2moe qwen3 qwen35 qwen35moe seed_oss smollm3 stablelm starcoder2"
 )
@@ -92,11 +92,7 @@ TENSORS = {
     "ssm_beta": "{rule}.in_proj_b", "ssm_alpha": "{rule}.in_proj_a", "inp_gate": "per_layer_input_gate",
     "proj": "per_layer_projection", "post_norm": "post_per_layer_input_norm",
     "per_layer_token_embd": "embed_tokens_per_layer", "per_layer_model_proj": "per_layer_model_projection",
-    "per_layer_proj_norm": "per_layer_projection_norm", "altup_router": "altup.modality_router",
-    "altup_router_norm": "altup.router_norm", "altup_predict_coef": "altup.prediction_coefs",
-    "altup_correct_coef": "altup.correction_coefs", "altup_correct_scale.weight": "altup.correct_output_scale",
-    "laurel_l": "laurel.linear_left", "laurel_r": "laurel.linear_right", "laurel_post_norm": "laurel.post_laurel_norm",
-    "altup_proj": "altup_projections.{index}", "altup_unembd_proj": "altup_unembed_projections.{index}",
+    "per_layer_proj_norm": "per_layer_projection_norm",
 }  # fmt: skip
 XIELU = ("xielu.alpha_p", "xielu.alpha_n")  # values for each layer that stand for tensors
 FLAGS = {  # tensors that show whether there are biases and norms of q and k

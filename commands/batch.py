@@ -28,11 +28,9 @@ LINES_PER_SEQUENCE = 2  # lines in flight for each sequence that runs, so that t
 HTTP_ONLY = (
     *(name for name in option_groups(ServerConfig)["server"] if name != "served_model_name"),
     *option_groups(ServerConfig)["several models"],
-    "otlp_traces_endpoint", "max_queue", "body_timeout", "write_timeout",
+    "max_queue", "body_timeout", "write_timeout",
 )  # fmt: skip
-SERVER_ONLY = (
-    "headless", "data_parallel_start_rank", "data_parallel_external_lb", "data_parallel_rank", "data_parallel_size_max",
-)  # fmt: skip
+SERVER_ONLY = ("headless", "data_parallel_start_rank", "data_parallel_external_lb", "data_parallel_rank")
 
 
 def new_parser() -> OptionParser:

@@ -29,8 +29,8 @@ SERVED = ("lora_modules", "lora_dir", "tool_call_parser", "reasoning_parser")  #
 RESIDENCE = ("path", "pin", "ttl", "memory")  # keys of a table that are no options
 IN_A_TABLE = ("model", "revision", "served_model_name", "lora_modules", "lora_dir", "trace", "log_scheduler")
 ONE_HOST = {  # the values of options that concern several engines or hosts
-    "data_parallel_size": (1,), "data_parallel_size_max": (None,), "data_parallel_size_local": (None,),
-    "data_parallel_external_lb": (False,), "data_parallel_address": (None,),
+    "data_parallel_size": (1,), "data_parallel_size_local": (None,), "data_parallel_external_lb": (False,),
+    "data_parallel_address": (None,),
     "headless": (False,), "distributed_executor_backend": ("auto", "mp", "uni"),
 }  # fmt: skip
 LATER_PART = re.compile(r"-(?!0*1-)\d+-of-\d+\.gguf$")  # of a GGUF file in several parts
@@ -55,7 +55,7 @@ class OneModel:
     @contextlib.contextmanager
     def running(self, parser: OptionParser, process: str = "server") -> Iterator[Fleet]:
         """Its engines, which run within the `with` block of a process of this name, and have loaded its adapters."""
-        with engines(process, launch(self.engine_config, self.board, self.secret)) as self.fleet:
+        with engines(process, launch(self.engine_config, self.secret)) as self.fleet:
             with exit_on_mistake(parser):
                 self.adapters.check(self.fleet)
             yield self.fleet
@@ -103,6 +103,7 @@ class SeveralModels:
         memory, host = (None if size is None else int(size * 2**30) for size in sizes)
         with exit_on_mistake(parser):
             self.models = ModelSet(self.entries, memory, self.config.model_min_seconds, host)
+        self.board = self.models.board
         with engines("server", stopping(self.models.stop)):
             yield self.models
 

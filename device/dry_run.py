@@ -132,8 +132,6 @@ def count_step(dry: Worker, counts: list[int]) -> tuple[int, int, int]:
     propose = dry.config.num_drafts if len(counts) <= MOST_DRAFTING else 0
     state, plan = dry.state, StepPlan(0, rows=[*enumerate(counts)], propose=propose)
     state.num_blocks = [[state.block_tables.shape[2]] for _ in counts]  # all contexts have their full length
-    if experts := dry.group.experts:
-        experts.engines = experts.most
     with torch.inference_mode(), torch.device("meta"), unlaunched(kernels_of(dry.ops)), LiveBytes() as live:
         dry.marks = live  # it is told of the same phases
         dry.forward(StepRun(plan, shape, incoming_of(dry, shape.tokens)))  # nobody keeps what it made

@@ -212,8 +212,8 @@ def count_snapshots(config: EngineConfig, model: Transformer, room: int | None =
 
 
 def shares_experts(group: Group) -> bool:
-    """Whether several engines may divide the model's experts."""
-    return group.experts is not None and group.experts.most > 1
+    """Whether several engines divide the model's experts."""
+    return group.experts is not None and group.experts.engines > 1
 
 
 def captures_graphs(config: EngineConfig) -> bool:

@@ -18,7 +18,7 @@ from config import EngineConfig, HookError
 from model_config import ModelConfig
 from observe.logs import logger
 from plan import Call, CallError, Reply, StepPlan, StepResult
-from ring import BEAT, Codec
+from ring import BEAT, Codec, RingBuffer
 
 NEVER = 1e9  # seconds
 LOOK = 2e-5  # seconds to look for another plan before asking the device again whether a step is done
@@ -61,13 +61,13 @@ def new_worker(config: EngineConfig, model_config: ModelConfig, rank: int = 0, r
 
 
 def work(
-    config: EngineConfig, model_config: ModelConfig, rank: int, rendezvous: str, plans: Any, results: Any,
-    script: dict[str, str] | None = None,
+    config: EngineConfig, model_config: ModelConfig, rank: int, rendezvous: str, plans: RingBuffer, results: RingBuffer,
+    script: dict[str, str] | None,
 ) -> None:  # fmt: skip
     """Make a worker; take plans and return results until this process ends.
 
     Args:
-        plans, results: a reader's and a writer's end of `RingBuffer`s, or what has the same methods.
+        plans, results: a reader's and a writer's end.
         script: see `answer`.
     """
     from tqdm import tqdm  # here, because a plan does without

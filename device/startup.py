@@ -37,7 +37,6 @@ from device.memory import (
     settle_tokens,
     stage_layers,
 )
-from device.peer_sum import add_peer_sum
 from device.pools import count_blocks, fit_states, new_host_pool, new_host_states
 from device.start import Start
 from device.upkeep import KeptWorker
@@ -118,7 +117,6 @@ def prepare(config: EngineConfig, model_config: ModelConfig, rank: int, rendezvo
         )
     stages = config.pipeline_parallel_size
     group = Group.connect(rank, config.tensor_parallel_size, rendezvous, device, stages, config.startup_timeout)
-    add_peer_sum(group, config.disable_custom_all_reduce)
     group.experts = ExpertGroup.of(config, rank)
     if device == "cuda":
         config = settle_tokens(config, group.min(torch.cuda.mem_get_info()[1]))

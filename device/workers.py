@@ -210,7 +210,7 @@ class Workers:
         """Check a source by its files' headers; returns the version that it would be here, and its `stamp_of`. A
         ValueError names the wrong file or tensor, or says why this engine cannot have other weights."""
         self._check_alone("update_weights")
-        if not self.executor.on_this_machine and not lasting:
+        if self.config.distributed_executor_backend == "external_launcher" and not lasting:
             raise ValueError("tensors are for workers of this machine alone; give a folder that all ranks can read")
         stamp = stamp_of(source) if lasting else ""
         self.call("check_weights", source)

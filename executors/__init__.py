@@ -1,1 +1,1 @@
-"""Executors other than those of one host: Ray's and torchrun's."""
+"""The executor for ranks that torchrun starts, also on several hosts; and which executor is chosen."""

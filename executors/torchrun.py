@@ -33,8 +33,6 @@ class ExternalExecutor(UniExecutor):
         ConnectionError: a rank is gone, or has made no progress for `step_timeout` seconds.
     """
 
-    on_this_machine = False
-
     def __init__(self, config: EngineConfig, model_config: ModelConfig):
         roll_call = call_roll(0, config)
         with roll_call.watch():

@@ -32,11 +32,10 @@ class ExpertGroup:
     Args:
         rank: of this process in its engine, and size: ranks of an engine.
         engine: this process's, from 0, and engines: how many there are.
-        most: how many there can be, each with a share and with memory for the tokens of all; 0: no more than now.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1, engine: int = 0, engines: int = 1, most: int = 0):
-        self.rank, self.size, self.engine, self.engines, self.most = rank, size, engine, engines, most or engines
+    def __init__(self, rank: int = 0, size: int = 1, engine: int = 0, engines: int = 1):
+        self.rank, self.size, self.engine, self.engines = rank, size, engine, engines
         self.live = False
         self.bound = 0  # tokens that each engine's messages have in this step
         self.host: Any = None  # what numbers go by,
@@ -45,11 +44,10 @@ class ExpertGroup:
     @classmethod
     def of(cls, config: EngineConfig, rank: int = 0) -> ExpertGroup | None:
         """The group of a rank of the engine with these options; None without expert parallelism."""
-        c = config
-        if not c.enable_expert_parallel:
+        if not config.enable_expert_parallel:
             return None
-        size, engines = c.tensor_parallel_size, (c.data_parallel_rank, c.data_parallel_size, c.max_engines)
-        return cls(rank % size, size, *engines)
+        size = config.tensor_parallel_size
+        return cls(rank % size, size, config.data_parallel_rank, config.data_parallel_size)
 
     def share(self, count: int) -> tuple[int, int]:
         """The first of `count` experts that this rank holds, and how many. Ranks differ by one at most."""

@@ -78,13 +78,6 @@ GEMMA3 = GEMMA2.but(
         **sized(262208, 2304, 9216, 26, 8, 4, 131072), "attn_logit_softcapping": None, "final_logit_softcapping": None,
         "sliding_window_pattern": None, "rope_theta": 1000000.0, "rope_local_base_freq": 10000.0},
 )  # fmt: skip
-LAYER_INPUTS = BIASED.but(  # Gemma 3n and 4
-    embed_scale="sqrt", names=SANDWICH, layer_inputs="hidden_size_per_layer_input",
-    keys={"hidden_activation": "hidden_act", "hidden_act": "", "attn_logit_softcapping": ""},
-    window="pattern", qk_norm="head", v_norm=True, attention_scale="none", caps=True, kv_shared="num_kv_shared_layers",
-    defaults={"tie_word_embeddings": True, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh", "sliding_window": 512,
-        "vocab_size_per_layer_input": 262144, "hidden_size_per_layer_input": 256},
-)  # fmt: skip
 OLMO2 = BIASED.but(qk_norm="all", names=OUTPUT_NORMS, defaults={"rms_norm_eps": 1e-5})
 BAILING_EXPERTS = Routing(renormalize="norm_topk_prob", shared="n_shared_experts", layers="first_k_dense_replace")
 BAILING = Family(
@@ -298,21 +291,19 @@ FAMILIES = {
     "GemmaForCausalLM": GEMMA,
     "Gemma2ForCausalLM": GEMMA2,
     "Gemma3ForCausalLM": GEMMA3,
-    "Gemma3nForCausalLM": LAYER_INPUTS.but(
-        full_every=5, local_rope="rope_local_base_freq", streams="altup_num_inputs",
-        defaults={**sized(262400, 2048, 16384, 35, 8, 2, 32768), "final_logit_softcapping": 30.0,
-            "num_kv_shared_layers": 15, "altup_num_inputs": 4, "laurel_rank": 64, "rope_theta": 1000000.0,
-            "rope_local_base_freq": 10000.0},
-        keys=dict.fromkeys(("query_pre_attn_scalar", "altup_coef_clip", "altup_lr_multiplier"), ""),
-        fixed={"altup_active_idx": 0, "altup_correct_scale": True}),
-    "Gemma4ForCausalLM": LAYER_INPUTS.but(
-        full_every=6, full_heads=True, tied_values="attention_k_eq_v", wide_mlp="use_double_wide_mlp",
-        defaults={**sized(262144, 2304, 9216, 30, 8, 4, 131072), "rope_parameters": {
+    "Gemma4ForCausalLM": BIASED.but(
+        window="pattern", full_every=6, full_heads=True, tied_values="attention_k_eq_v", wide_mlp="use_double_wide_mlp",
+        kv_shared="num_kv_shared_layers", layer_inputs="hidden_size_per_layer_input", embed_scale="sqrt",
+        qk_norm="head", v_norm=True, attention_scale="none", caps=True,
+        keys={"hidden_activation": "hidden_act", "hidden_act": "", "attn_logit_softcapping": ""},
+        defaults={**sized(262144, 2304, 9216, 30, 8, 4, 131072), "tie_word_embeddings": True, "head_dim": 256,
+            "hidden_act": "gelu_pytorch_tanh", "sliding_window": 512, "vocab_size_per_layer_input": 262144,
+            "hidden_size_per_layer_input": 256, "rope_parameters": {
                 "sliding_attention": {"rope_theta": 10000.0},
                 "full_attention": {
                     "rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0}}},
         fixed={"use_bidirectional_attention": "vision", "rope_scaling": None},  # the first is causal for text
-        names={"layer_scale": "layer_scalar", "router": "router.proj", "router_scale": "router.scale",
+        names=SANDWICH | {"layer_scale": "layer_scalar", "router": "router.proj", "router_scale": "router.scale",
             "expert_scale": "router.per_expert_scale", "dense_out": "post_feedforward_layernorm_1",
             "experts_in": "pre_feedforward_layernorm_2", "experts_out": "post_feedforward_layernorm_2", "experts": None,
             "experts_gate_up": "experts.gate_up_proj", "experts_down": "experts.down_proj"},

@@ -159,7 +159,6 @@ class Family:
     chunked: bool = False  # a window is a chunk, whose first token sees no other (Llama 4)
     local_rope: Literal["", "rope_local_base_freq", "unscaled"] = ""  # layers with a window have a RoPE of their own
     layer_inputs: str = ""  # the size of what each layer gets of a token beside its hidden states (Gemma 4)
-    streams: str = ""  # how many streams of hidden states there are; see models/altup.py
     embed_scale: str = ""  # of embeddings: "sqrt" of their size; "mup_enabled" says whether it is that; or a field
     # Of scores: a field that has it, or the size of a head that counts instead of `head_dim`; or "none".
     attention_scale: Literal["", "attention_multiplier", "query_pre_attn_scalar", "none"] = ""

@@ -17,7 +17,7 @@ from checkpoints.gguf_names import stored_row
 from checkpoints.quantization import read_quantization
 from config import MAX_CONTEXT, read_json
 from model_config import Delta, Experts, Latent, ModelConfig
-from models.config_fields import Fields, label_activation, labels, number, typed, whole
+from models.config_fields import Fields, label_activation, labels, typed, whole
 from models.families import FAMILIES, REWARDS, architecture_of, family_of
 from models.family_row import Family, Routing
 from models.pooling import classifier_fields
@@ -38,7 +38,7 @@ TRUTHS = (  # fields of a row that are true or false once config.json has been r
     "interleaved", "tied_values", "wide_mlp", "alibi", "label_bias",
 )  # fmt: skip
 # Fields of a row that go with causal attention alone.
-CAUSAL = ("latent", "delta", "sinks", "alibi", "chunked", "kv_shared", "streams", "layer_inputs", "half")
+CAUSAL = ("latent", "delta", "sinks", "alibi", "chunked", "kv_shared", "layer_inputs", "half")
 EXPERT_GATES = ("silu", "gelu_tanh")  # see `reference.expert_gate_up`
 BESIDE_TEXT = ("tie_word_embeddings", "torch_dtype", "dtype", "eos_token_id", "quantization_config")
 HALVES = (*FIELDS, "thinker_config")  # the last one has a text_config of its own (Qwen Omni)
@@ -143,11 +143,8 @@ class ConfigReader:
             embed_scale=self.factor(row.embed_scale),
             residual_scale=self.factor(row.residual_scale),
             logit_scale=self.factor(row.logit_scale) / self.factor(row.logit_divisor),
-            layer_input_size=f.whole(row.layer_inputs, 1 if row.streams else 0, 2**16, 0) if row.layer_inputs else 0,
+            layer_input_size=f.whole(row.layer_inputs, 0, 2**16, 0) if row.layer_inputs else 0,
             layer_vocab=f.whole("vocab_size_per_layer_input", 1, 2**24, vocab_size) if row.layer_inputs else 0,
-            streams=f.whole(row.streams, 2, 16) if row.streams else 0,
-            laurel_rank=f.whole("laurel_rank", 1, 2**16) if row.streams else 0,
-            sparsity=sparsity_of(self),
             experts=experts,
             expert_layers=expert_layers,
             latent=latent,
@@ -296,16 +293,11 @@ class ConfigReader:
             raise ValueError("config.json asks for no layer of full_attention; Manta needs at least one")
         return tuple(kinds)
 
-    def listed(self, name: str) -> list[Any]:
-        """A field's list with one entry for each layer; it may be empty."""
-        values = self.fields.value(name, list) or []
-        if values and len(values) != self.layers:
-            raise ValueError(f"config.json: {name} has {len(values)} entries for {self.layers} layers")
-        return values
-
     def listed_types(self, allowed: Sequence[str], text: str) -> list[str]:
         """The kinds of layers that config.json lists, if it does. Errors have `text` for the `allowed` ones."""
-        kinds = self.listed("layer_types")
+        kinds = self.fields.value("layer_types", list) or []
+        if kinds and len(kinds) != self.layers:
+            raise ValueError(f"config.json: layer_types has {len(kinds)} entries for {self.layers} layers")
         if unknown := [kind for kind in kinds if kind not in allowed]:
             raise ValueError(f"layer_types has {unknown[0]!r:.80}; Manta has {text}")
         return kinds
@@ -330,11 +322,9 @@ class ConfigReader:
 
     @cached_property
     def mlp_sizes(self) -> tuple[int, ...]:
-        """The width of each layer's MLP. Layers without keys of their own may have twice the width, or there is a list
-        (Gemma 3n). If all layers have experts, no field need say it."""
+        """The width of each layer's MLP. Layers without keys of their own may have twice the width. If all layers have
+        experts, no field need say it."""
         f, r, row = self.fields, self.row.routing, self.row
-        if row.streams and isinstance(f.get(name := "intermediate_size"), list):
-            return tuple(whole(name, size, 1, 2**20) for size in self.listed(name))
         if row.blocks:
             return tuple(size for _, size in self.blocks)
         alike = r and (r.layers == "all" or row.keys.get("intermediate_size") == r.size)
@@ -562,14 +552,6 @@ def read_blocks(f: Fields, layers: int, heads: int, hidden_size: int) -> tuple[t
     if not any(count for count, _ in shapes):
         raise ValueError("config.json: block_configs has no layer with attention; Manta needs at least one")
     return tuple(shapes)
-
-
-def sparsity_of(reader: ConfigReader) -> tuple[float, ...]:
-    """The share of each layer's gates that becomes 0."""
-    if not reader.row.streams:
-        return ()
-    name, usual = "activation_sparsity_pattern", [0.95 * (i < 10 < reader.layers) for i in range(reader.layers)]
-    return tuple(number(name, share, 0, 0.9999) for share in reader.listed(name) or usual)
 
 
 def cap(f: Fields, row: Family, name: str) -> float:

@@ -154,9 +154,9 @@ def check_division(config: ModelConfig, group: Group) -> None:
     size, e, ranks = group.size, config.experts, group.experts
     if ranks and not e:
         raise ValueError(f"enable_expert_parallel is True; {config.architecture} has no experts, so it must be False")
-    if ranks and e and e.count < ranks.size * ranks.most:
+    if ranks and e and e.count < ranks.size * ranks.engines:
         raise ValueError(
-            f"tensor_parallel_size is {size}, and there may be {ranks.most} engines; with enable_expert_parallel there "
+            f"tensor_parallel_size is {size}, and there are {ranks.engines} engines; with enable_expert_parallel there "
             f"may be no more ranks in all than the model has experts, {e.count}"
         )
     counts = [("num_attention_heads", config.num_heads)]

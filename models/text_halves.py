@@ -68,7 +68,7 @@ WRAPPERS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 # Those whose heads are tied where nothing is said of it beside the text's half, which has a say in the others (LLaVA).
 TIED_HALVES = {
-    "ayavision", "cohere2vision", "deepseekvl", "deepseekvlhybrid", "funasrnano", "gemma3", "gemma3n", "gemma4",
+    "ayavision", "cohere2vision", "deepseekvl", "deepseekvlhybrid", "funasrnano", "gemma3", "gemma4",
     "glmasr", "gotocr2", "granitespeech", "granitespeechplus", "hunyuanvl", "hyperclovaxvisionv2", "internvl", "janus",
     "kimik25", "lightonocr", "minicpmocr", "mistral3", "mosstranscribediarize", "ovis2", "paddleocrvl", "paligemma",
     "qwen3asr",

@@ -18,7 +18,7 @@ def observers_of(config: EngineConfig, sizes: dict[str, Any], scheduler: Schedul
     Raises:
         ValueError: there can be no such file as an option asks for.
     """
-    suffix = f".{config.data_parallel_rank}" if config.max_engines > 1 else ""  # of files that they write
+    suffix = f".{config.data_parallel_rank}" if config.data_parallel_size > 1 else ""  # of files that they write
     recorder = Recorder(scheduler, config.data_parallel_rank)
     observers: list[Observer] = [recorder]
     if config.log_scheduler:

@@ -50,7 +50,7 @@ PAUSE = 1.0  # seconds by which each of them waits longer for the next
 LOOK = 1.0  # seconds between two looks at a child, and between two of its heartbeats
 SEND_TIMEOUT = 30  # seconds that a client may leave its socket full before it counts as gone
 HEARTBEAT = 1.0  # seconds between two heartbeats on a socket
-BUSY, IDLE = b".", b"-"  # a heartbeat
+BEAT = b"."  # a heartbeat
 FAILURE = "failure"  # in place of facts: why the process cannot start
 
 
@@ -78,7 +78,6 @@ class Child:
     Attributes:
         address: of the process and its successors, see `connection.py`.
         patience: seconds without a heartbeat after which it is killed.
-        idle: heartbeats in a row, up to the latest, that say that nobody needs the process.
         calls, called: how many calls it was told to make, and has made.
     """
 
@@ -100,7 +99,7 @@ class Child:
         self.owned = [] if ends else [self.address, self.listener]
         self.facts: dict[str, Any] = {}
         self.failure = ""  # why it has not started
-        self.idle = self.calls = self.called = 0
+        self.calls = self.called = 0
         self.failures, self.not_before = 0, 0.0
         self._launch()
 
@@ -124,9 +123,9 @@ class Child:
         self.unread = b""  # the beginning of a line that has no end yet
         self._write({"fds": fds} | self.options)
 
-    def _write(self, options: dict[str, Any]) -> None:
-        with contextlib.suppress(BrokenPipeError):  # it is dead, and its successor is told
-            self.to_child.write(json.dumps(options).encode() + b"\n")
+    def _write(self, message: Any) -> None:
+        with contextlib.suppress(BrokenPipeError):  # it is dead
+            self.to_child.write(json.dumps(message).encode() + b"\n")
 
     def _has_spoken(self, timeout: float = 0) -> bool:
         """Whether the process has said something, or ended, within so many seconds."""
@@ -145,16 +144,10 @@ class Child:
         self.on_ready()
         return True
 
-    def tell(self, options: dict[str, Any]) -> None:
-        """Change options of the process, and of its successors, if they are not as they should be."""
-        if self.options | options != self.options:
-            self.options |= options
-            self._write(options)
-
     def call(self, method: str) -> None:
         """Have an engine's process call one of its utilities, and end if that fails; `progress` tells when it has."""
         self.calls += 1
-        self._write({"call": [self.calls, method]})
+        self._write([self.calls, method])
 
     def wait(self) -> None:
         """Wait until it is ready; a NotStartedError if it could not start."""
@@ -212,14 +205,13 @@ class Child:
         """Take the heartbeats that have come, and what the process has told."""
         while self._has_spoken() and (data := os.read(self.from_child.fileno(), 4096)):
             self.beats += len(data)
-            self.idle = self.idle + len(data) if set(data) == set(IDLE) else 0
             *lines, rest = (self.unread + data).split(b"\n")
             for line in lines:
-                options = json.loads(line.strip(BUSY + IDLE))
+                options = json.loads(line.strip(BEAT))
                 self.called = options.pop("called", self.called)
                 if options:
                     self.on_told(options)
-            self.unread = rest.lstrip(BUSY + IDLE)
+            self.unread = rest.lstrip(BEAT)
 
     def _kill(self, why: str) -> None:
         logger.warning(f"{self.name} {why}; it is killed (pid {self.process.pid})")
@@ -291,11 +283,10 @@ class ParentPipe:
     """A `Child`'s own end of the pipe to its parent: from now on the process ends when the parent does.
 
     Attributes:
-        options, beside: the parent's (`Child`), with what it has changed since then.
+        options, beside: the parent's (`Child`).
         listener: where its clients come from.
-        on_told: called when the parent has changed some of the options.
+        on_call: called with the number and the method of a call that the parent makes.
         on_close: called when the pipe closes, before the process ends.
-        is_idle: whether nobody needs this process, which each heartbeat tells.
     """
 
     def __init__(self) -> None:
@@ -305,17 +296,15 @@ class ParentPipe:
             os._exit(0)
         self.options = json.loads(line)
         self.listener, *self.beside = [socket.socket(fileno=fd) for fd in self.options.pop("fds")]
-        self.on_told: Callable[[], None] = lambda: None
+        self.on_call: Callable[[int, str], None] = lambda number, method: None
         self.on_close: Callable[[], None] = lambda: None
-        self.is_idle: Callable[[], bool] = lambda: False
         self.out, self.lock = os.dup(1), threading.Lock()
         os.dup2(2, 1)  # the parent reads facts and heartbeats there, and nothing that a library prints
         threading.Thread(target=self._watch, daemon=True).start()
 
     def _watch(self) -> None:
         for line in self.lines:  # they end once the last process that holds the other end is gone
-            self.options |= json.loads(line)
-            self.on_told()
+            self.on_call(*json.loads(line))
         self.on_close()
         self.end(0)
 
@@ -336,7 +325,7 @@ class ParentPipe:
         while True:
             time.sleep(LOOK)
             with contextlib.suppress(OSError), self.lock:
-                os.write(self.out, IDLE if self.is_idle() else BUSY)
+                os.write(self.out, BEAT)
 
     def tell(self, options: dict[str, Any]) -> None:
         """Call the parent's `Child.on_told` with this."""
@@ -439,9 +428,6 @@ class FrameServer:
         client.close()
 
 
-ABSENT, STARTING, READY, DRAINING, ASLEEP = range(5)  # states of an engine; ASLEEP only among several models
-
-
 def kept_secret(folder: str) -> bytes:
     """The 16 secret bytes in a file of such a folder, which is made if it is not there; a ValueError if it is not."""
     path = Path(private_folder(folder)) / "secret"
@@ -465,16 +451,13 @@ class Board(ctypes.Structure):
 
     Attributes:
         draining: whether the server is about to end, and takes no new requests.
-        wanted: how many engines there are to be.
-        engines: the state of each engine, by its rank: ABSENT, STARTING, READY or DRAINING.
         answers, bytes: how many answers are in flight, and bytes of bodies that are being read or parsed.
         names, counts: what each process has counted by `count`, in the order in which it came first.
     """
 
     PLACES, MOST_NAMES, MOST_NAME = 256, 2**10, 64
     _fields_ = (
-        ("draining", ctypes.c_bool), ("wanted", ctypes.c_int64), ("engines", ctypes.c_int64 * PLACES),
-        ("answers", ctypes.c_int64 * PLACES), ("bytes", ctypes.c_int64 * PLACES),
+        ("draining", ctypes.c_bool), ("answers", ctypes.c_int64 * PLACES), ("bytes", ctypes.c_int64 * PLACES),
         ("counts", ctypes.c_int64 * MOST_NAMES * PLACES), ("names", ctypes.c_char * MOST_NAME * MOST_NAMES * PLACES),
     )  # fmt: skip
 

@@ -15,7 +15,6 @@ import contextlib
 import itertools
 import os
 import queue
-import reprlib
 import socket
 import threading
 import time
@@ -44,8 +43,6 @@ class EngineCoreClient(ABC):
 
     Once a client is shut down, `shutdown` and `abort` do nothing, and all else raises a ValueError.
     """
-
-    num_engines = 1  # at the start
 
     @abstractmethod
     def shutdown(self) -> None:
@@ -103,17 +100,6 @@ class EngineCoreClient(ABC):
         name = method if isinstance(method, str) else reference_to(method)
         by_engine = self.utility_on_all("collective_rpc", name, timeout, [*args], dict(kwargs or {}))
         return [result for results in by_engine.values() for result in results]
-
-    def scale_elastic_ep(self, new_data_parallel_size: int) -> None:
-        """Have so many engines; they come and go while others serve.
-
-        Raises:
-            ValueError: their number is fixed, or this one is not allowed.
-        """
-        raise ValueError(
-            f"data_parallel_size is {reprlib.repr(new_data_parallel_size)}; it must be {self.num_engines}, because "
-            "engines come and go only in a server with --data-parallel-size-max"
-        )
 
 
 def check_accepted(output: EngineOutput, begun: bool) -> None:

@@ -25,17 +25,17 @@ class Coordinator:
     """The loop of the coordinator's process.
 
     Args:
-        options: "size", the most engines that there can be; "sharing", how many there are now, if they share experts.
+        size: how many engines there are.
         listener: where its clients come from.
     """
 
-    def __init__(self, options: dict[str, int], listener: socket.socket):
-        self.options, self.frames = options, FrameServer(listener)
-        self.waves, self.meetings = Waves(), Meetings(options["sharing"])
+    def __init__(self, size: int, listener: socket.socket):
+        self.size, self.frames = size, FrameServer(listener)
+        self.waves, self.meetings = Waves(size), Meetings(size)
         self.engines: dict[socket.socket, int] = {}  # the rank of each, by its connection
         self.in_lockstep: set[socket.socket] = set()
         self.subscribers: set[socket.socket] = set()
-        self.loads: list[tuple[int, int]] = [IDLE] * options["size"]  # as `messages.Loads` has them
+        self.loads: list[tuple[int, int]] = [IDLE] * size  # as `messages.Loads` has them
         self.routed: list[tuple[bytes, int]] = []  # since loads were published
         # Whether something has come since then. Even unchanged loads tell routers that what they have sent has ended.
         self.news, self.last = False, 0.0
@@ -51,8 +51,7 @@ class Coordinator:
                 self.last = time.monotonic()
 
     def _handle(self, client: socket.socket | None, message: Message | None) -> None:
-        if client is None:  # the options have changed
-            return self._send(self.meetings.resize(self.options["sharing"]))
+        assert client
         self.news = self.news or isinstance(message, Load | Routed | None)
         if isinstance(message, Load):
             self.engines[client] = message.rank
@@ -80,24 +79,22 @@ class Coordinator:
     def _send(self, messages: dict[socket.socket, Rendezvous]) -> None:
         for engine, news in messages.items():
             if news.place and self.waves.meeting != news.name:
-                self.waves = Waves(news.name)
+                self.waves = Waves(self.size, news.name)
             self.frames.send(engine, news)
 
 
 class CoordinatorProcess(Child):
     """The coordinator in a process of its own, which runs this file; see `Coordinator` and `Child`."""
 
-    def __init__(self, size: int, sharing: int, startup_timeout: float):
-        super().__init__("the coordinator", __file__, {"size": size, "sharing": sharing}, startup_timeout)
+    def __init__(self, size: int, startup_timeout: float):
+        super().__init__("the coordinator", __file__, {"size": size}, startup_timeout)
 
 
 def coordinator_main() -> None:
     """Run the coordinator's process."""
     name_process("coordinator")
     parent = ParentPipe()
-    coordinator = Coordinator(parent.options, parent.listener)
-    parent.on_told = lambda: coordinator.frames.inbox.put((None, None))
-    parent.on_told()  # something may have come before
+    coordinator = Coordinator(parent.options["size"], parent.listener)
     parent.ready({})
     coordinator.run()
 

@@ -159,10 +159,6 @@ class EngineServer:
             logger.error(f"news of request {request_id!r:.80} are dropped, because no client has it")
         return owner
 
-    def is_idle(self) -> bool:
-        """Whether nobody has anything to do with this engine."""
-        return not (self.frames.clients or self.owners or self.core.scheduler.has_work())
-
     def end(self) -> None:
         """Let `run` return, which ends the process; called from another thread, which waits for that."""
         self.frames.inbox.put((None, None))
@@ -238,11 +234,10 @@ def engine_main() -> None:
     if config.data_parallel_rank == config.first_rank:
         console.info(f"Manta {VERSION}: {start_log(core.facts, core.executor.note())}")
     server = EngineServer(core, parent.listener, coordinator, peers)
-    parent.is_idle = server.is_idle
     if config.distributed_executor_backend == "external_launcher":  # its ranks would take a sudden end for a death
         parent.on_close = server.end
     core.on_weights = server.on_called = parent.tell
-    parent.on_told = lambda: server.frames.inbox.put((None, Call(*parent.options["call"])))
+    parent.on_call = lambda number, method: server.frames.inbox.put((None, Call(number, method)))
     parent.ready(core.facts)
     code = 1
     try:
@@ -268,14 +263,14 @@ class EngineProcess(Child):
         ends: tuple[socket.socket, socket.socket] | None = None,
     ):
         rank, environment = config.data_parallel_rank, {}
-        if config.local_engines > 1 and config.distributed_executor_backend != "ray":  # each has GPUs of its own
+        if config.local_engines > 1:  # each has GPUs of its own
             count = config.world_size
             first = (rank - config.first_rank) * count
             gpus = visible_gpus()
             mine = range(first, first + count) if gpus is None else gpus[first : first + count]
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, mine))
-        name = f"engine process {rank}" if config.max_engines > 1 else "the engine process"
-        served_as = config.served_as or (str(rank) if config.max_engines > 1 else "")
+        name = f"engine process {rank}" if config.data_parallel_size > 1 else "the engine process"
+        served_as = config.served_as or (str(rank) if config.data_parallel_size > 1 else "")
         options = dataclasses.asdict(config) | {"beside_server": True, "served_as": served_as}
         beside = [coordinator] if coordinator else []
         super().__init__(name, __file__, options, config.startup_timeout, beside, environment, ends)

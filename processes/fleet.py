@@ -1,4 +1,4 @@
-"""The engines of a server or a script: on this host and on others, always as many or a changing number.
+"""The engines of a server or a script, on this host and on others.
 
 Fleet           starts engine processes (`engine_process.py`) and what they need, and looks after them
 FleetClient     the same for a script, which is also their client
@@ -11,7 +11,6 @@ import dataclasses
 import itertools
 import os
 import socket
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,23 +18,11 @@ from checkpoints.hub import find_model
 from config import PROG, EngineConfig, stamp_of, visible_gpus
 from executors.torchrun import lead_or_follow
 from model_config import ModelConfig
-from observe.logs import console, logger
-from processes.child import (
-    ABSENT,
-    DRAINING,
-    READY,
-    STARTING,
-    Board,
-    Child,
-    NotStartedError,
-    listen,
-    stopping,
-    watch_over,
-    weights_in,
-)
+from observe.logs import console
+from processes.child import Child, NotStartedError, listen, stopping, watch_over, weights_in
 from processes.client import BackgroundResources, MPClient
 from processes.coordinator import CoordinatorProcess
-from processes.engine_process import EngineProcess, sizes_of
+from processes.engine_process import EngineProcess
 from processes.gate import GateProcess
 from processes.handshake import listed, place_of, read_secret
 from processes.routing import DPClient, Router
@@ -43,39 +30,30 @@ from processes.suspects import Suspects
 
 # Facts in which all engines must agree when the server starts.
 FACTS = ("dtype", "cache_dtype", "max_model_len", "block_size", "vocab_size", "task", "max_logprobs", "weights")
-IDLE_BEATS = 3  # heartbeats in a row by which an engine that drains is done; each client looks oftener than it beats
 
 
 class Fleet:
     """The engines of a server and what they need, looked after as one `Child` is.
 
-    Engines of other hosts are not started here: `gate` lets them in. With `data_parallel_size_max`, the board's
-    `wanted` says how many engines there are to be. One that is added loads beside those that serve, and gets requests
-    once it is ready. One that is taken away drains: see `DPClient`.
-
-    Engines that share experts are always those of the lowest ranks, and each step needs all of them. So none ends
-    before those above it, and one that dies while it drains is replaced.
+    Engines of other hosts are not started here: `gate` lets them in.
 
     Args:
-        board: takes the state of each engine.
         secret: that hosts must know, where there are several.
     """
 
-    def __init__(self, config: EngineConfig, board: Board, secret: str = ""):
-        self.config, self.board = config, board
-        self.changing = config.data_parallel_size_max is not None
+    def __init__(self, config: EngineConfig, secret: str = ""):
+        self.config, size = config, config.data_parallel_size
         self.engines: dict[int, EngineProcess] = {}
         self.coordinator: CoordinatorProcess | None = None
         self.gate: GateProcess | None = None
         self.facts: dict[str, Any] = {}  # of the first engine
         self.secret = secret
-        alone = (config.max_engines == 1 and not secret) or config.data_parallel_external_lb
-        self.ranks = [config.first_rank] if alone else list(range(config.max_engines))
+        alone = (size == 1 and not secret) or config.data_parallel_external_lb
+        self.ranks = [config.first_rank] if alone else list(range(size))
         self.ends = {rank: socket.socketpair() for rank in self.ranks}
         if not alone:
             self.config = dataclasses.replace(config, lockstep=config.enable_expert_parallel)
-            sizes = len(self.ranks), config.data_parallel_size
-            self.coordinator = CoordinatorProcess(*sizes, config.startup_timeout)
+            self.coordinator = CoordinatorProcess(size, config.startup_timeout)
 
     @property
     def children(self) -> list[Child]:
@@ -99,8 +77,7 @@ class Fleet:
             self.coordinator.wait()
             if self.secret:
                 self._open_gate(self.coordinator.address)
-        here = self.config.local_engines if self.gate else self.config.data_parallel_size
-        for rank in self.ranks[:here]:
+        for rank in self.ranks[: self.config.local_engines]:
             self._launch(rank)
         for engine in self.engines.values():
             engine.wait()
@@ -116,8 +93,6 @@ class Fleet:
                 if theirs[name] != self.facts[name]:
                     both = f"{theirs[name]!r} in engine {rank} and {self.facts[name]!r} in engine {self.ranks[0]}"
                     raise ValueError(f"{name} is {both}")
-            self.board.engines[rank] = READY
-        self.board.wanted = len(facts)
 
     def _open_gate(self, coordinator: socket.socket) -> None:
         place = str(self.config.data_parallel_address), self.config.data_parallel_rpc_port
@@ -144,9 +119,7 @@ class Fleet:
         return {rank: self.engines[rank].facts for rank in old}
 
     def _launch(self, rank: int) -> None:
-        self.board.engines[rank] = STARTING
-        same = (sizes_of(self.facts) if self.facts else {}) | self._newest_weights(rank)
-        config = dataclasses.replace(self.config, data_parallel_rank=rank, **same)
+        config = dataclasses.replace(self.config, data_parallel_rank=rank)
         address = self.coordinator.address if self.coordinator else None
         self.engines[rank] = EngineProcess(config, address, self.ends[rank])
 
@@ -156,90 +129,16 @@ class Fleet:
             (rank,) = self.ranks
             return MPClient(self.ends[rank][0], rank, suspects)
         addresses = [self.ends[rank][0] for rank in self.ranks]
-        coordinator, router = self.coordinator.address, self.new_router(routers)
-        return DPClient(addresses, coordinator, router, self.board, self.config.data_parallel_sizes, suspects=suspects)
+        return DPClient(addresses, self.coordinator.address, self.new_router(routers), suspects=suspects)
 
     def new_router(self, routers: int = 1) -> Router:
         """A router, one of so many."""
         return Router(len(self.ranks), self.facts["block_size"], self.facts["num_blocks"], routers)
 
     def check(self) -> None:
-        """Check all children, and start and end engines, so that there are as many as wanted."""
-        unwatched = (STARTING,) if self.config.lockstep else (STARTING, DRAINING)
-        left_alone = [engine for rank, engine in self.engines.items() if self.board.engines[rank] in unwatched]
+        """Check all children."""
         for child in self.children:
-            if child not in left_alone:
-                child.check()
-        if self.changing:
-            self._resize(self.board.wanted)
-
-    def _newest_weights(self, rank: int) -> dict[str, Any]:
-        """The newest weights of the ready engines other than this one, as options; empty if there are none."""
-        states = self.board.engines
-        others = [engine for other, engine in self.engines.items() if other != rank and states[other] == READY]
-        return max((engine.weights for engine in others), key=lambda options: options["weights_version"], default={})
-
-    def _has_newest_weights(self, rank: int) -> bool:
-        mine = self.engines[rank].weights
-        return mine == (self._newest_weights(rank) or mine)
-
-    def _admit(self, rank: int) -> None:
-        """Make an engine READY, and have it drain if its weights are out of date by then.
-
-        No update is missed. An engine tells the parent of new weights before it replies, and after all replies
-        `DPClient.utility_on_all` updates engines that have become ready meanwhile. If READY is set later than that, the
-        check that follows here knows of the new weights.
-        """
-        self.board.engines[rank] = READY
-        if not self._has_newest_weights(rank):
-            self._drain(rank, "weights have been updated")
-
-    def _drain(self, rank: int, why: str) -> None:
-        engine = self.engines[rank]
-        self.board.engines[rank], engine.idle = DRAINING, 0
-        logger.info(f"{engine.name} drains: {why}")
-
-    def _resize(self, wanted: int) -> None:
-        states, sharing = self.board.engines, self.config.lockstep
-        for rank, engine in sorted(self.engines.items(), reverse=True):
-            surplus, state = rank >= wanted, states[rank]
-            if state == STARTING and surplus:
-                self._end(rank)
-            elif state == STARTING:
-                ready = engine.progress() if engine.starting else engine.process.poll() is None
-                if ready and not self._has_newest_weights(rank):
-                    logger.info(f"{engine.name} is started anew: weights have been updated while it started")
-                    self._end(rank)
-                elif ready and not (sharing and states[rank - 1] == STARTING):
-                    logger.info(f"{engine.name} is ready, after {time.monotonic() - engine.begun:.1f} s")
-                    self._admit(rank)
-                elif ready is False:
-                    self._end(rank)
-                    self.board.wanted = wanted = min(rank, self.board.wanted)
-                    logger.error(f"{engine.name} does not start; {wanted} are wanted from now on")
-            elif state == READY and surplus:
-                self._drain(rank, f"{wanted} are wanted")
-            elif state == DRAINING and not surplus and self._has_newest_weights(rank):
-                self._admit(rank)
-            elif state == DRAINING:
-                engine.look()
-                ended = engine.idle >= IDLE_BEATS or engine.starting or engine.process.poll() is not None
-                if ended and not (sharing and rank < max(self.engines)):
-                    self._end(rank)
-        for rank in range(wanted):
-            # On a CPU a start takes cores from those that serve, so there is one at a time. Those that share experts
-            # do not serve meanwhile.
-            in_turn = self.facts["device"] == "cpu" and not sharing
-            if rank not in self.engines and not (in_turn and STARTING in states):
-                self._launch(rank)
-        if sharing and self.coordinator:
-            self.coordinator.tell({"sharing": len(self.engines)})
-
-    def _end(self, rank: int) -> None:
-        engine = self.engines.pop(rank)
-        engine.stop()
-        self.board.engines[rank] = ABSENT
-        logger.info(f"{engine.name} has ended; there are {len(self.engines)} now")
+            child.check()
 
     def disown(self) -> None:
         for child in self.children:
@@ -258,9 +157,9 @@ class Fleet:
 
 
 @contextlib.contextmanager
-def launch(config: EngineConfig, board: Board, secret: str = "") -> Iterator[Fleet]:
+def launch(config: EngineConfig, secret: str = "") -> Iterator[Fleet]:
     """The engines, which are ready within the `with` block and end with it; see `Fleet.start`."""
-    fleet = Fleet(config, board, secret)
+    fleet = Fleet(config, secret)
     with stopping(fleet.stop):
         fleet.start()
         yield fleet
@@ -275,9 +174,9 @@ class FleetClient(DPClient):
 
     def __init__(self, config: EngineConfig):
         config, secret = prepare(config)
-        board, resources = Board(), BackgroundResources(self)
+        resources = BackgroundResources(self)
         with resources.all_or_nothing():
-            engines = launch(dataclasses.replace(config, runs_functions=True), board, secret)
+            engines = launch(dataclasses.replace(config, runs_functions=True), secret)
             try:
                 self.fleet = fleet = resources.stack.enter_context(engines)
             except NotStartedError as error:
@@ -285,7 +184,7 @@ class FleetClient(DPClient):
                 raise ValueError(f"the engine processes have not started: {why}") from None
             self.facts, addresses = fleet.facts, [fleet.ends[rank][0] for rank in fleet.ranks]
             coordinator = fleet.coordinator.address if fleet.coordinator else None
-            super().__init__(addresses, coordinator, fleet.new_router(), board, resources=resources)
+            super().__init__(addresses, coordinator, fleet.new_router(), resources)
             resources.run(watch_over, fleet.check, resources.ended)
 
 
@@ -316,7 +215,7 @@ def check_engines(config: EngineConfig) -> None:
         why = "it is for --data-parallel-external-lb (for --headless there is data_parallel_start_rank)"
         config.refuse("data_parallel_rank", why)
     size, ranks = config.local_engines, config.world_size
-    if size <= 1 or config.device == "cpu" or config.distributed_executor_backend == "ray":
+    if size <= 1 or config.device == "cpu":
         return
     gpus = visible_gpus()
     if gpus and len(gpus) < size * ranks:

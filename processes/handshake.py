@@ -42,7 +42,7 @@ class HandshakeError(ConnectionError):
 
 
 def read_secret(config: EngineConfig, environ: MutableMapping[str, str]) -> str:
-    """The secret that all hosts share; empty if there are no other hosts. Those that Ray starts need not be given one.
+    """The secret that all hosts share; empty if there are no other hosts.
 
     The variable is taken out of `environ`, so that no other process inherits it.
 
@@ -50,7 +50,7 @@ def read_secret(config: EngineConfig, environ: MutableMapping[str, str]) -> str:
         ValueError: it is missing or too short, or the file cannot be read.
     """
     secret, path = environ.pop(SECRET, None), config.data_parallel_secret_file
-    if not config.headless and (config.data_parallel_external_lb or config.local_engines >= config.max_engines):
+    if not config.headless and (config.data_parallel_external_lb or config.local_engines >= config.data_parallel_size):
         return ""
     if path is not None:
         try:

@@ -11,9 +11,6 @@ as an engine has work. No engine steps past it, so all stop at the same step, ho
 When an engine is gone, or its workers are, the others can't end the step that they are in. All of them give it up,
 start their workers anew and compute the tokens of their requests again. The coordinator hears of it first, and tells
 the others. As soon as all engines wait, it names a place where the new workers meet, and a new count of steps begins.
-
-Their number changes in the same way: a new engine comes to the meeting, and one that is taken away is gone. Each engine
-is told the number when they meet, and divides the experts by it.
 """
 
 from __future__ import annotations
@@ -51,7 +48,7 @@ class Lockstep:
         return self._say(False)
 
     def _say(self, more: bool) -> WaveReport:
-        return WaveReport(self.rank, self.end, more, self.met.name, self.met.engines)
+        return WaveReport(self.rank, self.end, more, self.met.name)
 
     def update(self, wave: Wave) -> None:
         """Take the coordinator's message. A new engine begins where the others will stop."""
@@ -70,10 +67,10 @@ class Lockstep:
 
 
 class Waves:
-    """The coordinator's part: how many steps all engines run after a meeting; None: the first report names it."""
+    """The coordinator's part: how many steps `size` engines run after a meeting; None: the first report names it."""
 
-    def __init__(self, meeting: str | None = None):
-        self.end, self.meeting = 0, meeting
+    def __init__(self, size: int, meeting: str | None = None):
+        self.size, self.end, self.meeting = size, 0, meeting
         self.joined: set[int] = set()
 
     def update(self, report: WaveReport) -> Wave | None:
@@ -90,7 +87,7 @@ class Waves:
         joins = not report.more or report.rank not in self.joined
         self.joined.add(report.rank)
         self.end = max(self.end, report.end)
-        if len(self.joined) < report.engines:
+        if len(self.joined) < self.size:
             return None
         if report.more and report.end == self.end:
             self.end += WAVE_STEPS
@@ -102,7 +99,7 @@ class Peers:
 
     Attributes:
         met: the latest meeting.
-        broken: whether it is over, because another engine has left or is added.
+        broken: whether it is over, because another engine has left.
     """
 
     def __init__(self, coordinator: socket.socket, rank: int):
@@ -114,7 +111,7 @@ class Peers:
 
     def _introduce(self, connection: Connection) -> None:
         """Tell a coordinator that does not know this engine yet where it is."""
-        connection.send(Meet(self.rank, self.turn if self.waiting else 0, self.met.engines))
+        connection.send(Meet(self.rank, self.turn if self.waiting else 0))
 
     def _receive(self, message: Rendezvous | Health) -> None:
         if isinstance(message, Rendezvous):
@@ -141,23 +138,15 @@ class Meetings:
 
     def __init__(self, size: int):
         self.size = size
-        self.met = 0  # engines at the latest meeting, as far as they have told
         self.turns: dict[socket.socket, tuple[int, int]] = {}  # rank and latest turn of each engine that lives
         self.waiting: set[int] = set()
         self.place = contextlib.ExitStack()  # closes the file of the latest meeting
-
-    def resize(self, size: int) -> dict[socket.socket, Rendezvous]:
-        """There are to be so many engines from the next meeting on; returns what to send to which engines."""
-        self.size = size
-        return self._gather() or (self._break_off() if self.met > size else {})
 
     def update(self, client: socket.socket, message: Meet | None) -> dict[socket.socket, Rendezvous]:
         """Take an engine's message, or None if it has left; returns what to send to which engines."""
         if message is None:
             rank, _ = self.turns.pop(client)
             if any(rank == other for other, _ in self.turns.values()):  # it has come back already
-                return {}
-            if rank not in self.waiting and rank >= self.met:  # the others have never met it
                 return {}
             self.waiting.discard(rank)
             return self._break_off()
@@ -166,8 +155,7 @@ class Meetings:
             return {}
         self.turns[client] = turn
         if not message.turn:
-            self.met = max(self.met, message.engines)
-            return {client: Rendezvous()} if self.waiting or self.met > self.size else {}
+            return {client: Rendezvous()} if self.waiting else {}
         self.waiting.add(message.rank)
         return self._gather() or self._break_off()
 
@@ -176,11 +164,10 @@ class Meetings:
 
     def _gather(self) -> dict[socket.socket, Rendezvous]:
         """The messages if all wait."""
-        if not self.waiting.issuperset(range(self.size)):
+        if len(self.waiting) < self.size:
             return {}
-        self.waiting.difference_update(range(self.size))
+        self.waiting.clear()
         before, self.place = self.place, contextlib.ExitStack()
-        rendezvous = Rendezvous(self.place.enter_context(meeting_place()), os.urandom(8).hex(), self.size)
+        rendezvous = Rendezvous(self.place.enter_context(meeting_place()), os.urandom(8).hex())
         before.close()
-        self.met = self.size
-        return {engine: rendezvous for engine, (rank, _) in self.turns.items() if rank < self.size}
+        return dict.fromkeys(self.turns, rendezvous)

@@ -46,8 +46,7 @@ class WaveReport:
     rank: int
     end: int
     more: bool
-    meeting: str = ""  # the one that these steps follow,
-    engines: int = 0  # and how many have met there
+    meeting: str = ""  # the one that these steps follow
 
 
 @dataclass(slots=True)
@@ -64,7 +63,6 @@ class Meet:
 
     rank: int
     turn: int  # counted by the engine; 0 as long as it has waited for none
-    engines: int = 0  # that have met at the latest meeting
 
 
 @dataclass(slots=True)

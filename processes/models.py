@@ -26,9 +26,9 @@ from typing import Any
 
 from config import TENSORS, EngineConfig, run_file
 from observe.logs import logger
-from processes.child import ABSENT, ASLEEP, DRAINING, READY, STARTING, STOP_TIMEOUT, Board, ending
+from processes.child import STOP_TIMEOUT, Board, ending
 from processes.engine_process import EngineProcess
-from processes.residency import Residency, Terms, Usage
+from processes.residency import ABSENT, ASLEEP, DRAINING, READY, STARTING, Residency, Terms, Usage
 
 RETRY = 10.0  # seconds after which a model that could not be loaded is tried again, when a request asks for it
 MOST_MODELS = 128

@@ -22,7 +22,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from processes.child import ABSENT, ASLEEP, DRAINING, READY, STARTING
+ABSENT, STARTING, READY, DRAINING, ASLEEP = range(5)  # states of a model
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import random
-import reprlib
 import socket
 import threading
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
 from plan import EngineCoreRequest, Health
-from processes.child import READY, Board, watch_over
 from processes.client import GONE, BackgroundResources, EngineCoreClient, EngineDeadError, MPClient, Stream, weakly
 from processes.connection import Connection
-from processes.coordinator import INTERVAL
 from processes.messages import Loads, Routed, Subscribe
 from processes.suspects import Suspects
 from sequence import chain
@@ -83,16 +80,11 @@ class Router:
 
 
 class DPClient(EngineCoreClient):
-    """The client of several engines, whose number may change.
-
-    An engine gets requests as long as it is READY. When one is DRAINING, a client hangs up as soon as the last of its
-    requests there has ended. The engine ends when all have hung up, so that no request can be on its way to it.
+    """The client of several engines.
 
     Args:
-        addresses: of the engines, also of those that are yet to come.
+        addresses: of the engines.
         coordinator: its address; None: there is one engine.
-        board: has the state of each engine.
-        sizes: the numbers of engines that there may be; None: it does not change.
         resources: what a subclass has started for this client.
         suspects: see `MPClient`.
     """
@@ -102,28 +94,20 @@ class DPClient(EngineCoreClient):
         addresses: Sequence[socket.socket],
         coordinator: socket.socket | None,
         router: Router,
-        board: Board,
-        sizes: range | None = None,
         resources: BackgroundResources | None = None,
         suspects: Suspects | None = None,
     ):
-        self.addresses, self.router = addresses, router
-        self.num_engines = len(addresses)
-        self.board, self.sizes = board, sizes
+        self.router, self.lock = router, threading.Lock()
         self.clients: dict[int, MPClient] = {}
-        self.suspects = suspects
-        self.adding: Counter[int] = Counter()  # requests that are about to be sent, by engine
-        self.lock, self.looking = threading.Lock(), threading.Lock()
         self.resources = resources or BackgroundResources(self)
         self.coordinator: Connection | None = None
         with self.resources.all_or_nothing():
             self.resources.add(weakly(self._hang_up))  # if this lives no more, its clients do not either
-            self._look()
+            for rank, address in enumerate(addresses):
+                self.clients[rank] = MPClient(address, rank, suspects)
             if coordinator:
                 self.coordinator = Connection(coordinator, weakly(self._receive), lambda here: here.send(Subscribe()))
                 self.resources.add(self.coordinator.close)
-            if sizes:
-                self.resources.run(watch_over, weakly(self._look), self.resources.ended, INTERVAL)
 
     def _receive(self, message: Loads | Health) -> None:
         if isinstance(message, Loads):  # without the coordinator, what was sent since then is all that is known
@@ -132,27 +116,10 @@ class DPClient(EngineCoreClient):
                 for digest, rank in message.routed:
                     self.router.learn(digest, rank)
 
-    def _look(self) -> None:
-        """Connect to engines that have become ready, and hang up on those that drain."""
-        with self.looking:  # or an engine would get two connections, and one would never be closed
-            for rank, address in enumerate(self.addresses):
-                state, client = self.board.engines[rank], self.clients.get(rank)
-                if state == READY and not client:
-                    self.clients[rank] = MPClient(address, rank, self.suspects)
-                elif state != READY and client:
-                    with self.lock:
-                        if self.adding[rank] or client.streams or client.calls:
-                            continue
-                        del self.clients[rank]
-                    client.shutdown()
-
-    def _ready(self) -> dict[int, MPClient]:
-        return {rank: client for rank, client in self.clients.items() if self.board.engines[rank] == READY}
-
     @property
     def trouble(self) -> str | None:
         """Why no engine can run requests now; None: one can."""
-        troubles = {rank: client.trouble for rank, client in self._ready().items()}
+        troubles = {rank: client.trouble for rank, client in self.clients.items()}
         return None if None in troubles.values() else "; ".join(f"engine {i}: {why}" for i, why in troubles.items())
 
     def add_request(self, request: EngineCoreRequest, stream: Stream | None = None) -> Stream:
@@ -162,77 +129,49 @@ class DPClient(EngineCoreClient):
         if request.pictures:  # whose tokens are all the same
             salt += f"\0{request.pictures[0].digest.hex()}"
         tried: set[int] = set()
-        while True:
+        while alive := [rank for rank in self.clients if rank not in tried]:
+            well = [rank for rank in alive if self.clients[rank].trouble is None]
             with self.lock:
-                if not (alive := self._ready().keys() - tried):
-                    break
-                well = [rank for rank in alive if self.clients[rank].trouble is None] or sorted(alive)
-                rank = self.router.choose(prompt, salt, width, sorted(well))
-                digest, client = self.router.latest, self.clients[rank]
-                self.adding[rank] += 1
+                rank = self.router.choose(prompt, salt, width, well or alive)
+                digest = self.router.latest
             if digest and self.coordinator and self.router.routers > 1:
                 self.coordinator.send(Routed(digest, rank))
             try:
-                stream = client.add_request(request, stream)
+                stream = self.clients[rank].add_request(request, stream)
                 stream.clients.add(self)
                 return stream
             except EngineDeadError:
                 tried.add(rank)
-            finally:
-                with self.lock:
-                    self.adding[rank] -= 1
         raise EngineDeadError(self.trouble or GONE)
 
     def fail(self, error: Exception) -> None:
-        for client in list(self.clients.values()):
+        for client in self.clients.values():
             client.fail(error)
 
     def abort(self, request_id: str, index: int | None = None, reason: str = "abort") -> None:
-        for client in list(self.clients.values()):
+        for client in self.clients.values():
             client.abort(request_id, index, reason)
 
     def utility(self, method: str, *args: Any, timeout: float | None = 10.0) -> dict[int, Any]:
         self.resources.check()
-        if not (replies := self._ask(self.clients, method, args, timeout)):
-            raise EngineDeadError(self.trouble or GONE)
-        return replies
-
-    def _ask(self, clients: dict[int, MPClient], method: str, args: Any, timeout: float | None) -> dict[int, Any]:
         replies: dict[int, Any] = {}
-        for _, client in sorted(clients.items()):
+        for client in self.clients.values():
             if not client.connection.silent:
                 with contextlib.suppress(EngineDeadError):
                     replies |= client.utility(method, *args, timeout=timeout)
+        if not replies:
+            raise EngineDeadError(self.trouble or GONE)
         return replies
 
     def utility_on_all(self, method: str, *args: Any, timeout: float | None = None) -> dict[int, Any]:
-        """Call a utility of all engines, also of those that become ready meanwhile (`Fleet._admit`)."""
-        self.resources.check()
-        replies: dict[int, Any] = {}
-        called: set[int] = set()
-        while clients := {rank: client for rank, client in self.clients.items() if rank not in called}:
-            called |= clients.keys()
-            replies |= self._ask(clients, method, args, timeout)
-            self._look()
-        if not replies:
-            raise EngineDeadError(self.trouble or GONE)
-        if missing := sorted(self._ready().keys() - replies.keys()):
+        replies = self.utility(method, *args, timeout=timeout)
+        if missing := sorted(self.clients.keys() - replies.keys()):
             raise EngineDeadError(f"{method} was not done by engines that do not answer: {missing}; ask again")
         return replies
-
-    def scale_elastic_ep(self, new_data_parallel_size: int) -> None:
-        """Change the number of engines; `Fleet` starts and ends them in the main process."""
-        self.resources.check()
-        if not self.sizes:
-            return super().scale_elastic_ep(new_data_parallel_size)
-        if type(new_data_parallel_size) is not int or new_data_parallel_size not in self.sizes:
-            allowed = f"from {self.sizes[0]} to {self.sizes[-1]}"
-            raise ValueError(f"data_parallel_size is {reprlib.repr(new_data_parallel_size)}; it must be {allowed}")
-        self.board.wanted = new_data_parallel_size
 
     def shutdown(self) -> None:
         self.resources()
 
     def _hang_up(self) -> None:
-        for client in list(self.clients.values()):
+        for client in self.clients.values():
             client.shutdown()

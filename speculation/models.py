@@ -34,7 +34,7 @@ def new_draft(options: SpeculativeConfig, base: Transformer, source: str) -> Tra
         ValueError: the options' model is missing or does not fit.
     """
     method, folder, c = options.method, options.model, base.config
-    if method != "draft_model" and (base.altup or base.layer_inputs):
+    if method != "draft_model" and base.layer_inputs:
         raise ValueError(f"method is {method!r}; {c.architecture} passes more than hidden states on")
     made: Transformer
     if method == "mtp":

@@ -39,7 +39,7 @@ if not GPU:
 # Two processes with two threads each would mostly wait for each other.
 THREADS = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2
 # What only requirements-full.txt brings, as Python imports it.
-ORACLES = {"axe_playwright_python", "build", "google", "opentelemetry", "playwright", "sentencepiece", "tiktoken"}
+ORACLES = {"axe_playwright_python", "build", "google", "playwright", "sentencepiece", "tiktoken"}
 # The files that take longest. Processes that share the tests begin with them, so that both end at about the same time.
 LONGEST = [
     "test_compile_gate.py", "test_families.py", "test_executor.py", "test_engine.py", "test_torchrun.py",

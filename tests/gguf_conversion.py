@@ -5,10 +5,8 @@ The formulas are written here again, and the names of tensors come from the map 
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator
-from statistics import NormalDist
 from typing import Any
 
 import gguf
@@ -25,7 +23,7 @@ ARCHITECTURES = {
     "Ernie4_5ForCausalLM": "ernie4_5", "Ernie4_5_MoeForCausalLM": "ernie4_5-moe", "Exaone4ForCausalLM": "exaone4",
     "ExaoneForCausalLM": "exaone", "ExaoneMoeForCausalLM": "exaone-moe", "FalconForCausalLM": "falcon",
     "GPT2LMHeadModel": "gpt2", "GPTBigCodeForCausalLM": "starcoder", "GPTNeoXForCausalLM": "gptneox",
-    "Gemma2ForCausalLM": "gemma2", "Gemma3ForCausalLM": "gemma3", "Gemma3nForCausalLM": "gemma3n",
+    "Gemma2ForCausalLM": "gemma2", "Gemma3ForCausalLM": "gemma3",
     "Gemma4ForCausalLM": "gemma4", "GemmaForCausalLM": "gemma", "Glm4ForCausalLM": "glm4",
     "Glm4vForConditionalGeneration": "glm4", "GraniteMoeHybridForCausalLM": "granite",
     "HunYuanVLForConditionalGeneration": "hunyuan_vl", "PaddleOCRVLForConditionalGeneration": "paddleocr",
@@ -68,7 +66,7 @@ NUMBERS = {  # whole ones, by the fields of config.json that may say them
     "attention.kv_lora_rank": "kv_lora_rank", "ssm.conv_kernel": "linear_conv_kernel_dim mamba_d_conv",
     "ssm.state_size": "linear_key_head_dim mamba_d_state", "ssm.group_count": "linear_num_key_heads mamba_n_groups",
     "ssm.time_step_rank": "linear_num_value_heads mamba_n_heads", "attention.shared_kv_layers": "num_kv_shared_layers",
-    "embedding_length_per_layer_input": "hidden_size_per_layer_input", "altup.num_inputs": "altup_num_inputs",
+    "embedding_length_per_layer_input": "hidden_size_per_layer_input",
     "full_attention_interval": "full_attention_interval",
 }  # fmt: skip
 FLOATS = {
@@ -83,7 +81,7 @@ GRANITE = {
     "residual_multiplier": "residual_scale", "logits_scaling": "logit_scale",
 }  # fmt: skip
 WINDOWED = (  # whose windows are written
-    "afmoe", "cohere2", "cohere2moe", "exaone-moe", "exaone4", "gemma2", "gemma3", "gemma3n", "gemma4", "gpt-oss",
+    "afmoe", "cohere2", "cohere2moe", "exaone-moe", "exaone4", "gemma2", "gemma3", "gemma4", "gpt-oss",
     "olmo2", "phi3",
 )  # fmt: skip
 
@@ -191,10 +189,6 @@ def values_of(kind: str, config: Config) -> Iterator[tuple[str, Any]]:
         yield "attention.head_count_kv", [heads // group if group else 0 for group in groups]
         yield "attention.head_count", [heads if group else 0 for group in groups]
         yield "feed_forward_length", [-(-size // 256) * 256 for size in sizes]
-    if kind == "gemma3n":
-        shares = config["activation_sparsity_pattern"]
-        yield "activation_sparsity_scale", [NormalDist().inv_cdf(share) if share else -math.inf for share in shares]
-        yield "altup.active_idx", 0
     if kind == "gemma4":
         local = [each == "sliding_attention" for each in config["layer_types"]]
         listed = next(iter((config.get("per_layer_config") or {}).values()), {})  # as transformers 5 says it
@@ -321,7 +315,7 @@ def converted(kind: str, config: Config, loaded: Tensors) -> Tensors:
                 block = re.findall(r"layers\.(\d+)", name)[0]
                 target = f"blk.{block}.{'ffn_gate_inp' if 'router.scale' in name else 'ffn_down_exps'}.scale"
             else:
-                alike = re.sub(r"(experts|norms|altup_projections|altup_unembed_projections)\.\d+", r"\1", name)
+                alike = re.sub(r"(experts|norms)\.\d+", r"\1", name)
                 alike = alike.replace("layernorm.norms", "layernorm")
                 target = names.get_name(alike, try_suffixes=(".weight", ".bias")) or ""
                 assert target, name

@@ -260,14 +260,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "solar-open": case(
         "SolarOpenConfig", **HEAD16, **without(ROUTED, "first_k_dense_replace"), intermediate_size=ABSENT,
         attention_bias=True, rope_parameters=YARN),
-    "gemma3n": case(
-        "Gemma3nTextConfig", hidden_size=20, head_dim=8, intermediate_size=[28, 24, 28, 24, 28], num_hidden_layers=5,
-        tie_word_embeddings=True, attention_bias=True, sliding_window=9, final_logit_softcapping=3.0,
-        layer_types=["sliding_attention"] * 2 + ["full_attention", "sliding_attention", "full_attention"],
-        num_kv_shared_layers=2, hidden_size_per_layer_input=8, vocab_size_per_layer_input=90, altup_num_inputs=3,
-        laurel_rank=6, activation_sparsity_pattern=[0.8, 0.0, 0.4, 0.0, 0.6], rope_parameters={
-            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
-            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}),
     "olmo": case("OlmoConfig", clip_qkv=0.8, attention_bias=True),
 }  # fmt: skip
 
@@ -570,8 +562,7 @@ GROUPS = {
 }  # fmt: skip
 KEPT = {
     "families": (
-        "qwen3", "gemma3", "gpt-oss", "deepseek-v3", "qwen3-next", "llama4", "falcon-7b", "gemma4-shared",
-        "bloom", "gemma3n"),
+        "qwen3", "gemma3", "gpt-oss", "deepseek-v3", "qwen3-next", "llama4", "falcon-7b", "gemma4-shared", "bloom"),
     "remote": (),
     "llamas": ("llama-gqa-llama3-rope-tied", "llama-longrope", "qwen2-sharded-tied"),
     "pooled": ("qwen3", "labels-3"),

@@ -434,14 +434,14 @@ def test_engines_that_break_off_do_so_in_the_midst_of_steps_and_as_often_as_they
     mp_llm, answers, undisturbed, monkeypatch
 ):
     core, peers = mp_llm.core, SimpleNamespace(broken=False)
-    sizes: list[int] = []
+    places: list[str] = []
 
     def meet(timeout: float) -> Rendezvous:
         peers.broken = False
-        return Rendezvous("file:///nowhere", "", 1)
+        return Rendezvous("file:///nowhere")
 
     def launch(config: EngineConfig, *args: Any) -> None:
-        sizes.append(config.data_parallel_size)
+        places.append(config.expert_rendezvous)
         MpExecutor._launch(core.executor, config, *args)
 
     peers.meet = meet
@@ -450,7 +450,7 @@ def test_engines_that_break_off_do_so_in_the_midst_of_steps_and_as_often_as_they
     before = core.metrics()["num_worker_restarts_total"]
     when(mp_llm, [7], lambda: vars(peers).update(broken=True))
     assert tokens(mp_llm.generate(PROMPTS, MIXED, use_tqdm=False)) == answers
-    assert core.metrics()["num_worker_restarts_total"] == before + 1 and sizes == [1]
+    assert core.metrics()["num_worker_restarts_total"] == before + 1 and places == ["file:///nowhere"]
     monkeypatch.setattr(core.executor, "restart", lambda config: meet(0))
     for _ in range(core.config.max_worker_restarts + 2):  # no step in between
         peers.broken = True

@@ -21,11 +21,9 @@ import reference
 from config import DEMO, EngineConfig
 from device import loader, startup
 from device.loader import load_weights
-from device.peer_sum import MOST_READ, new_peer_sum
 from device.start import Start
 from device.startup import start_worker
 from engine import LLM, SamplingParams
-from forked import run_ranks
 from model import Transformer
 from model_config import ModelConfig
 from parallel import Group
@@ -203,33 +201,6 @@ def interprets() -> bool:
     """Whether Triton's interpreter works: before 3.7 a loop's bound is no integer to NumPy from 2.4 on."""
     triton, numpy = (tuple(map(int, version(name).split(".")[:2])) for name in ("triton", "numpy"))
     return triton >= (3, 7) or numpy < (2, 4)
-
-
-def sum_over_one(rank: int, folder: Path) -> None:
-    """A sum over one rank leaves a tensor as it is: by the kernel, in a graph, and by NCCL if it is large."""
-    torch.distributed.init_process_group("nccl", init_method=f"file://{folder}/meet", rank=0, world_size=1)
-    group = Group(0, 1, "cuda")
-    group.peer_sum = peer_sum = new_peer_sum(group)
-    group.size = 2  # as if there were another one
-    for dtype in (torch.float32, torch.bfloat16):
-        x = torch.randn(16, 1024, device="cuda").to(dtype)
-        want = x.clone()
-        assert peer_sum(x) and torch.equal(x, want)
-        assert torch.equal(peer_sum.buffer[: x.nbytes].view(dtype).view(x.shape), want)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            group.all_reduce(x)
-        for value in (3.0, 5.0):
-            x.fill_(value)
-            graph.replay()
-            assert bool((x == value).all()) and bool((peer_sum.buffer[: x.nbytes].view(dtype) == value).all())
-    large = torch.ones(MOST_READ, device="cuda")
-    assert not peer_sum(large) and bool((group.all_reduce(large) == 1).all())
-    torch.distributed.destroy_process_group()
-
-
-def test_sums_by_shared_memory_are_captured(tmp_path):
-    run_ranks(1, sum_over_one, tmp_path)
 
 
 @pytest.mark.skipif(not interprets(), reason="Triton's interpreter fails beside this NumPy")

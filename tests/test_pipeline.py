@@ -41,7 +41,7 @@ MIXED = [
     SamplingParams(temperature=0.8, seed=5, max_tokens=30, ignore_eos=True, logprobs=2, repetition_penalty=1.3),
 ] * 2  # fmt: skip
 STARVED = {"num_gpu_blocks_override": 32, "block_size": 8, "max_model_len": 128, "schedule_conservativeness": 0.0}
-KINDS = {  # of layers: windows, states, latents, inputs of their own, keys of other layers, streams
+KINDS = {  # of layers: windows, states, latents, inputs of their own, keys of other layers
     "plain": {"architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 5, "tie_word_embeddings": True},
     "windows": {
         "architectures": ["Gemma3ForCausalLM"], "num_hidden_layers": 7, "sliding_window": 9, "head_dim": 16,
@@ -50,10 +50,6 @@ KINDS = {  # of layers: windows, states, latents, inputs of their own, keys of o
     "inputs": {
         "architectures": ["Gemma4ForCausalLM"], **GEMMA4, "hidden_size_per_layer_input": 8, "num_hidden_layers": 6,
         "num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 3},
-    "streams": {
-        "architectures": ["Gemma3nForCausalLM"], "head_dim": 16, "sliding_window": 9, "num_hidden_layers": 6,
-        "num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 3, "laurel_rank": 8,
-        "hidden_size_per_layer_input": 8, "tie_word_embeddings": True},
 }  # fmt: skip
 
 
@@ -98,7 +94,7 @@ def test_stages_hand_on_what_the_whole_model_computes(tmp_path: Path, kind: str)
     config = model_config(tmp_path, **KINDS[kind])
     whole = run(new_model(config))
     model = Transformer(config, reference, "meta", torch.float32, 64, Group())
-    most = 2 if kind in ("inputs", "streams") else 3
+    most = 2 if kind == "inputs" else 3
     for stages in range(2, most + 1):
         layers = split_layers(EngineConfig(pipeline_parallel_size=stages), model)
         x, parts = None, [new_model(config, stage, layers) for stage in range(stages)]

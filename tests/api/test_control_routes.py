@@ -16,7 +16,7 @@ from flask.testing import FlaskClient
 from api.control import CONTROL_PATHS
 from api.http import check_address
 from api.options import ServerConfig
-from api.paths import PATHS, SCALE_PATHS
+from api.paths import PATHS
 from config import DEMO
 from processes.client import EngineDeadError
 from scripted import BODIES, CHAT, COMPLETIONS, FACTS, TOKENIZER, ScriptedClient, client_of, post, refusal, told
@@ -98,7 +98,7 @@ def test_what_the_tokenizer_is_can_be_asked_where_an_option_allows_it(http_clien
 )  # fmt: skip
 def test_who_may_call_them(engines: Engines, host: str, keys: dict[str, tuple[str, ...]], answers: Any) -> None:
     http_client = client_of(engines, FACTS, enable_control_routes=True, host=host, **keys)
-    routes = [("POST", path) for path in (*POSTS, "/scale")] + [("GET", path) for path in (*GETS, "/server_info")]
+    routes = [("POST", path) for path in POSTS] + [("GET", path) for path in (*GETS, "/server_info")]
     for key, status in zip((None, "api", "admin"), answers, strict=True):
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         for method, path in routes:
@@ -113,14 +113,14 @@ def test_who_may_call_them(engines: Engines, host: str, keys: dict[str, tuple[st
         assert bool(engines.asked) == (status == 200)
         engines.asked.clear()
         others = 401 if "api_key" in keys and key != "api" and (key, "admin_key" in keys) != ("admin", True) else 200
-        for path in ("/v1/models", "/metrics", "/scale"):
+        for path in ("/v1/models", "/metrics"):
             assert http_client.get(path, headers=headers).status_code == others
     assert http_client.get("/health").status_code == 200
 
 
 def test_which_routes_change_the_server() -> None:
-    wanted = {*POSTS, "/scale", "/server_info", "/is_sleeping"}
-    assert {row.rule for row in (*PATHS, *SCALE_PATHS, *CONTROL_PATHS) if row.control} == wanted
+    wanted = {*POSTS, "/server_info", "/is_sleeping"}
+    assert {row.rule for row in (*PATHS, *CONTROL_PATHS) if row.control} == wanted
 
 
 def test_all_options_can_be_asked_but_no_keys() -> None:
@@ -144,7 +144,7 @@ def test_a_server_that_others_reach_says_who_may_use_and_change_it(caplog: pytes
 
 
 def test_pages_of_other_origins_may_not_call_them(engines: Engines, controls: FlaskClient) -> None:
-    for path in (*POSTS, "/scale"):
+    for path in POSTS:
         assert "allowed_origins" in refusal(controls.post(path, headers=ORIGIN), 403)["message"]
     assert not engines.asked
     allowed = client_of(engines, FACTS, enable_control_routes=True, allowed_origins=(ORIGIN["Origin"],))

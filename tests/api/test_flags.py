@@ -84,6 +84,7 @@ def test_torchrun_is_another_name_of_the_external_launcher(tmp_path):
         (["--port", "many"], "'many' is no whole number"),
         (["--port", "-1"], "port is -1; it must be at least 0 and at most 65535"),
         (["--dtype", "int8"], "argument --dtype: invalid choice: 'int8' (choose from "),
+        (["--distributed-executor-backend", "ray"], "invalid choice: 'ray' (choose from "),
         (["--max-nums", "3"], "there is no option --max-nums; the nearest is --max-num-seqs"),
         (["--max-num_seq=3", "demo"], "there is no option --max-num-seq; the nearest is --max-num-seqs"),
         (["--qqq", "3"], "there is no option --qqq"),

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -44,9 +45,10 @@ def serve_what_stands_still() -> None:
     TOKENIZER.encode = stand_still  # type: ignore[method-assign]
     gunicorn_loop.API_TIMEOUT = 1
     set_up("info", "text")
-    nothing = SimpleNamespace(board=board, disown=lambda: None, reap=lambda: None, check=lambda: None)
+    nothing: Any = SimpleNamespace(disown=lambda: None, reap=lambda: None, check=lambda: None)
     api = Api(ScriptedClient(), TOKENIZER, FACTS, config, ["manta"], board)
-    Gunicorn(lambda: create_app(api), listen(config.host, config.port, "--port"), nothing, config).run()  # type: ignore[arg-type]
+    listener = listen(config.host, config.port, "--port")
+    Gunicorn(lambda: create_app(api), listener, nothing, board, config).run()
 
 
 @pytest.fixture(scope="module")

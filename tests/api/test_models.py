@@ -26,8 +26,8 @@ from api.models import STATES, ModelAnswers, ModelsApi, looks
 from api.options import ServerConfig
 from config import DEMO, EngineConfig
 from engine import LLM
-from processes.child import ABSENT, ASLEEP, DRAINING, READY, STARTING
 from processes.models import ModelBoard, ModelEntry
+from processes.residency import ABSENT, ASLEEP, DRAINING, READY, STARTING
 from sampling_params import SamplingParams
 from scripted import BODIES, CHAT, COMPLETIONS, FACTS, MISSING, ScriptedClient, events, refusal
 from served import Reader, Server, api_of, eventually, serving
@@ -322,10 +322,6 @@ def test_a_response_goes_to_the_model_of_the_one_before(models: Callable[..., Mo
     assert later.json["model"] == "one" and world.ask(None).json["model"] == "two"
     unknown = world.ask(None, RESPONSES, input="And?", previous_response_id="resp_x", **SHORT)
     assert refusal(unknown)["code"] == "previous_response_not_found"
-
-
-def test_engines_do_not_scale_where_there_are_several_models(models: Callable[..., Models]) -> None:
-    assert models(**CONTROL).http.get("/scale").status_code == 404
 
 
 def test_viewers_of_all_models_have_one_limit(models: Callable[..., Models]) -> None:

@@ -179,8 +179,6 @@ def test_each_benchmark_has_its_own_peers(command, other, capsys, monkeypatch):
 
 @pytest.mark.parametrize("name", bench.COMMANDS)
 def test_each_command_has_the_options_that_its_function_takes(name):
-    if name in ("ray", "ray-survival"):
-        pytest.importorskip("ray")
     parameters = inspect.signature(pkgutil.resolve_name(bench.COMMANDS[name][0])).parameters
     options = vars(bench.new_parser().parse_args([name, *REQUIRED.get(name, ())])).keys() - {"command", "json"}
     if "peer_python" in options:

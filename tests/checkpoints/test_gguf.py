@@ -61,7 +61,7 @@ def no_vocabulary(writer: gguf.GGUFWriter, kind: str) -> None:
 OF_FAMILIES = (  # whose fields a file can say
     "afmoe", "apertus", "arcee-biases", "bloom", "cohere", "cohere-qk-norm", "cohere2", "cohere2-moe",
     "deepseek-v2", "deepseek-v2-lite", "ernie", "ernie-moe", "exaone-moe", "exaone4", "exaone4-full", "falcon-7b",
-    "falcon-new", "gemma", "gemma2", "gemma3", "gemma3n", "gemma4", "gemma4-experts", "gemma4-shared", "glm",
+    "falcon-new", "gemma", "gemma2", "gemma3", "gemma4", "gemma4-experts", "gemma4-shared", "glm",
     "glm4", "glm4-moe", "glm4-moe-lite", "gpt-bigcode", "gpt-neox", "gpt-neox-serial", "gpt-oss", "gpt2", "granite",
     "granite-moe", "granite-moe-shared", "hunyuan", "internlm3", "iquestcoder", "jais2", "llama-biases",
     "minimax-m2", "ministral3", "mixtral", "mpt", "nemotron", "nemotron-super", "olmo", "olmo2", "olmo3", "olmoe",
@@ -470,7 +470,7 @@ def test_a_file_that_is_damaged_is_one_line(small: Path):
     ("more", "says"),
     [
         (lambda w: w.add_string("general.architecture", "mamba"), "is of the architecture 'mamba'; of GGUF files"),
-        (lambda w: w.add_uint32("qwen3.altup.num_inputs", 7), r"'altup_num_inputs' is 7, and Manta does not know"),
+        (lambda w: w.add_uint32("qwen3.attention.shared_kv_layers", 7), r"'num_kv_shared_layers' is 7, and Manta does"),
         (lambda w: w.add_uint32("qwen3.wkv.head_size", 7), r"--hf-overrides '\{\"qwen3\.wkv\.head_size\": null\}'"),
         (lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN) or w.add_rope_scaling_attn_factors(2.0),
             r"'qwen3\.rope\.scaling\.attn_factor' is \[2.0\], and Manta does"),

@@ -96,7 +96,6 @@ CASES: dict[str, Shape] = {
     "gemma": like("gemma", "GemmaForCausalLM"),
     "gemma2": like("gemma2", "Gemma2ForCausalLM"),
     "gemma3": like("gemma3", "Gemma3ForCausalLM"),
-    "gemma3n": like("gemma3n", "Gemma3nForCausalLM", vocab_size_per_layer_input=99),
     "gemma4": like("gemma4", "Gemma4ForCausalLM", layer_types=["sliding_attention"] * 5 + ["full_attention"]),
     "gemma4-experts": like("gemma4-experts", "Gemma4ForCausalLM"),
     "gemma4-shared": like("gemma4-shared", "Gemma4ForCausalLM"),
@@ -376,11 +375,11 @@ def test_a_reranker_has_labels(tmp_path: Path):
 
 def test_an_override_drops_a_value_that_nobody_knows(tmp_path: Path):
     plain = checkpoint(tmp_path / "plain", "qwen3")
-    made = convert(plain, other(wkv__head_size=7, altup__num_inputs=7))
+    made = convert(plain, other(wkv__head_size=7, attention__shared_kv_layers=7))
     with pytest.raises(ValueError, match="and Manta does not know these fields") as caught:
         ModelConfig.from_folder(str(made))
     (override,) = re.findall(r"--hf-overrides '(.*)'", str(caught.value))
-    assert json.loads(override) == {"qwen3.wkv.head_size": None, "altup_num_inputs": None}
+    assert json.loads(override) == {"qwen3.wkv.head_size": None, "num_kv_shared_layers": None}
     changed, expected = ModelConfig.from_folder(str(made), override), ModelConfig.from_folder(str(plain))
     assert replace(changed, row=expected.row) == expected
 

@@ -384,7 +384,7 @@ def test_options_are_the_engines_and_those_of_requests(capsys):
     engine_config, config = read_flags(flags)
     assert (flags.input_file, flags.output_file, engine_config.max_num_seqs, config.max_prompts) == ("a", "b", 7, 3)
     assert engine_config.scheduling_policy == "fcfs"
-    for flags in (["--port", "1"], ["--api-key", "k"], ["--otlp-traces-endpoint", "http://x"]):
+    for flags in (["--port", "1"], ["--api-key", "k"], ["--max-queue", "9"]):
         with pytest.raises(ValueError, match=f"{flags[0]} is given"):
             read_flags(new_parser().read([*files, *flags]))
     for argv in (["-i", "a"], [*files, "--max-nums", "1"], [*files, "c", "d"]):

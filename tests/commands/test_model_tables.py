@@ -67,7 +67,7 @@ def test_the_example_of_the_docs_is_a_table(tmp_path: Path) -> None:
         ('[a]\npath = "demo"\nmodel = "demo"', "[a] has no key 'model'"),
         ('[a]\npath = "demo"\ndata_parallel_size = 2', "[a] data_parallel_size is 2; with several models"),
         ('[a]\npath = "demo"\nheadless = true', "[a] "),
-        ('[a]\npath = "demo"\ndistributed_executor_backend = "ray"', "[a] distributed_executor_backend is 'ray'"),
+        ('[a]\npath = "demo"\ndistributed_executor_backend = "torchrun"', "[a] distributed_executor_backend is "),
         ('[a]\npath = "demo"\ntool_call_parser = "x"', "[a] tool_call_parser is 'x'"),
         ('["a b"]\npath = "demo"', "without spaces"),
         ('[a]\npath = "demo"\nmax-num-seqs = 2\nmax_num_seqs = 3', "[a] has max-num-seqs and max_num_seqs, which"),

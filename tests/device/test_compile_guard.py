@@ -45,10 +45,6 @@ WINDOWS = {
     "sliding_window": 24,
     "layer_types": ["sliding_attention", "full_attention"],
 }
-STREAMS = {
-    "architectures": ["Gemma3nForCausalLM"], "num_hidden_layers": 1, "num_kv_shared_layers": 0, "sliding_window": 24,
-    "hidden_size_per_layer_input": 8, "laurel_rank": 8, "altup_num_inputs": 2, "activation_sparsity_pattern": [0.5],
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -85,8 +81,6 @@ TRAFFIC: dict[str, tuple[dict, dict]] = {
     "latents": (LATENT, {"max_model_len": 48}),
     "states": (HYBRID, SWAP | {"num_gpu_blocks_override": 8}),
     "states, batch invariant": (HYBRID, {"batch_invariant": True, "max_model_len": 48}),
-    "streams": (STREAMS, {"max_model_len": 48}),
-    "streams, batch invariant": (STREAMS, {"batch_invariant": True, "max_model_len": 48}),
 }
 
 

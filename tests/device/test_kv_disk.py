@@ -320,7 +320,7 @@ def test_a_folder_that_others_may_write_to_is_refused(tmp_path):
         ({"swap_space": 0.0}, "kv_disk is .*needs host memory for blocks, and swap_space is 0.0"),
         ({"enable_prefix_caching": False}, "enable_prefix_caching is False; with kv_disk it must be True"),
         ({"log_scheduler": "file"}, "log_scheduler is 'file'"),
-        ({"distributed_executor_backend": "ray"}, "distributed_executor_backend is 'ray'"),
+        ({"distributed_executor_backend": "torchrun"}, "distributed_executor_backend is 'external_launcher'"),
     ],
 )
 def test_what_it_does_not_go_with(folder, fields, words):

@@ -112,11 +112,6 @@ GEMMA4 = {
     "num_key_value_heads": 2, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"],
     "hidden_size_per_layer_input": 24, "vocab_size_per_layer_input": None,
 }  # fmt: skip
-GEMMA3N = {
-    "head_dim": 16, "num_key_value_heads": 2, "sliding_window": 16, "num_kv_shared_layers": 0, "laurel_rank": 8,
-    "layer_types": ["sliding_attention", "full_attention"], "activation_sparsity_pattern": [0.5, 0.0],
-    "hidden_size_per_layer_input": 24,
-}  # fmt: skip
 MOE = {"enable_moe_block": True, "top_k_experts": 4, "num_experts_per_tok": None}
 DRAFTS, HEAD = ({"method": of, "num_speculative_tokens": n} for of, n in (("ngram", 3), ("mtp", 2)))
 DELTA = {
@@ -126,7 +121,6 @@ DELTA = {
 SHAPES: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {},
     "Gemma2ForCausalLM": {"head_dim": 8, "sliding_window": 16},
-    "Gemma3nForCausalLM": GEMMA3N,
     "Gemma4ForCausalLM": GEMMA4 | EXPERTS | MOE,
     "GptOssForCausalLM": {"num_local_experts": 8, "num_experts_per_tok": 4},
     "Qwen3MoeForCausalLM": EXPERTS,

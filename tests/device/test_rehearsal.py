@@ -145,7 +145,7 @@ def test_a_step_that_verifies_drafts_is_rehearsed_as_it_is_captured(tmp_path: Pa
 # The files whose functions run in a step, and what in them may read the host's numbers or wait: it runs at load, has
 # arrays of numpy, copies from pinned memory, or takes a step's results.
 FORWARD = (
-    "batch_state", "device.phases", "kernels", "layers", "model", "models.altup", "models.delta_net",
+    "batch_state", "device.phases", "kernels", "layers", "model", "models.delta_net",
     "models.expert_layers", "models.expert_ranks", "models.latent_attention", "models.layer_inputs",
     "models.logprobs", "models.pooled", "ops.attention", "ops.delta", "ops.experts", "ops.latent", "ops.matmul",
     "ops.sampling", "parallel", "worker",
@@ -156,7 +156,6 @@ ALLOWED = {
     "batch_state.advance": {"mask", "tolist"},
     "batch_state.verified": {"tolist"},
     "layers.__init__": {"tensor"},
-    "models.altup.__init__": {"tensor"},
     "models.layer_inputs.__init__": {"tensor"},
     "model.__init__": {"tensor"},
     "parallel._reduce": {"tensor"},

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,14 +17,13 @@ import ring as ring_module
 from config import EngineConfig, FatalHookError
 from device.serve import NEVER
 from executor import BlamelessError, MpExecutor, WorkerError
-from executors.links import RankLink, RankLinks
 from plan import Call, Reply, StepPlan, StepResult
 from ring import Codec
 from served import eventually
 from test_ring import CHUNK, TinyRing, copied
 
 STEP = 1.5  # seconds that a step or a call may take; a machine that others use may hold a thread up for half of it
-LARGE = 200_000  # bytes; far more than a TinyRing and a socket hold
+LARGE = 200_000  # bytes; far more than a TinyRing holds
 Act = Callable[["Rank", Any], None]
 pytest.importorskip("msgspec", reason="plans and results travel in its messages")
 
@@ -36,7 +34,8 @@ class Rank(threading.Thread):
     def __init__(self, rank: int, act: Act, step_timeout: float):
         super().__init__(daemon=True)
         self.step_timeout = step_timeout
-        self.rank, self.act, self.codec, self.pid, self.exitcode = rank, act, Codec(), os.getpid(), 0
+        self.rank, self.act, self.codec, self.exitcode = rank, act, Codec(), 0
+        self.pid = self  # for `is_stopped`
         self.ended, self.stopped = threading.Event(), False
         self.plans: Any = None
         self.results: Any = None
@@ -48,8 +47,8 @@ class Rank(threading.Thread):
                 self.live()
                 if (data := self.plans.read(0.02)) is not None:
                     self.act(self, self.codec.decode(data))
-        for way in {self.plans, self.results}:
-            way.close()
+        self.plans.close()
+        self.results.close()
 
     def live(self) -> None:
         """Beat, unless this is stopped; end, if it shall."""
@@ -65,59 +64,34 @@ class Rank(threading.Thread):
             self.live()
 
     def say(self, message: Any) -> None:
-        live = (lambda: None) if isinstance(self.results, RankLink) else self.live  # a link cannot beat while it writes
-        self.results.write(self.codec.encode(message), NEVER, live)
+        self.results.write(self.codec.encode(message), NEVER, self.live)
 
     def kill(self) -> None:
         self.ended.set()
-        if isinstance(self.plans, RankLink):
-            with contextlib.suppress(OSError):  # it may be in the midst of a message
-                self.plans.sock.shutdown(socket.SHUT_RDWR)
 
 
 class Ranks(MpExecutor):
-    """An executor whose ranks are threads; if they are `far`, they have connections in place of rings."""
+    """An executor whose ranks are threads."""
 
-    def __init__(self, act: Act, size: int = 1, far: bool = False, step_timeout: float = 1.0):
-        self.act, self.far, self.said = act, far, []
+    def __init__(self, act: Act, size: int = 1, step_timeout: float = 1.0):
+        self.act, self.said = act, []
         config = EngineConfig(tensor_parallel_size=size, step_timeout=step_timeout)
         super().__init__(config, None)  # type: ignore[arg-type]
         self.on_trouble = self.said.append
 
-    def _launch(self, config: EngineConfig, size: int, until_ready: contextlib.ExitStack) -> None:
-        ring, self.results = TinyRing(size, CHUNK), []
-        for rank in range(size):
+    def _launch(self, config: EngineConfig, size: int, rendezvous: str) -> None:
+        self.plans, self.results = TinyRing(size, CHUNK), [TinyRing(1, CHUNK) for _ in range(size)]
+        for rank, ring in enumerate(self.results):
             thread = Rank(rank, self.act, config.step_timeout or 0.0)
-            if self.far:
-                engine, theirs = connected()
-                self.results.append(RankLink(engine, rank))
-                thread.plans = thread.results = RankLink(theirs, rank)
-            else:
-                self.results.append(TinyRing(1, CHUNK))
-                thread.plans, thread.results = copied(ring), copied(self.results[-1])
-                thread.plans.be_reader(rank)
-                thread.results.be_writer()
-                self.results[-1].be_reader(0)
+            thread.plans, thread.results = copied(self.plans), copied(ring)
+            thread.plans.be_reader(rank)
+            thread.results.be_writer()
+            ring.be_reader(0)
             self.processes.append(thread)
-        ring.be_writer()
-        self.plans = RankLinks(self.results) if self.far else ring
-        self.resources += [*self.results, ring]
+        self.plans.be_writer()
+        self.rings += [self.plans, *self.results]
         for thread in self.processes:
             thread.start()
-
-    def _is_stopped(self, process: Any) -> bool:
-        return process.stopped
-
-
-def connected() -> list[socket.socket]:
-    """The two ends of a connection that holds little."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        ends = [socket.create_connection(server.getsockname())]
-        ends.append(server.accept()[0])
-    for end in ends:
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
-    return ends
 
 
 @pytest.fixture
@@ -125,6 +99,7 @@ def ranks(monkeypatch) -> Iterator[Callable[..., Ranks]]:
     """Makes a `Ranks`, whose clocks are short."""
     monkeypatch.setattr(ring_module, "BROKEN_OFF", 0.5)
     monkeypatch.setattr(executor_module, "BEAT", 0.05)
+    monkeypatch.setattr(executor_module, "is_stopped", lambda rank: rank.stopped)
     monkeypatch.setattr(executor_module, "STALL", STEP)  # nothing is said of a thread that was held up for a moment
     made: list[Ranks] = []
 
@@ -152,9 +127,6 @@ def result(step: int, size: int = 0) -> StepResult:
 # --- both have much to say --------------------------------------------------------------------------------------------
 
 
-MOST = [(False, {1}), (True, {0, 1, 2})]
-
-
 def meeting(size: int, large: set[int]) -> Act:
     """Ranks that meet at the end of each step, and then read the next plan; those in `large` bring large results."""
     barrier = threading.Barrier(size)
@@ -169,16 +141,11 @@ def meeting(size: int, large: set[int]) -> Act:
 
 
 @pytest.mark.parametrize(
-    ("far", "large"),
-    [
-        pytest.param(far, large, id=f"{far}-{large}", marks=[pytest.mark.full] * ((far, large) not in MOST))
-        for far in (False, True)
-        for large in ({0}, {1}, {0, 1, 2})
-    ],
+    "large", [pytest.param({0}, marks=pytest.mark.full), {1}, pytest.param({0, 1, 2}, marks=pytest.mark.full)], ids=str
 )
-def test_large_plans_and_large_results_do_not_wait_for_each_other(ranks, far, large):
+def test_large_plans_and_large_results_do_not_wait_for_each_other(ranks, large):
     """Whatever rank the engine writes to, and whatever rank that one waits for."""
-    executor = ranks(meeting(3, large), 3, far, step_timeout=3.0)
+    executor = ranks(meeting(3, large), 3, step_timeout=3.0)
     for step in range(1, 4):
         executor.submit(plan(step, LARGE))
     assert [executor.result() for _ in range(3)] == [result(step, LARGE * (0 in large)) for step in range(1, 4)]
@@ -237,7 +204,6 @@ def test_a_rank_that_takes_no_plan_is_named(ranks, how):
     assert (type(error.value) is BlamelessError) == (how == "stopped")
 
 
-@pytest.mark.parametrize("far", [False, True])
 @pytest.mark.parametrize(
     ("how", "says"),
     [
@@ -247,7 +213,7 @@ def test_a_rank_that_takes_no_plan_is_named(ranks, how):
         ("two hung", "rank [02] has failed in step 1: I have lost others$"),
     ],
 )
-def test_of_ranks_that_wait_for_a_lost_one_none_is_named(ranks, far, how, says):
+def test_of_ranks_that_wait_for_a_lost_one_none_is_named(ranks, how, says):
     """They say that they have lost others, some of them while a step's result is still to be read."""
 
     def act(rank: Rank, message: Any) -> None:
@@ -261,7 +227,7 @@ def test_of_ranks_that_wait_for_a_lost_one_none_is_named(ranks, far, how, says):
         rank.say(Reply(0, error="I have lost others", raised="RankGone"))
         raise SystemExit
 
-    executor = ranks(act, 4, far, step_timeout=5.0)
+    executor = ranks(act, 4, step_timeout=5.0)
     executor.submit(plan(1))
     with pytest.raises(WorkerError, match=says) as error:
         executor.result()
@@ -304,9 +270,9 @@ def test_after_a_start_that_was_broken_off_all_start_again(ranks, monkeypatch):
 
 def test_what_was_shared_with_ranks_that_have_ended_is_given_back(ranks):
     executor = ranks(meeting(2, set()), 2)
-    first = [*executor.resources]
+    first = [*executor.rings]
     executor.restart(executor.config)
-    second = [*executor.resources]
+    second = [*executor.rings]
     executor.close()
     assert len(first) == len(second) == 3 and all(ring.memory.closed for ring in first + second)
 

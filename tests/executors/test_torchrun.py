@@ -41,10 +41,12 @@ params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 outputs = llm.generate({PROMPTS!r}, params, use_tqdm=False)
 prompt = [i % 500 for i in range(1000)]  # of several broadcasts
 long = llm.generate([prompt] * 2, SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
-try:
-    llm.core.executor.collective_rpc("watch")
-except ValueError as error:
-    refused = str(error)
+refused = []
+for call, *args in (llm.core.executor.collective_rpc, "watch"), (llm.core.workers.check_update, "/", False):
+    try:
+        call(*args)
+    except ValueError as error:
+        refused.append(str(error))
 sizes = llm.core.workers.collective_rpc("block_bytes")
 print(json.dumps([[o.outputs[0].token_ids for o in outputs + long], sizes, refused]))
 """
@@ -71,7 +73,8 @@ def assert_said(llm: LLM, said: str) -> None:
     wanted += llm.generate([prompt] * 2, SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
     assert tokens == [output.outputs[0].token_ids for output in wanted]
     assert len(sizes) == 2 and sum(sizes) == llm.core.facts["kv_bytes"] // llm.core.facts["num_blocks"]
-    assert "nullcontext is unsupported" in refused
+    call, tensors = refused
+    assert "nullcontext is unsupported" in call and "tensors are for workers of this machine alone" in tensors
 
 
 @contextlib.contextmanager

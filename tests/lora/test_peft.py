@@ -18,7 +18,7 @@ from sampling_params import SamplingParams
 
 ATTENTION = r".*attn\.(q\w*|k|v|o|kv_a|in|out)_proj\w*"  # of latent attention not kv_b_proj, which is no product here
 NOT_LINEAR = {  # modules for adapters, where they are not all that are linear
-    "gemma3n": r".*(attn|mlp)\.\w+_proj", "minicpm3": rf"{ATTENTION}|.*mlp\.\w+_proj", "llama4": ATTENTION,
+    "minicpm3": rf"{ATTENTION}|.*mlp\.\w+_proj", "llama4": ATTENTION,
 }  # fmt: skip
 # PEFT makes parameters of experts out of "all-linear", and a pattern of its own. It saves patterns in another order
 # than it uses them, so these adapters have no others.
@@ -37,11 +37,11 @@ RANKS = (8, 1, 64)
 KINDS = (
     "llama-biases", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "gpt2", "gpt-bigcode", "gpt-neox", "falcon-new",
     "falcon-7b", "falcon-rw", "bloom", "mpt", "cohere", "mixtral", "qwen2-moe", "gpt-oss", "deepseek-v3", "minicpm3",
-    "qwen3-next", "qwen3.5", "granite", "olmo2", "gemma4-shared", "gemma3n", "glm4", "minimax-m2", "opt",
+    "qwen3-next", "qwen3.5", "granite", "olmo2", "gemma4-shared", "glm4", "minimax-m2", "opt",
 )  # fmt: skip
 # At least one of each way in which a table becomes embeddings, and hidden states become logits; half of them are tied.
 TABLES = (
-    "qwen3", "gemma3", "bloom", "gpt2", "gpt-neox", "granite", "cohere", "gemma2", "gemma3n", "deepseek-v3", "opt",
+    "qwen3", "gemma3", "bloom", "gpt2", "gpt-neox", "granite", "cohere", "gemma2", "deepseek-v3", "opt",
     "phi",
 )  # fmt: skip
 TOLERANCES = {("qwen3-next", "tables"): 5e-4}  # its B times 1 + 2e-7 changes logits by 2e-4

@@ -386,7 +386,7 @@ def test_what_an_encoder_cannot_do(checkpoints: Checkpoints, name: str, fields: 
     [
         ("deepseek-v3", "is_causal False, so it asks for attention in both directions; .*whose family has latent"),
         ("qwen3-next", "whose family has delta"), ("gpt-oss", "whose family has sinks"), ("bloom", "has alibi"),
-        ("llama4", "has chunked"), ("gemma3n", "has kv_shared, streams, layer_inputs"),
+        ("llama4", "has chunked"), ("gemma4-shared", "has kv_shared, layer_inputs"),
     ],
 )  # fmt: skip
 def test_families_that_are_causal_alone(family: str, why: str) -> None:

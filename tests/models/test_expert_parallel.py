@@ -28,8 +28,7 @@ from model_config import ModelConfig
 from models.expert_ranks import ExpertGroup
 from parallel import Group, Pipeline
 from plan import EngineCoreRequest, NewRow, Rendezvous, StepPlan
-from processes.child import DRAINING, READY, STARTING, Board
-from processes.client import EngineDeadError, MPClient
+from processes.client import MPClient
 from processes.fleet import launch
 from processes.lockstep import Lockstep, Meetings, Waves
 from processes.messages import Meet, Wave, WaveReport
@@ -115,17 +114,16 @@ def test_ranks_hold_whole_experts_that_make_up_all(checkpoints: Checkpoints, tmp
 @pytest.mark.parametrize(
     ("name", "engines", "message"),
     [
-        ("qwen3-moe", (16,), "may be no more ranks in all than the model has experts, 8"),
-        ("qwen3-moe", (2, 16), "there may be 16 engines; .* no more ranks in all than the model has experts, 8"),
-        ("qwen3", (2,), "enable_expert_parallel is True; Qwen3ForCausalLM has no experts, so it must be False"),
+        ("qwen3-moe", 16, "there are 16 engines; .* no more ranks in all than the model has experts, 8"),
+        ("qwen3", 2, "enable_expert_parallel is True; Qwen3ForCausalLM has no experts, so it must be False"),
     ],
 )
-def test_what_cannot_be_shared_is_refused(tmp_path: Path, name: str, engines: tuple[int, ...], message: str) -> None:
+def test_what_cannot_be_shared_is_refused(tmp_path: Path, name: str, engines: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        build(config_alone(tmp_path, name), Group(experts=ExpertGroup(0, 1, 0, *engines)))
+        build(config_alone(tmp_path, name), Group(experts=ExpertGroup(0, 1, 0, engines)))
 
 
-def test_memory_is_planned_for_the_experts_of_the_fewest_engines_and_the_tokens_of_the_most(tmp_path: Path) -> None:
+def test_memory_is_planned_for_an_engines_experts_and_the_tokens_of_all_engines(tmp_path: Path) -> None:
     kernels, folder = pytest.importorskip("kernels"), config_alone(tmp_path, "qwen3-moe")
 
     def plan(**fields: Any) -> MemoryPlan:
@@ -133,10 +131,8 @@ def test_memory_is_planned_for_the_experts_of_the_fewest_engines_and_the_tokens_
         model_config = ModelConfig.from_folder(config.folder)
         return plan_stage(config, model_config, kernels, torch.float32, 256, Pipeline(), 2**33, True)[1]
 
-    one, three, growing = plan(), plan(data_parallel_size=3), plan(data_parallel_size_max=3)
-    assert one.weights == growing.weights > three.weights and one.context < growing.context == three.context
-    # Each of fewer engines has more experts, and so a longer list of them.
-    assert one.activations < three.activations <= growing.activations < three.activations + 100
+    one, three = plan(), plan(data_parallel_size=3)
+    assert one.weights > three.weights and one.context < three.context and one.activations < three.activations
 
 
 @pytest.mark.parametrize(
@@ -147,10 +143,9 @@ def test_memory_is_planned_for_the_experts_of_the_fewest_engines_and_the_tokens_
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2"),
     ],
 )
-def test_what_several_engines_cannot_do_is_refused_where_there_may_be_several(fields: dict[str, Any], words: str):
-    for size in ({"data_parallel_size": 2}, {"data_parallel_size_max": 2}):
-        with pytest.raises(ValueError, match=f"{words}; with enable_expert_parallel and several engines"):
-            EngineConfig(enable_expert_parallel=True, **fields, **size)
+def test_what_several_engines_cannot_do_is_refused(fields: dict[str, Any], words: str):
+    with pytest.raises(ValueError, match=f"{words}; with enable_expert_parallel and several engines"):
+        EngineConfig(enable_expert_parallel=True, data_parallel_size=2, **fields)
 
 
 def run_ranks_of_one(rank: int, folders: dict[str, Path], out: Path) -> None:
@@ -275,43 +270,9 @@ def test_engines_meet_as_soon_as_all_wait() -> None:
         used.close()
 
 
-def test_engines_meet_anew_when_there_are_to_be_more_or_fewer() -> None:
-    meetings, (a, b, new) = Meetings(2), [socket.socket() for _ in range(3)]
-    meetings.update(a, Meet(0, 1))
-    assert meetings.update(b, Meet(1, 1))[a].engines == 2
-    assert meetings.resize(3) == {}  # they go on until it is there
-    assert meetings.update(new, Meet(2, 0)) == {}
-    assert meetings.update(new, Meet(2, 1)) == {a: Rendezvous(), b: Rendezvous()}
-    assert meetings.update(a, Meet(0, 2)) == {b: Rendezvous()}
-    assert {meeting.engines for meeting in meetings.update(b, Meet(1, 2)).values()} == {3}
-    assert meetings.resize(2) == dict.fromkeys((a, b, new), Rendezvous())
-    assert meetings.update(new, Meet(2, 2)) == dict.fromkeys((a, b), Rendezvous())  # it is one too many
-    assert meetings.update(new, None) == {a: Rendezvous(), b: Rendezvous()}
-    assert meetings.update(b, Meet(1, 3)) == {a: Rendezvous()}
-    fewer = meetings.update(a, Meet(0, 3))
-    assert set(fewer) == {a, b} and fewer[a].engines == 2
-    assert meetings.resize(3) == {} and meetings.update(new, Meet(2, 1)) == {a: Rendezvous(), b: Rendezvous()}
-    assert meetings.update(a, Meet(0, 4)) == {b: Rendezvous()} and meetings.update(b, Meet(1, 4))[new].engines == 3
-    assert meetings.update(new, None) == {a: Rendezvous(), b: Rendezvous()}  # it has not started
-    assert meetings.update(a, Meet(0, 5)) == {b: Rendezvous()} and meetings.update(b, Meet(1, 5)) == {}
-    assert set(meetings.resize(2)) == {a, b}  # and is given up: the two wait for nobody else
-    for used in (a, b, new):
-        used.close()
-
-
-def test_a_new_coordinator_breaks_off_a_meeting_with_one_engine_too_many() -> None:
-    before, after, (a, b) = Meetings(3), Meetings(2), [socket.socket() for _ in range(2)]
-    assert before.update(a, Meet(0, 0, 3)) == before.update(b, Meet(1, 0, 3)) == {}
-    assert before.resize(2) == dict.fromkeys((a, b), Rendezvous())  # it heard of the engines first
-    assert after.update(a, Meet(0, 0, 3)) == {a: Rendezvous()} and after.update(b, Meet(1, 0, 3)) == {b: Rendezvous()}
-    assert Meetings(3).update(a, Meet(0, 0, 2)) == {}  # they go on until the third one is there
-    for used in (a, b):
-        used.close()
-
-
 def test_steps_of_another_meeting_do_not_count() -> None:
-    waves, engine = Waves("new"), Lockstep(0, Rendezvous("", "new", 1))
-    assert waves.update(WaveReport(0, 64, True, "old", 1)) is None
+    waves, engine = Waves(1, "new"), Lockstep(0, Rendezvous("", "new"))
+    assert waves.update(WaveReport(0, 64, True, "old")) is None
     assert waves.update(engine.join()) == Wave(0, "new")
     engine.update(Wave(64, "old"))
     assert not engine.joined and not engine.running
@@ -323,9 +284,9 @@ class Engines:
     def __init__(self, folder: Path, **fields: Any):
         options = {"dtype": "float32", "device": "cpu", "block_size": 16, "max_num_seqs": 8}
         options |= {"data_parallel_size": 2, "skip_tokenizer_init": True, "max_num_batched_tokens": 32}
-        self.launched, self.board = contextlib.ExitStack(), Board()
+        self.launched = contextlib.ExitStack()
         config = EngineConfig(str(folder), **options | EP | fields)
-        self.fleet = fleet = self.launched.enter_context(launch(config, self.board))
+        self.fleet = fleet = self.launched.enter_context(launch(config))
         assert fleet.coordinator
         self.engines, self.coordinator = [*fleet.engines.values()], fleet.coordinator
         self.clients = [MPClient(engine.address) for engine in self.engines]
@@ -367,30 +328,6 @@ def workers(of: int) -> list[int]:
     return [int(pid) for pid in children if "manta: worker" in command(int(pid))]
 
 
-class Asker(threading.Thread):
-    """Asks for the answers to some prompts again and again, as one of a server's threads does."""
-
-    def __init__(self, client: Any, expected: list[tuple[list[int], list[int]]], name: str):
-        super().__init__(name=name, daemon=True)
-        self.client, self.expected, self.failure = client, expected, ""
-        self.done, self.lost, self.stopped = 0, 0, threading.Event()
-        self.start()
-
-    def run(self) -> None:
-        try:
-            while not self.stopped.is_set():
-                prompt, tokens = self.expected[self.done % len(self.expected)]
-                params = SamplingParams(temperature=0, max_tokens=len(tokens), ignore_eos=True)
-                request = EngineCoreRequest(f"{self.name}-{self.done}-{self.lost}", prompt, params)
-                try:
-                    assert read(self.client.add_request(request)) == tokens
-                    self.done += 1
-                except EngineDeadError:
-                    self.lost += 1
-        except BaseException as error:
-            self.failure = repr(error)
-
-
 LONG = pytest.mark.long
 
 
@@ -427,73 +364,3 @@ def test_engines_go_on_whoever_is_killed(checkpoints: Checkpoints, name: str, ra
         assert read(engines.add(1, prompts[2], 60)) == expected[2]
     finally:
         engines.close()
-
-
-@pytest.mark.parametrize(
-    ("changes", "fields"),
-    [
-        pytest.param([(2, "coordinator"), (1, "")], {"data_parallel_size": 1}, marks=pytest.mark.full),
-        pytest.param(
-            # Some are added, and one of them dies, or its worker does; then one that was there, or its worker.
-            [(3, "engine 2"), (4, "worker 3"), (4, "engine 0"), (2, ""), (4, "worker 0")], {}, marks=LONG,
-        ),
-        pytest.param([(4, ""), (2, "engine 2"), (4, ""), (2, "engine 3"), (3, ""), (2, "coordinator")], {}, marks=LONG),
-        pytest.param([(3, ""), (2, "")], {"tensor_parallel_size": 2}, marks=LONG),
-    ],
-)  # fmt: skip
-def test_engines_come_and_go(checkpoints: Checkpoints, changes: list[tuple[int, str]], fields: dict[str, Any]) -> None:
-    """The experts are divided among as many engines as there are, while requests run, and no answer changes.
-
-    A change names who is killed in its midst. If engines are added then, their number may go back.
-    """
-    folder, prompts = checkpoints / "qwen3-moe", [[(i * i + j) % 97 for i in range(n)] for j, n in enumerate((5, 90))]
-    llm = LLM(str(folder), dtype="float32", device="cpu", block_size=16, skip_tokenizer_init=True, **ONE)
-    greedy = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
-    tokens = [output.outputs[0].token_ids for output in llm.generate(prompts, greedy, use_tqdm=False)]
-    engines = Engines(folder, data_parallel_size_max=max(size for size, _ in changes), **fields)
-    client, states, least = engines.fleet.new_client(), engines.board.engines, len(engines.engines)
-    askers = [Asker(client, [*zip(prompts, tokens, strict=True)], f"asker {i}") for i in range(4)]
-
-    def ready() -> int:
-        """How many engines there are; 0 as long as one starts or drains."""
-        failures = [asker.failure for asker in askers if asker.failure]
-        assert not failures, failures
-        seen = list(states)
-        return 0 if STARTING in seen or DRAINING in seen else seen.count(READY)
-
-    def kill(victim: str) -> None:
-        kind, _, rank = victim.partition(" ")
-        eventually(lambda: not rank or int(rank) in engines.fleet.engines, 30)
-        pid = (engines.fleet.engines[int(rank)] if rank else engines.coordinator).process.pid
-        if kind == "worker":
-            eventually(lambda: workers(pid), 60)
-        os.kill(workers(pid)[0] if kind == "worker" else pid, signal.SIGKILL)
-
-    def weights() -> int:
-        """Bytes on the first rank of the first engine."""
-        facts = client.utility("collective_rpc", "facts", None, [], {}, timeout=60)
-        return int(facts[0][0]["memory"]["weights"])
-
-    try:
-        held = {least: weights()}
-        for size, victim in changes:
-            before, lost = ready(), sum(asker.lost for asker in askers)
-            client.scale_elastic_ep(size)
-            eventually(lambda before=before, size=size: before == size or not ready(), 30)
-            if victim:
-                kill(victim)
-            eventually(lambda: ready() == engines.board.wanted, 200)
-            assert ready() == size or (ready() == before < size and victim)
-            done = [asker.done for asker in askers]
-            eventually(lambda done=done: all(a.done > n + 1 for a, n in zip(askers, done, strict=True)), 60)
-            assert "engine" in victim or sum(asker.lost for asker in askers) == lost
-            assert weights() == held.setdefault(ready(), weights())
-        assert sorted(held.values(), reverse=True) == [held[size] for size in sorted(held)]
-    finally:
-        for asker in askers:
-            asker.stopped.set()
-        for asker in askers:
-            asker.join(120)
-        client.shutdown()
-        engines.close()
-    assert not any(asker.failure for asker in askers)

@@ -72,12 +72,6 @@ TEXT_HALVES = {
         ("model.language_model.layers.3.self_attn.k_proj.weight", "model.vision_tower.a", "model.embed_vision.b",
          "model.language_model.layers.3.self_attn.k_norm.weight", "model.audio_tower.c", "model.embed_audio.d",
          "model.language_model.layers.2.self_attn.v_proj.weight"), "1.self_attn.k.weight"),
-    "gemma3n": TextHalf(
-        {"model_type": "gemma3n", "audio_config": {}, "audio_soft_tokens_per_image": 188},
-        {"query_pre_attn_scalar": 256, "altup_lr_multiplier": 1.0},
-        ("model.language_model.layers.3.self_attn.k_proj.weight", "model.language_model.layers.4.self_attn.v_proj.bias",
-         "model.vision_tower.a", "model.embed_vision.embedding.weight", "model.audio_tower.c", "model.embed_audio.d"),
-        "1.self_attn.k.weight"),
     "qwen3.5": QWEN_HALF,
     "qwen3.5-moe": QWEN_HALF,
 }  # fmt: skip
@@ -139,7 +133,7 @@ def test_ranks_must_divide_the_heads_of_keys(tmp_path: Path) -> None:
 PATHS = (
     "qwen3", "cohere2", "falcon-7b", "gemma2", "gemma3", "gpt-oss", "llama4", "deepseek-v2", "deepseek-v3",
     "granite-moe", "minimax-m2", "ministral3", "opt", "gemma4", "gemma4-shared", "gemma4-experts", "qwen3-next",
-    "qwen3.5", "bloom", "gemma3n",
+    "qwen3.5", "bloom",
 )  # fmt: skip
 
 
@@ -158,7 +152,7 @@ def test_chunks_and_prefix_hits_change_nothing(checkpoints: Checkpoints, name: s
 
 # The default run does this one way or the other, and both ways with recurrent states.
 PREEMPTED = {
-    "recompute": ("qwen3", "gpt-oss", "llama4", "qwen3-next", "bloom", "gemma3n"),
+    "recompute": ("qwen3", "gpt-oss", "llama4", "qwen3-next", "bloom"),
     "swap": ("gemma3", "deepseek-v3", "falcon-7b", "gemma4-shared", "qwen3-next"),
 }
 

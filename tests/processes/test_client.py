@@ -23,7 +23,7 @@ from engine import SamplingParams
 from executor import WorkerError
 from plan import Call, EngineCoreRequest, EngineOutput, Health, Outputs, Reply
 from processes import client as clients
-from processes.child import READY, Board, FrameServer
+from processes.child import FrameServer
 from processes.client import BackgroundResources, EngineCoreClient, EngineDeadError, InprocClient, MPClient, Stream
 from processes.connection import connect, read_frames, to_frame
 from processes.engine_process import EngineServer
@@ -406,9 +406,7 @@ def wait_until_ready(client: MPClient | DPClient) -> None:
 
 
 def dp_client(addresses: list[socket.socket]) -> DPClient:
-    board = Board()
-    board.engines[0] = board.engines[1] = READY
-    return DPClient(addresses[:2], addresses[2], Router(2, 16), board, range(1, 3))
+    return DPClient(addresses[:2], addresses[2], Router(2, 16))
 
 
 @pytest.mark.parametrize("how", ["forgotten", "forgotten in a circle", "closed"])
@@ -512,7 +510,6 @@ def test_all_clients_have_one_face():
     wanted = methods(EngineCoreClient)
     assert wanted.keys() == {
         "shutdown", "add_request", "get_output", "abort", "utility", "utility_on_all", "collective_rpc",
-        "scale_elastic_ep",
     }  # fmt: skip
     for cls in (MPClient, InprocClient, DPClient, FleetClient):
         assert {name: method for name, method in methods(cls).items() if name in wanted} == wanted, cls
@@ -523,25 +520,6 @@ def test_workers_are_called_through_every_client(served, llm):
     assert llm.client.collective_rpc("block_bytes") == llm.collective_rpc("block_bytes")
     assert client.collective_rpc("block_bytes") == served[0].workers.collective_rpc("block_bytes")
     client.shutdown()
-
-
-def test_a_number_of_engines_that_is_fixed_is_named(served, llm, engines):
-    one, several = MPClient(served[1]), dp_client(engines[0])
-    several.sizes = None
-    for client, size in ((one, 1), (llm.client, 1), (several, 2)):
-        with pytest.raises(ValueError, match=f"data_parallel_size is 3; it must be {size}, because"):
-            client.scale_elastic_ep(3)
-    several.sizes = range(1, 3)
-    several.scale_elastic_ep(2)
-    assert several.board.wanted == 2
-    for size in (0, 3, True, "2"):
-        with pytest.raises(ValueError, match=f"data_parallel_size is {size!r}; it must be from 1 to 2"):
-            several.scale_elastic_ep(size)
-    assert several.board.wanted == 2
-    one.shutdown()
-    several.shutdown()
-    with pytest.raises(ValueError, match="shut down"):
-        several.scale_elastic_ep(1)
 
 
 def test_an_engine_outlives_news_of_a_request_that_nobody_has(caplog):

@@ -14,9 +14,8 @@ import subprocess
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +27,6 @@ from hypothesis import strategies as st
 from config import EngineConfig, visible_gpus
 from engine import LLM
 from plan import EngineCoreRequest, Health, Rendezvous
-from processes.child import READY, Board
 from processes.client import EngineDeadError, MPClient, Stream
 from processes.connection import Connection
 from processes.coordinator import IDLE, Coordinator
@@ -114,7 +112,7 @@ def test_holders_are_forgotten_the_oldest_first():
 
 
 def test_a_wave_lasts_as_long_as_one_engine_has_work():
-    waves, report = Waves(), partial(WaveReport, engines=3)
+    waves, report = Waves(3), WaveReport
     assert waves.update(report(0, 0, False)) is None and waves.update(report(1, 0, True)) is None
     assert waves.update(report(2, 0, False)) == Wave(0)  # all are there, and engine 1 may ask again
     assert waves.update(report(1, 0, True)) == Wave(WAVE_STEPS)
@@ -124,7 +122,7 @@ def test_a_wave_lasts_as_long_as_one_engine_has_work():
 
 
 def test_a_new_coordinator_takes_up_the_wave_that_the_engines_know_of():
-    waves, report = Waves(), partial(WaveReport, engines=2)
+    waves, report = Waves(2), WaveReport
     assert waves.update(report(0, 96, False)) is None
     assert waves.update(report(1, 64, False)) == Wave(96)  # engine 1 has not heard of the last 32 steps
     assert waves.update(report(1, 64, True)) is None
@@ -132,18 +130,18 @@ def test_a_new_coordinator_takes_up_the_wave_that_the_engines_know_of():
 
 
 def test_an_engine_ignores_waves_that_are_stale():
-    engine = Lockstep(0, Rendezvous(engines=2))
+    engine = Lockstep(0, Rendezvous())
     assert engine.report(True) is None  # where the others are is not known yet
     engine.update(Wave(64))  # it has replaced another engine
     assert engine.steps == 64 and not engine.running
     assert engine.report(False) is None
-    assert engine.report(True) == WaveReport(0, 64, True, engines=2) and engine.report(True) is None
+    assert engine.report(True) == WaveReport(0, 64, True) and engine.report(True) is None
     engine.update(Wave(96))
     engine.update(Wave(64))
     assert engine.end == 96 and engine.running
     assert engine.report(True) is None  # for the next steps there is time
     engine.steps = 96 - WAVE_STEPS // 2
-    assert engine.report(True) == WaveReport(0, 96, True, engines=2)
+    assert engine.report(True) == WaveReport(0, 96, True)
 
 
 @given(st.integers(0, 2**32), st.integers(1, 4))
@@ -151,7 +149,7 @@ def test_an_engine_ignores_waves_that_are_stale():
 def test_engines_in_lockstep_stop_at_the_same_step(seed: int, size: int) -> None:
     """Whoever is slow and however late messages are; one engine and the coordinator are replaced on the way."""
     rng = random.Random(seed)
-    waves, engines = Waves(), [Lockstep(rank, Rendezvous(engines=size)) for rank in range(size)]
+    waves, engines = Waves(size), [Lockstep(rank, Rendezvous()) for rank in range(size)]
     reports = [deque([engine.join()]) for engine in engines]  # on their way to the coordinator
     inboxes: list[deque[Wave]] = [deque() for _ in engines]  # and from there
     work = [0] * size  # steps that each engine needs for its requests
@@ -178,12 +176,12 @@ def test_engines_in_lockstep_stop_at_the_same_step(seed: int, size: int) -> None
         if events and rng.random() < 0.03:
             work[rank] += rng.randrange(1, 90)
         if events == 200:  # an engine dies with what it had, and another takes its place
-            engines[rank], work[rank], inboxes[rank] = Lockstep(rank, Rendezvous(engines=size)), 0, deque()
+            engines[rank], work[rank], inboxes[rank] = Lockstep(rank, Rendezvous()), 0, deque()
             reports[rank] = deque([engines[rank].join()])
         if events == 100:  # the coordinator dies, and what it had sent does not arrive
             for queue in inboxes:
                 queue.clear()
-            waves = Waves()
+            waves = Waves(size)
             for reporter, engine in zip(reports, engines, strict=True):
                 reporter.clear()
                 reporter.append(engine.join())
@@ -196,7 +194,7 @@ def test_engines_in_lockstep_stop_at_the_same_step(seed: int, size: int) -> None
 def coordinator() -> Iterator[socket.socket]:
     """The address of one that runs in a thread."""
     address, listener = socket.socketpair()
-    threading.Thread(target=Coordinator({"size": 2, "sharing": 2}, listener).run, daemon=True).start()
+    threading.Thread(target=Coordinator(2, listener).run, daemon=True).start()
     with address:
         yield address
 
@@ -210,17 +208,17 @@ def test_the_coordinator_publishes_loads_and_waves(coordinator):
     engines, client = [listen(0), listen(1)], listen(2)
     for rank, engine in enumerate(engines):
         engine.send(Load(rank, 0, 0))
-        engine.send(WaveReport(rank, 0, False, engines=2))
+        engine.send(WaveReport(rank, 0, False))
     assert [heard[rank].get(timeout=10) for rank in range(2)] == [Wave(0)] * 2
     client.send(Subscribe())
     assert heard[2].get(timeout=10) == Loads([IDLE, IDLE])
     engines[1].send(Load(1, 3, 4))
-    engines[1].send(WaveReport(1, 0, True, engines=2))
+    engines[1].send(WaveReport(1, 0, True))
     assert [heard[rank].get(timeout=10) for rank in range(2)] == [Wave(WAVE_STEPS)] * 2
     assert heard[2].get(timeout=10) == Loads([IDLE, (3, 4)])
     engines[1].close()  # it dies
     assert heard[2].get(timeout=10) == Loads([IDLE, IDLE])
-    engines[0].send(WaveReport(0, WAVE_STEPS, True, engines=2))
+    engines[0].send(WaveReport(0, WAVE_STEPS, True))
     assert heard[0].get(timeout=10) == Wave(2 * WAVE_STEPS)
     for connection in (engines[0], client):
         connection.close()
@@ -302,9 +300,7 @@ def test_a_client_of_engines_of_which_none_lives(monkeypatch):
     monkeypatch.setattr("processes.client.GRACE", 0.1)
     pairs = [socket.socketpair() for _ in range(3)]
     addresses = [address for address, _ in pairs]
-    board = Board()
-    board.engines[0] = board.engines[1] = READY
-    client = DPClient(addresses[:2], addresses[2], Router(2, 16), board)
+    client = DPClient(addresses[:2], addresses[2], Router(2, 16))
     assert "engine 0: the engine process has ended; engine 1:" in str(client.trouble)
     with pytest.raises(EngineDeadError):
         client.add_request(EngineCoreRequest("x", [1], GREEDY))
@@ -319,10 +315,9 @@ def test_an_adapter_counts_as_the_beginning_of_a_prompt(monkeypatch: pytest.Monk
     router, salts, sent = Router(2, 4), [], []
     choose = router.choose
     monkeypatch.setattr(router, "choose", lambda *args: salts.append(args[1]) or choose(*args))
-    client = DPClient([], None, router, Board())
+    client = DPClient([], None, router)
     for rank in range(2):
-        client.board.engines[rank] = READY
-        client.clients[rank] = Taker(rank, sent, lambda rank: None)  # type: ignore[assignment]
+        client.clients[rank] = Taker(rank, sent)  # type: ignore[assignment]
     for name in ("a", "b", "a", "b", None):
         lora = LoRARequest(name, 1, f"/{name}") if name else None
         client.add_request(EngineCoreRequest("x", [*range(16)], GREEDY, "salt", lora=lora))
@@ -332,16 +327,16 @@ def test_an_adapter_counts_as_the_beginning_of_a_prompt(monkeypatch: pytest.Monk
 
 
 class ClientStandIn:
-    """Stands in for `MPClient`; notes who was called."""
+    """Stands in for `MPClient`; notes who was called. Engine 0 is gone."""
 
-    def __init__(self, rank: int, called: list[int], on_call: Callable[[int], None]):
-        self.rank, self.called, self.on_call = rank, called, on_call
-        self.connection, self.trouble = SimpleNamespace(silent=False), None
-        self.streams, self.calls = dict[str, Any](), dict[int, Any]()
+    def __init__(self, rank: int, called: list[int]):
+        self.rank, self.called = rank, called
+        self.connection, self.trouble, self.streams = SimpleNamespace(silent=False), None, dict[str, Any]()
 
     def utility(self, method: str, *args: Any, timeout: float | None = None) -> dict[int, str]:
+        if self.rank == 0:
+            raise EngineDeadError("gone")
         self.called.append(self.rank)
-        self.on_call(self.rank)
         return {self.rank: method}
 
     def add_request(self, request: EngineCoreRequest, stream: Any = None) -> Stream:
@@ -363,49 +358,33 @@ class Taker(ClientStandIn):
         return Stream()
 
 
-def stand_ins(monkeypatch: pytest.MonkeyPatch, on_call: Callable[[int], None] = lambda rank: None) -> list[int]:
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Have a `DPClient` connect to stand-ins; returns the ranks that will have been called."""
     called: list[int] = []
-    monkeypatch.setattr("processes.routing.MPClient", lambda address, rank, *_: ClientStandIn(rank, called, on_call))
+    monkeypatch.setattr("processes.routing.MPClient", lambda address, rank, *_: ClientStandIn(rank, called))
     return called
 
 
-def test_engines_that_become_ready_during_a_call_are_called_too(monkeypatch):
-    board = Board()
-    board.engines[0] = READY
-
-    def on_call(rank: int) -> None:
-        board.engines[rank + 1 if rank < 2 else rank] = READY
-
-    called = stand_ins(monkeypatch, on_call)
-    client = DPClient([None] * 4, None, Router(4, 16), board)
-    assert client.utility_on_all("update_weights") == dict.fromkeys(range(3), "update_weights") and called == [0, 1, 2]
-    called.clear()
-    assert client.utility("metrics").keys() == {0, 1, 2} and called == [0, 1, 2]
+def test_a_call_that_changes_engines_names_those_that_do_not_answer(monkeypatch):
+    called = stand_ins(monkeypatch)
+    client = DPClient([None] * 3, None, Router(3, 16))
+    assert client.utility("metrics") == dict.fromkeys((1, 2), "metrics")
+    with pytest.raises(EngineDeadError, match=r"sleep was not done by engines that do not answer: \[0\]; ask again"):
+        client.utility_on_all("sleep")
+    assert called == [1, 2, 1, 2]
 
 
-def test_what_counts_requests_about_to_be_sent_is_changed_under_the_lock(monkeypatch):
-    """By threads of a script: a change that got lost would keep an engine from ever ending, or end it too soon."""
-
-    class Guarded(Counter[int]):
-        def __setitem__(self, rank: int, count: int) -> None:
-            assert client.lock.locked()
-            super().__setitem__(rank, count)
-
-    board = Board()
-    board.engines[0] = board.engines[1] = READY
+def test_another_engine_gets_what_one_that_is_gone_does_not_take(monkeypatch):
     stand_ins(monkeypatch)
-    client = DPClient([None] * 2, None, Router(2, 16), board)
-    client.adding = Guarded()
-    client.add_request(EngineCoreRequest("x", [1], GREEDY))  # engine 0 is gone, engine 1 takes it
-    assert client.adding == {0: 0, 1: 0}
+    client = DPClient([None] * 2, None, Router(2, 16))
+    assert client in client.add_request(EngineCoreRequest("x", [1], GREEDY)).clients
+    assert client.router.loads == [WAITING, WAITING]
 
 
 def test_an_engine_in_trouble_gets_a_request_only_if_all_are(monkeypatch):
-    board = Board()
-    board.engines[1] = board.engines[2] = READY
     stand_ins(monkeypatch)
-    client = DPClient([None] * 3, None, Router(3, 16), board)
+    client = DPClient([None] * 3, None, Router(3, 16))
+    del client.clients[0]
     for rank, loads in ((1, [0, 0, 2 * WAITING]), (2, [0, 2 * WAITING, 2 * WAITING])):
         client.clients[rank].trouble = "rank 0 is stopped"
         for _ in range(2):
@@ -414,10 +393,8 @@ def test_an_engine_in_trouble_gets_a_request_only_if_all_are(monkeypatch):
 
 
 def test_each_stream_fails_once_however_many_requests_it_has(monkeypatch):
-    board = Board()
-    board.engines[0] = board.engines[1] = READY
     stand_ins(monkeypatch)
-    client, streams = DPClient([None] * 2, None, Router(2, 16), board), [Stream(), Stream()]
+    client, streams = DPClient([None] * 2, None, Router(2, 16)), [Stream(), Stream()]
     for rank, stream in enumerate(streams):
         client.clients[rank].streams = {"x-0": stream, "x-1": stream}
     client.fail(EngineDeadError("the server is shutting down"))
@@ -427,30 +404,10 @@ def test_each_stream_fails_once_however_many_requests_it_has(monkeypatch):
         assert stream.empty()
 
 
-def test_an_engine_gets_one_connection_however_many_look_for_it(monkeypatch):
-    """One that nobody closes would keep it from ending."""
-    board, made = Board(), list[int]()
-    client = DPClient([None], None, Router(1, 16), board)
-    other = threading.Thread(target=lambda: client._look())
-
-    def connect(address: Any, rank: int, *more: Any) -> ClientStandIn:
-        made.append(rank)
-        if len(made) == 1:
-            other.start()
-            other.join(0.1)  # it waits for its turn
-        return ClientStandIn(rank, [], lambda rank: None)
-
-    monkeypatch.setattr("processes.routing.MPClient", connect)
-    board.engines[0] = READY
-    client._look()
-    other.join(10)
-    assert made == [0]
-
-
-@pytest.mark.parametrize("fields", [{"data_parallel_size_max": 2}, {"headless": True, "data_parallel_address": "a"}])
+@pytest.mark.parametrize("fields", [{"data_parallel_external_lb": True}, {"headless": True}])
 def test_what_only_a_server_can_do_is_not_for_llm(fields):
     with pytest.raises(ValueError, match="are for the server"):
-        LLM(**fields)
+        LLM(data_parallel_address="a", **fields)
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ from unittest.mock import Mock
 import pytest
 
 from config import DEMO, EngineConfig
-from processes.child import ABSENT, ASLEEP, DRAINING, READY, STARTING, ParentPipe
+from processes.child import ParentPipe
 from processes.models import ModelEntry, ModelSet, Planner
-from processes.residency import Terms
+from processes.residency import ABSENT, ASLEEP, DRAINING, READY, STARTING, Terms
 from served import eventually
 
 WEIGHTS = {"weights": "", "weights_stamp": "", "weights_version": 0}

@@ -231,18 +231,17 @@ def test_a_child_that_stops_while_it_starts_is_killed(tmp_path: Path, caplog, mo
     made.stop()
 
 
-def test_a_child_is_told_other_options_and_its_successor_starts_with_them(tmp_path: Path) -> None:
-    say = "parent.on_told = lambda: parent.tell({'heard': parent.options['size']})"
-    made = child(tmp_path, f"{say}; parent.ready({{'size': parent.options.get('size')}}); time.sleep(1000)")
+def test_a_child_is_ready_again_when_it_has_made_its_calls(tmp_path: Path) -> None:
+    say = "parent.on_call = lambda number, method: parent.tell({'called': number, 'heard': method})"
+    made = child(tmp_path, f"{say}; parent.ready({{}}); time.sleep(1000)")
     made.wait()
-    loads: list[dict[str, int]] = []
-    vars(made)["on_told"] = loads.append
-    for size in (3, 4):
-        made.tell({"size": size})
-    eventually(lambda: made.check() or len(loads) == 2)
-    assert loads == [{"heard": 3}, {"heard": 4}] and made.facts == {"size": None}
-    made.process.kill()
-    eventually(lambda: made.check() or made.facts == {"size": 4})
+    heard: list[dict[str, str]] = []
+    vars(made)["on_told"] = heard.append
+    for method in ("sleep", "wake_up"):
+        made.call(method)
+    assert made.progress() is None or len(heard) == 2
+    eventually(made.progress)
+    assert heard == [{"heard": "sleep"}, {"heard": "wake_up"}]
     made.stop()
 
 

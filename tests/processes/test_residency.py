@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from processes.child import ABSENT, ASLEEP, DRAINING, READY, STARTING
-from processes.residency import Residency, Terms, Usage
+from processes.residency import ABSENT, ASLEEP, DRAINING, READY, STARTING, Residency, Terms, Usage
 
 MIN_SECONDS, START, RUN = 5.0, 2.0, 3.0  # seconds: the least that a model serves, and the most that the others take
 WAKE, FALL = 0.7, 0.6  # seconds of waking up, and of falling asleep
