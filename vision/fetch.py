@@ -19,13 +19,12 @@ def load_image_bytes(url: str, allowed_domains: Collection[str], max_bytes: int,
     """What a data: URL has in base64, or what an http(s) URL of an allowed host gives.
 
     Args:
-        allowed_domains: names of hosts, in lower case, as URLs name them; where they redirect to must be allowed, too.
+        allowed_domains: names of hosts, in lower case; those that they redirect to must be among them, too.
         max_bytes: the largest answer.
-        timeout: seconds for all of it; looking names up has the system's own limit beside.
+        timeout: seconds for all but looking names up, for which the system has a limit.
 
     Raises:
-        ValueError: the URL is of another kind or not allowed, its host has an address that is not public, or the
-            answer is an error, too large or too slow.
+        ValueError: the URL is of another kind, its host is not allowed or not public, or its answer is no image's.
     """
     if url[:5].lower() == "data:":
         return _decode(url[5:], max_bytes)
@@ -68,8 +67,12 @@ def _decode(data_url: str, max_bytes: int) -> bytes:
 
 
 def _checked(url: str, allowed_domains: Collection[str]) -> SplitResult:
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None:
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in ("http", "https") and parts.hostname and parts.username is None and parts.port != 0
+    except ValueError:  # of its host or port
+        usable = False
+    if not usable:
         raise ValueError(f"the image is at {url[:200]!r}; it must be a data:, http: or https: URL, with no user in it")
     if parts.hostname not in allowed_domains:
         names = ", ".join(sorted(allowed_domains)) or "none"

@@ -30,8 +30,7 @@ class Prepared(Picture):
 
 
 class ImageProcessor:
-    """What makes pixels and tokens of a model's images: what the family's image processor (over Pillow) and its
-    Processor do in transformers, with their defaults."""
+    """Makes pixels and tokens of images as the family's image processor (over Pillow) and Processor of transformers."""
 
     image_token = "<image>"  # of which a chat template writes one for each image
     placeholder = ""  # an image in a message that is plain text; empty: `image_token`
@@ -53,13 +52,8 @@ class ImageProcessor:
     def from_folder(folder: str, config: Fields, encode: Callable[[str], list[int]]) -> ImageProcessor | None:
         """The processor of the model in `folder`, or None where its architecture and tower have none here.
 
-        Args:
-            folder: has preprocessor_config.json or processor_config.json.
-            config: its config.json.
-            encode: the tokens of a text, with no BOS or the like added.
-
-        Raises:
-            ValueError: a field asks for what is not done here.
+        `config` is its config.json, and `encode` gives the tokens of a text with no BOS or the like added. A ValueError
+        names a field that asks for what is not done here.
         """
         (architecture, *_) = config.get("architectures") or [""]
         tower = (config.get("vision_config") or {}).get("model_type", "clip_vision_model")
@@ -68,11 +62,7 @@ class ImageProcessor:
         return FAMILIES[architecture](read_preprocessor(folder), config, encode)
 
     def prepare(self, image: Image.Image) -> Prepared:
-        """Pixels and tokens of an RGB image.
-
-        Raises:
-            ValueError: it is too long for its width, or too wide for its height.
-        """
+        """Pixels and tokens of an RGB image; a ValueError if one side is too long for the other."""
         tiles, pieces, end = self._cut(image)
         array = np.stack([np.asarray(tile) for tile in tiles])
         pixels, shape = array.tobytes(), array.shape[:3]
@@ -87,10 +77,9 @@ class ImageProcessor:
         return Prepared(digest.digest(), pixels, shape, rows, spans, ids + self._text(end))
 
     def expand(self, ids: list[int], prepared: Sequence[Prepared]) -> tuple[list[int], list[Picture]]:
-        """A prompt whose i-th placeholder has become the tokens of the i-th image; and the images with their places.
+        """A prompt whose i-th placeholder has become the tokens of the i-th image, and the images with their places.
 
-        Raises:
-            ValueError: there are more or fewer placeholders than images.
+        A ValueError if there are more or fewer placeholders than images.
         """
         places = [i for i, token in enumerate(ids) if token == self.placeholder_id]
         if len(places) != len(prepared):

@@ -105,7 +105,7 @@ def test_a_data_url_is_decoded(head):
     ],
 )  # fmt: skip
 def test_other_urls_are_refused(url, lookups):
-    with pytest.raises(ValueError, match=r"image|IPv6|Port"):
+    with pytest.raises(ValueError, match="the image"):
         load_image_bytes(url, ["images.example"], 8)
     assert not lookups
 
