@@ -51,8 +51,6 @@ def test_a_conversation_has_images_where_its_parts_are(inputs: InputProcessor) -
     assert shown(request.prompt_token_ids) == "<|user|>*a**<|end|>"
     first, second, third = (picture.digest for picture in request.pictures)
     assert first == third != second
-    plain = inputs.conversation([{"role": "user", "content": "a"}], True, False, None, None)
-    assert not inputs.request("1", plain, SamplingParams())[0].pictures
 
 
 @pytest.mark.parametrize(
