@@ -76,9 +76,9 @@ EVERY_FILE = [
 ]
 # These may fall. They rise only when a capability with a name of its own comes.
 MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 24, 700, 80, 750
-MOST_STORY_LINES = 6560
+MOST_STORY_LINES = 6558
 MOST_LINES = {
-    ".": 10629, "api": 5987, "checkpoints": 3534, "commands": 1356, "cpu": 2563, "device": 4353, "executors": 204,
+    ".": 10628, "api": 5987, "checkpoints": 3534, "commands": 1356, "cpu": 2563, "device": 4353, "executors": 204,
     "lora": 1207, "models": 3940, "observe": 1356, "ops": 3118, "processes": 3678,
     "scheduling": 2277, "speculation": 805, "text": 4580, "vision": 526,
 }  # fmt: skip
