@@ -68,6 +68,7 @@ def client_facts(config: EngineConfig, model_config: ModelConfig, of_workers: di
         "architecture": model_config.architecture,
         "notes": notes_on(model_config, of_workers["max_model_len"]),
         "eos_token_ids": model_config.eos_token_ids,
+        "vision": getattr(model_config, "vision", None) is not None,  # whether it takes images
         "default_sampling": default_sampling(config),
         **{name: getattr(config, name) for name in options},
         **task_facts(config, model_config),

@@ -6,6 +6,8 @@ from typing import Any
 
 from config import read_json
 
+MAX_PIXELS = 40_000_000  # of an image, by default
+
 
 def read_preprocessor(folder: str) -> dict[str, Any]:
     """The fields of an image processor: preprocessor_config.json, or that part of the newer processor_config.json."""
