@@ -1,4 +1,4 @@
-# The server in a container, or another command of it (chat, complete, batch, quantize):
+# The server in a container, or another command of it (chat, complete, batch):
 #   docker build -t manta .
 #   docker run --gpus all -p 8000:8000 -v manta:/models manta --model Qwen/Qwen3-0.6B
 #   docker run --gpus all -it -v manta:/models manta chat Qwen/Qwen3-0.6B
@@ -24,7 +24,7 @@ RUN --mount=type=bind,target=/src,rw pip install --no-cache-dir --no-deps /src
 COPY --chmod=755 <<'EOF' /opt/manta/bin/manta-container
 #!/bin/sh
 case "$1" in
-    chat | complete | batch | quantize | bench) exec manta "$@" ;;
+    chat | complete | batch | bench) exec manta "$@" ;;
     serve) shift ;;
 esac
 exec manta serve --host 0.0.0.0 "$@"

@@ -83,7 +83,7 @@ class BuildPackage(build_py):
 setup(
     packages=list(FOLDERS),
     package_dir=FOLDERS,
-    package_data={"manta": ["demo/**/*.json*", "demo/**/*.safetensors", "demo/*.txt", "web/*"]},
+    package_data={"manta": ["demo/**/*.json*", "demo/**/*.safetensors", "web/*"]},
     include_package_data=False,
     cmdclass={"build_py": BuildPackage},
 )

@@ -56,12 +56,12 @@ class OptionParser(argparse.ArgumentParser):
 
     The result has only the options that were given, so that their defaults stand in one place. A mistake is one line on
     stderr and exit code 2. Two classes with an option of one name share the flag, which the first describes. `commands`
-    may stand instead of a model, and tell what each does. With `target`, MODEL and OUT must be there.
+    may stand instead of a model, and tell what each does.
     """
 
     def __init__(
         self, *classes: type[OptionClass], command: str = "", usage: str = "[MODEL] [option ...]",
-        description: str = "", commands: dict[str, str] | None = None, target: bool = False,
+        description: str = "", commands: dict[str, str] | None = None,
     ):  # fmt: skip
         prog = f"{PROG} {command}".strip()
         self.commands = commands or {}
@@ -75,12 +75,9 @@ class OptionParser(argparse.ArgumentParser):
         self.known: set[str] = set()  # names of options
         self.add_argument("--version", action="version", version=f"Manta {VERSION}")
         self.add_argument("--config", metavar="FILE", help="TOML with options by their names; the command line wins")
-        nargs = None if target else "?"
         self.add_argument(
-            "model_tag", nargs=nargs, default=argparse.SUPPRESS, metavar="MODEL", help="the same as --model"
+            "model_tag", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help="the same as --model"
         )
-        if target:
-            self.add_argument("out", metavar="OUT", help="the folder to write, which must be new or empty")
         groups: dict[str, argparse._ArgumentGroup] = {}
         for cls in classes:
             hints, fields = get_type_hints(cls), {f.name: f for f in flag_fields(cls) if f.name not in self.known}

@@ -28,7 +28,6 @@ COMMANDS = {
     "chat": "talk with a model in the terminal",
     "complete": "go on from a text",
     "batch": "answer a file of requests",
-    "quantize": "write a model whose weights have few bits",
     "bench": "measure Manta; the rest is for bench/bench.py",
 }
 # Packages that the server needs.

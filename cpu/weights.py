@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from batch_state import Writes
 from checkpoints.dequantize import DTYPES, Packed, rows_of
 from checkpoints.hub import checkpoint_files
-from checkpoints.rounding import nearest_of
+from checkpoints.rounding import nearest_codes
 from checkpoints.storage import tensors_in
 from config import EngineConfig
 from cpu.machine import has_bfloat16, supports
@@ -213,8 +213,8 @@ class MappedTable:
         """The rows [T, size] of ids [T]."""
         if isinstance(self.table, Packed):
             return rows_of(self.table, ids).to(self.dtype)
-        values, scales = nearest_of(self.table[ids].float(), self.kind, self.shape[1], torch.float16)
-        return (values * scales).to(self.dtype)
+        codes, scales = nearest_codes(self.table[ids].float(), self.kind, self.shape[1])
+        return (codes.float() * scales).to(self.dtype)
 
 
 def map_embedding(model: Any, files: list[str]) -> None:

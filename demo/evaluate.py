@@ -5,8 +5,7 @@
 
 The questions are those that `train.py` can never have drawn: see `held_out` in `tasks.py`. Answers are greedy. A right
 one is exact: to the letter, or for a call its function and its arguments. An object that is to be made up has the
-fields that were asked for, with sensible values. With `--text` no server is asked: the questions and the right answers
-are written as the model would see them, for measuring perplexity. `exam.txt` was made with `--questions 6`.
+fields that were asked for, with sensible values.
 
 With `--natural` the prompts of `natural.json` are asked instead, each with several seeds, at the temperature that the
 model's `generation_config.json` says. An answer is right if the whole of it is one of the prompt's marks: what is
@@ -22,8 +21,6 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-
-import jinja2
 
 from natural import Prompt, prompts
 from skills import Question, exam, sensible
@@ -94,15 +91,6 @@ def is_right(question: Question, answer: dict[str, Any]) -> bool:
     return sensible(question, answer["content"]) if question.task == "json" else answer["content"] == right["content"]
 
 
-def text_of(questions: list[Question]) -> str:
-    """Questions and right answers as the demo's chat template writes them."""
-    source = json.loads((Path(__file__).parent / "tokenizer_config.json").read_text())["chat_template"]
-    environment = jinja2.Environment()
-    environment.filters["tojson"] = json.dumps  # Jinja's own would sort keys and escape HTML
-    template = environment.from_string(source)
-    return "\n".join(template.render(messages=[*q.messages, q.right], tools=q.tools) for q in questions) + "\n"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="where the server listens")
@@ -113,7 +101,6 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, default=32, help="questions in flight")
     parser.add_argument("--seed", type=int, default=2)
     parser.add_argument("--save", type=Path, help="write every question and answer to this file, one JSON a line")
-    parser.add_argument("--text", type=Path, help="only write questions and right answers to this file")
     args = parser.parse_args()
     if args.natural:
         with ThreadPoolExecutor(args.concurrency) as pool:
@@ -122,9 +109,6 @@ def main() -> None:
     if not args.corpus:
         parser.error("--corpus is missing: the held-out questions are made of it")
     drawn = exam(read_corpus(args.corpus), args.questions, args.seed)
-    if args.text:
-        args.text.write_text(text_of(drawn))
-        return
     with ThreadPoolExecutor(args.concurrency) as pool:
         answers = list(pool.map(lambda question: ask(args.url, question), drawn))
     longest = max(prompt for _, prompt in answers)

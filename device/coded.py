@@ -191,14 +191,14 @@ def key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def kinds_to_round(model: Transformer, wanted: Parts, head: bool = True) -> dict[str, str]:
+def kinds_to_round(model: Transformer, wanted: Parts) -> dict[str, str]:
     """The kind, see `rounded`, to which `--quantization` rounds tensors, by our names. Others are not rounded."""
     if model.coded not in GROUPS:
         return {}
     places = ((owner, name) for owner in model.owners() for name in (*owner.matrices, *owner.stacks))
     weights = (getattr(owner, name) for owner, name in places if name not in PLAIN)
     kinds = {key(weight): model.coded for weight in weights if torch.is_tensor(weight)}
-    if head and kinds and model.config.head == "logits" and not model.row.head_norm:  # which needs plain numbers
+    if kinds and model.config.head == "logits" and not model.row.head_norm:  # which needs plain numbers
         table = model.embedding if model.config.tie_word_embeddings else model.head
         if torch.is_tensor(table):  # a head gets 8 bits, as no later layer evens its errors out
             kinds[key(table)] = "int8" if model.coded == "int8" else "int8_per_channel_weight_only"

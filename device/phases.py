@@ -13,8 +13,8 @@ import torch
 
 from batch_state import to_device, to_host
 from device.exchanges import add_lockstep
+from device.images import add_vision
 from device.launched import run_one_by_one
-from device.vision import add_vision
 from layers import DraftRows
 from parallel import add_stages
 

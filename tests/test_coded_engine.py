@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import reference
 from adapters import ALL, asked, make_adapter
-from checkpoints.rounding import GROUPS, codes_of, nearest_of
+from checkpoints.rounding import GROUPS, nearest_codes
 from config import DEMO
 from engine import LLM, SamplingParams
 from lora.adapter import WEIGHTS
@@ -40,8 +40,8 @@ def kind(request: pytest.FixtureRequest) -> str:
 def rounded(numbers: torch.Tensor, kind: str) -> torch.Tensor:
     """The numbers that `--quantization` makes."""
     group = GROUPS[kind] or numbers.shape[1]
-    values, scales = nearest_of(numbers, kind.split("_")[0], group, torch.float16)
-    return (values.unflatten(1, (-1, group)) * scales[:, :, None]).flatten(1)
+    codes, scales = nearest_codes(numbers, kind.split("_")[0], group)
+    return (codes.float().unflatten(1, (-1, group)) * scales[:, :, None]).flatten(1)
 
 
 def packed(name: str, numbers: torch.Tensor, kind: str) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
@@ -184,8 +184,8 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
         weight = torch.ones(part.shape) if len(part.shape) == 1 else torch.randn(part.shape) * part.shape[-1] ** -0.5
         tensors[saved] = coded[saved] = weight
         if name.endswith(MATRICES):
-            values, scales = nearest_of(weight, "int8", weight.shape[1], torch.float16)
-            coded |= {saved: codes_of(values, "int8"), f"{saved}_scale": scales}
+            codes, scales = nearest_codes(weight, "int8", weight.shape[1])
+            coded |= {saved: codes, f"{saved}_scale": scales}
     quantized = MOE | {"quantization_config": w8a8()}
     return str(write(plain, MOE, tensors)), str(write(tmp_path_factory.mktemp("w8a8"), quantized, coded))
 
@@ -305,8 +305,7 @@ def test_each_number_is_the_nearest(kind):
     numbers = torch.randn(7, 96)
     numbers[3] = 0
     kind = kind.split("_")[0]
-    values, scales = nearest_of(numbers, kind, 32, torch.float16)
-    made = codes_of(values, kind)
+    made, scales = nearest_codes(numbers, kind, 32)
     if kind == "int4":
         halves = (made + 8).to(torch.uint8).unflatten(1, (-1, 2, 16))
         made = (halves[:, :, 0] | halves[:, :, 1] << 4).flatten(1)

@@ -61,7 +61,7 @@ FLOORS = [
     "parallel", "model_config", "kernels", "ops", "sampling_params", "reference", "config", "setup",
 ]  # fmt: skip
 WITH_CIRCLES = ("models.", "scheduling.", "device.exchanges", "device.phases", "parallel", "api.generation")
-MOST_ARROWS_UP = 20  # pairs of a file or folder and a higher one from which it imports something
+MOST_ARROWS_UP = 19  # pairs of a file or folder and a higher one from which it imports something
 ROOMS = [path.parent.name for path in sorted(ROOT.glob("*/__init__.py"))]
 FILES = {  # by the names that an import has
     ".".join(path.relative_to(ROOT).with_suffix("").parts): path
@@ -76,9 +76,9 @@ EVERY_FILE = [
 ]
 # These may fall. They rise only when a capability with a name of its own comes.
 MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 24, 700, 80, 750
-MOST_STORY_LINES = 6575
+MOST_STORY_LINES = 6574
 MOST_LINES = {
-    ".": 10649, "api": 5987, "checkpoints": 3534, "commands": 1356, "cpu": 2563, "device": 4485, "executors": 204,
+    ".": 10648, "api": 5987, "checkpoints": 3283, "commands": 1337, "cpu": 2563, "device": 4143, "executors": 204,
     "lora": 1207, "models": 4551, "observe": 1356, "ops": 3118, "processes": 3678,
     "scheduling": 2277, "speculation": 807, "text": 4580, "vision": 559,
 }  # fmt: skip

@@ -35,13 +35,9 @@ PARTS: dict[str, tuple[list[str], dict[str, dict[str, str]]]] = {  # its files, 
             "from observe.sanitizer import KVSanitizer": "",
         },
     }),
-    "quantize": (["device/quantize.py", "device/calibrate.py", "checkpoints/compressed.py", "checkpoints/gptq.py"], {
-        "server.py": {'    "quantize": others.quantize,': ""},
-        "commands/plan.py": {'    "quantize": "write a model whose weights have few bits",': ""},
-    }),
     "faces": (["commands/batch*.py", "commands/terminal.py", "api/anthropic*.py"], {
         "server.py": {
-            "from commands import batch, others, terminal": "from commands import others",
+            "from commands import batch, bench, terminal": "from commands import bench",
             '    "chat": terminal.chat,': "", '    "complete": terminal.complete,': "",
             '    "batch": batch.main,': "",
         },

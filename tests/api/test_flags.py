@@ -92,6 +92,7 @@ def test_torchrun_is_another_name_of_the_external_launcher(tmp_path):
         (["demo", "other"], "'other' is one argument too many"),
         (["demo", "--model", "other"], "MODEL is 'demo' and --model is 'other'; give one of them"),
         (["comlete"], "comlete is neither a folder nor a command, which comes first; the nearest is complete"),
+        (["quantize", "demo"], "'demo' is one argument too many"),
         (["--port", "0", "chat"], "chat is neither a folder nor a command, which comes first; the nearest is chat"),
         (
             ["--top-p=0.5"],

@@ -11,34 +11,40 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from adapters import ALL, add_kind, make_adapter, merge
-from checkpoints.compressed import RECIPES, config_of, tensors_of
 from checkpoints.hub import checkpoint_files
-from checkpoints.rounding import codes_of, nearest_of
+from checkpoints.rounding import nearest_codes
 from checkpoints.storage import Storage, tensors_in
 from model_config import ModelConfig
 from oracle_checks import first_step, logits_of, make_worker
 from packed_checkpoints import PACKED
 from random_checkpoints import DATA
+from test_schemes import compressed, words
 
 PROMPTS = [[1, 2, 3, 4, 5], [7, 9, 11]] * 2
-GROUPS = {"w8a16": -1, "w4a16": 16}  # of recipes: inputs that share a scale; -1: all
+CODED = {  # as compressed-tensors, by the kind of the codes
+    "int8": compressed("pack-quantized", num_bits=8, strategy="channel", group_size=None),
+    "int4": compressed("pack-quantized", group_size=16),
+}
 
 
-def coded(folder: Path, recipe: str) -> Path:
-    """A checkpoint whose projections are rounded to a recipe."""
-    base, kind, ignore = DATA / "families" / "qwen3", RECIPES[recipe].kind, ["lm_head"]
+def coded(folder: Path, kind: str) -> Path:
+    """A checkpoint whose projections are rounded to codes of a kind."""
+    base, weights = DATA / "families" / "qwen3", CODED[kind]["config_groups"]["group_0"]["weights"]
+    bits = weights["num_bits"]
     shutil.copytree(base, folder)
     tensors = {}
     for name, weight in load_file(base / "model.safetensors").items():
         if name.endswith("proj.weight"):
-            group = weight.shape[1] if GROUPS[recipe] == -1 else GROUPS[recipe]
-            values, scales = nearest_of(weight.float(), kind, group, torch.float16)
-            tensors |= tensors_of(name, codes_of(values, kind), scales.half(), RECIPES[recipe])
+            codes, scales = nearest_codes(weight.float(), kind, weights["group_size"] or weight.shape[1])
+            tensors |= {
+                f"{name}_packed": words(codes.int() + 2 ** (bits - 1), bits), f"{name}_scale": scales.half(),
+                f"{name}_shape": torch.tensor(weight.shape),
+            }  # fmt: skip
         else:
             tensors[name] = weight
     save_file(tensors, folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = config_of(RECIPES[recipe], GROUPS[recipe], ignore)
+    config["quantization_config"] = CODED[kind]
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
@@ -61,9 +67,9 @@ def plain(folder: Path, packed: Path) -> Path:
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-@pytest.mark.parametrize("name", ["gptq", "gptq-v2", "awq", *GROUPS])
+@pytest.mark.parametrize("name", ["gptq", "gptq-v2", "awq", *CODED])
 def test_dora_beside_codes_is_that_of_their_numbers(tmp_path: Path, name: str, backend: str) -> None:
-    packed = coded(tmp_path / "packed", name) if name in GROUPS else PACKED / name
+    packed = coded(tmp_path / "packed", name) if name in CODED else PACKED / name
     numbers = plain(tmp_path / "numbers", packed)
     make_adapter(tmp_path / "a", 1, rank=3, modules=ALL, base=numbers)
     add_kind(tmp_path / "a", "dora", numbers)
