@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from batch_state import Rows
-from plan import Logprobs, StepPlan, StepResult
+from plan import Logprobs, StepPlan, StepResult, VisionPlan
 
 if TYPE_CHECKING:
     from device.kv_disk import KVDisk
@@ -98,8 +98,10 @@ def run_one_by_one(run: Callable[[StepPlan], Launched], pooled: bool, plan: Step
     result = StepResult(plan.step, [])
     for i, (slot, count) in enumerate(plan.rows):
         scores: list[Logprobs] = []
-        for tokens in [count] if pooled else [1] * count:
-            part = run(StepPlan(plan.step, rows=[(slot, tokens)], new=plan.new)).result()
+        tokens = count if pooled else 1
+        for done in range(0, count, tokens):
+            vision = for_row(plan, sum(count for _, count in plan.rows[:i]) + done, tokens)
+            part = run(StepPlan(plan.step, rows=[(slot, tokens)], new=plan.new, vision=vision)).result()
             scores += part.scores.get(0, [])
         result.token_ids += part.token_ids
         result.stopped += [i] * len(part.stopped)
@@ -111,3 +113,15 @@ def run_one_by_one(run: Callable[[StepPlan], Launched], pooled: bool, plan: Step
         if scores:
             result.scores[i] = scores
     return Launched(result)
+
+
+def for_row(plan: StepPlan, at: int, tokens: int) -> VisionPlan | None:
+    """What a plan does with images, for a step that has just the `tokens` tokens from its index `at` on."""
+    if not plan.vision:
+        return None
+    rows = [
+        (0, begin + at - first, tokens, pictures)
+        for first, begin, count, pictures in plan.vision.rows
+        if first <= at < first + count
+    ]
+    return VisionPlan(compute=[] if at else plan.vision.compute, rows=rows)

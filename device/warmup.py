@@ -39,6 +39,7 @@ def rehearse(start: Start) -> None:
         model, last = dry.model, dry.pipeline.last
         with start.guard.rehearse(threads=max(1, machine.available_cores() // start.sharers)):
             ops.apply_writes(dry.state.words, staged, 1)
+            run_tower(dry)
             most = config.num_drafts
             for adjusted in (True, False):
                 kinds = [(*warm_up_prompts(start), 0), (1, 1, 0), (1, 1 + most, most)]
@@ -84,6 +85,13 @@ def run_layers(model: Transformer, rows: int, pool: torch.Tensor) -> None:
         model.logits(x[:1])
 
 
+def run_tower(worker: Worker) -> None:
+    """Run the tower, if this stage has one, on a small image: its kernels are the same for all sizes."""
+    if worker.model.tower and worker.pipeline.first:
+        pixels = torch.zeros(*worker.model.tower.vision.largest(1), 3, dtype=torch.uint8, device=worker.device)
+        worker.model.tower(pixels)
+
+
 @torch.inference_mode()
 def warm_up(start: Start, worker: Worker) -> tuple[float, float, float]:
     """Run every kind of step, so that all kernels are compiled before the first request, and capture graphs.
@@ -100,6 +108,7 @@ def warm_up(start: Start, worker: Worker) -> tuple[float, float, float]:
             if start.config.compile:
                 start.builder.wait()
                 compile_seconds = time.perf_counter() - begun
+        run_tower(worker)
         token_seconds = run_prompts(start, worker)
         if start.device == "cuda" and captures_graphs(start.config):
             capture(start, worker)

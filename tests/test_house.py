@@ -57,7 +57,7 @@ ALL = {  # what any file may import: names in the log, models by name, how layer
 FLOORS = [
     "server", "commands", "api", "async_llm", "engine", "processes", "core", "text", "executors", "device", "scheduler",
     "admission", "scheduling", "sequence", "kv_cache", "executor", "ring", "worker", "speculation", "lora", "outputs",
-    "cpu", "vision", "models", "checkpoints", "tokenizer", "observe", "batch_state", "plan", "model", "layers",
+    "cpu", "models", "checkpoints", "tokenizer", "observe", "batch_state", "vision", "plan", "model", "layers",
     "parallel", "model_config", "kernels", "ops", "sampling_params", "reference", "config", "setup",
 ]  # fmt: skip
 WITH_CIRCLES = ("models.", "scheduling.", "device.exchanges", "device.phases", "parallel", "api.generation")
@@ -76,11 +76,11 @@ EVERY_FILE = [
 ]
 # These may fall. They rise only when a capability with a name of its own comes.
 MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 24, 700, 80, 750
-MOST_STORY_LINES = 6557
+MOST_STORY_LINES = 6574
 MOST_LINES = {
-    ".": 10627, "api": 5987, "checkpoints": 3283, "commands": 1337, "cpu": 2563, "device": 4011, "executors": 204,
-    "lora": 1207, "models": 3940, "observe": 1356, "ops": 3118, "processes": 3678,
-    "scheduling": 2277, "speculation": 805, "text": 4580, "vision": 526,
+    ".": 10648, "api": 5987, "checkpoints": 3283, "commands": 1337, "cpu": 2563, "device": 4143, "executors": 204,
+    "lora": 1207, "models": 4551, "observe": 1356, "ops": 3118, "processes": 3678,
+    "scheduling": 2277, "speculation": 807, "text": 4580, "vision": 559,
 }  # fmt: skip
 STDLIB_ONLY = {
     "admission", "checkpoints.gguf_config", "checkpoints.gguf_file", "checkpoints.gguf_folder",
@@ -88,7 +88,8 @@ STDLIB_ONLY = {
     "kv_cache", "lora.adapter", "model_config", "models.config_fields", "models.encoder_rows", "models.families",
     "models.family_row",
     "models.kv_layout",
-    "models.pooling", "models.read_config", "models.read_rope", "models.text_halves", "observe.freed_blocks",
+    "models.pooling", "models.read_config", "models.read_rope", "models.read_tower", "models.text_halves",
+    "models.tower_rows", "observe.freed_blocks",
     "observe.live", "observe.logs", "observe.metrics", "plan", "sampling_params", "scheduler",
     "scheduling.adapters", "scheduling.beam_search", "scheduling.classic", "scheduling.crash_isolation",
     "scheduling.disk", "scheduling.lanes", "scheduling.drafts", "scheduling.fair", "scheduling.host_memory",
