@@ -68,7 +68,7 @@ def client_facts(config: EngineConfig, model_config: ModelConfig, of_workers: di
         "architecture": model_config.architecture,
         "notes": notes_on(model_config, of_workers["max_model_len"]),
         "eos_token_ids": model_config.eos_token_ids,
-        "vision": getattr(model_config, "vision", None) is not None,  # whether it takes images
+        "vision": model_config.vision is not None,  # whether it takes images
         "default_sampling": default_sampling(config),
         **{name: getattr(config, name) for name in options},
         **task_facts(config, model_config),
@@ -80,7 +80,8 @@ def scheduler_sizes(config: EngineConfig, model_config: ModelConfig, facts: dict
     names = ("num_blocks", "max_model_len", "vocab_size", "num_host_blocks", "windows", "swap_cost", "row_seconds")
     ends = () if config.makes_vectors else model_config.eos_token_ids
     room = StateRoom(**states) if (states := facts.get("states")) else None
-    return {name: facts[name] for name in names} | {"eos_token_ids": ends, "states": room, "disk": facts.get("kv_disk")}
+    several = {"eos_token_ids": ends, "states": room, "disk": facts.get("kv_disk"), "image_rows": facts["image_rows"]}
+    return {name: facts[name] for name in names} | several
 
 
 def may_plan_ahead(scheduler: Scheduler, ahead: int) -> bool:

@@ -68,6 +68,11 @@ class Span:
     height: int = 0  # of the grid that the run is, for positions of three axes; 0: it has ordinary positions
     width: int = 0
 
+    @property
+    def shift(self) -> int:
+        """What the run adds to the positions of all tokens behind it: at most 0."""
+        return max(self.height, self.width) - self.count if self.height else 0
+
 
 @dataclass(slots=True)
 class Picture:
@@ -86,8 +91,8 @@ class VisionPlan:
 
     drop: list[bytes] = field(default_factory=list)  # digests of images whose rows are forgotten, before all else
     compute: list[Picture] = field(default_factory=list)  # images that go through the tower before the step
-    # (index in the step of a row's first token, its index in the prompt, tokens, the prompt's images): rows of the plan
-    # that begin before the end of an image.
+    # (which row of the plan, its first token's index in the prompt, tokens, the prompt's images): the rows that begin
+    # before the end of an image.
     rows: list[tuple[int, int, int, list[tuple[bytes, list[Span]]]]] = field(default_factory=list)
     shifts: dict[int, int] = field(default_factory=dict)  # by slot of a new row: positions of text after its images
 

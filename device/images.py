@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,11 +11,14 @@ import torch
 
 from batch_state import to_device
 from layers import Batch
-from plan import Picture, VisionPlan
+from plan import Picture, Span, VisionPlan
 from vision.positions import axis_positions
 
 if TYPE_CHECKING:
     from worker import StepRun, Worker
+
+# As in `VisionPlan.rows`, but first the index in the step of the row's first token.
+ImageRow = tuple[int, int, int, list[tuple[bytes, list[Span]]]]
 
 
 def add_vision(w: Worker) -> None:
@@ -35,15 +39,17 @@ def add_vision(w: Worker) -> None:
 
     def see(run: StepRun) -> None:
         plan, batch = run.plan.vision or VisionPlan(), run.batch
+        starts = [0, *accumulate(count for _, count in run.plan.rows)]  # a CPU's plan has only the drafts that exist
+        rows = [(starts[i], begin, count, pictures) for i, begin, count, pictures in plan.rows]
         if tower and plan.compute:
             w.mark("tower")
             for picture in plan.compute:
-                w.images[picture.digest] = rows = tower(pixels_of(picture, w.device))
-                assert len(rows) == picture.num_rows
-        if tower and plan.rows:
-            batch.images = images_of(plan, w.images, w.model.config.hidden_size, w.device)
+                w.images[picture.digest] = tower(pixels_of(picture, w.device))
+                assert len(w.images[picture.digest]) == picture.num_rows
+        if tower and rows:
+            batch.images = images_of(rows, w.images, w.model.config.hidden_size, w.device)
         if has_axes:
-            batch.rope_positions = rope_positions(batch, w.state.shifts, plan)
+            batch.rope_positions = rope_positions(batch, w.state.shifts, rows)
 
     w.plan_phases.append(drop)
     w.row_phases.insert(w.row_phases.index(w.enter_rows) + 1, choose_graph)
@@ -56,11 +62,11 @@ def pixels_of(picture: Picture, device: str) -> torch.Tensor:
 
 
 def images_of(
-    plan: VisionPlan, images: dict[bytes, torch.Tensor], size: int, device: str
+    rows: list[ImageRow], images: dict[bytes, torch.Tensor], size: int, device: str
 ) -> tuple[torch.Tensor, Sequence[torch.Tensor]] | None:
     """The `Batch.images` of a step, from the rows of each image, which have several embeddings of this `size`."""
     places, parts = list[np.ndarray](), list[torch.Tensor]()
-    for at, begin, count, pictures in plan.rows:
+    for at, begin, count, pictures in rows:
         for digest, spans in pictures:
             for span in spans:
                 low, high = max(span.begin, begin), min(span.begin + span.count, begin + count)
@@ -71,19 +77,19 @@ def images_of(
     return (to_device(np.concatenate(places), device), torch.cat(parts).split(size, 1)) if parts else None
 
 
-def rope_positions(batch: Batch, shifts: torch.Tensor, plan: VisionPlan) -> torch.Tensor:
+def rope_positions(batch: Batch, shifts: torch.Tensor, rows: list[ImageRow]) -> torch.Tensor:
     """The `Batch.rope_positions` of a step: [T], or [3, T] where rows have tokens before the end of an image."""
     tokens = torch.arange(len(batch.positions), dtype=batch.starts.dtype, device=batch.starts.device)
     row = torch.searchsorted(batch.starts, tokens, right=True) - 1
     shift = shifts[batch.slots[row].clamp(min=0).long()]  # of padding any number serves
     positions = (batch.positions + shift).clamp(min=0).long()
-    if not plan.rows:
+    if not rows:
         return positions
     axes = [
         axis_positions([span for _, spans in pictures for span in spans], begin, count)
-        for _, begin, count, pictures in plan.rows
+        for _, begin, count, pictures in rows
     ]
-    places = [np.arange(first, first + count) for first, _, count, _ in plan.rows]
-    rows = np.concatenate((np.concatenate(places)[None], np.concatenate(axes, 1)))
-    at, *of_axes = to_device(rows, str(tokens.device))
+    places = [np.arange(first, first + count) for first, _, count, _ in rows]
+    columns = np.concatenate((np.concatenate(places)[None], np.concatenate(axes, 1)))
+    at, *of_axes = to_device(columns, str(tokens.device))
     return positions.expand(3, -1).index_copy(1, at, torch.stack(of_axes))

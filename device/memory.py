@@ -105,6 +105,12 @@ class MemoryPlan:
         return room - self.states
 
 
+def image_rows(config: EngineConfig, model: Transformer) -> int:
+    """Rows of images that a worker keeps: those of a step's tokens, or of the largest image; 0 without a tower."""
+    vision = model.config.vision
+    return max(config.token_budget, vision.most_rows(model.max_model_len)) if vision else 0
+
+
 def plan_memory(config: EngineConfig, model: Transformer, cuda: bool) -> MemoryPlan:
     """The plan of a rank whose `model` may lie on the meta device. Steps are counted if its ops are the `kernels`."""
     rows, vocab_size, item = config.max_num_seqs, model.config.vocab_size, model.dtype.itemsize
@@ -134,6 +140,9 @@ def plan_memory(config: EngineConfig, model: Transformer, cuda: bool) -> MemoryP
     plain = model
     if model.coded and config.enable_lora:  # adapters are as large as beside plain weights
         plain = dry_model(config, model.config, model.ops, model.dtype, model.max_model_len, model.group.pipeline)
+    image_bytes = 0
+    if model.tower and model.group.pipeline.first:  # what is kept, and what a step reads
+        image_bytes = (image_rows(config, model) + config.token_budget) * model.tower.width * item
     plan = MemoryPlan(
         weights=count_bytes(model.owners()),
         draft=count_bytes({*model.draft.owners()} - {*model.owners()}) if model.draft else 0,
@@ -147,7 +156,7 @@ def plan_memory(config: EngineConfig, model: Transformer, cuda: bool) -> MemoryP
         graphs=graphs,
         context=CONTEXT + NCCL * (model.group.world_size > 1 or shares_experts(model.group)) if cuda else 0,
         block=model.layout.size * config.block_size * model.kv_dtype.itemsize,
-        images=2 * config.token_budget * model.tower.width * item if model.tower and model.group.pipeline.first else 0,
+        images=image_bytes,
     )
     return replace(plan, fragments=int(FRAGMENTS * plan.step)) if cuda else plan
 
@@ -405,7 +414,7 @@ def report(config: EngineConfig, model: Transformer, plan: MemoryPlan, room: int
         ("  sampling", plan.sampling, ""),
         ("  log-probabilities", plan.logprobs, "at most, whatever requests ask for"),
         ("  allocator", plan.fragments, "an allowance for what it reserves between tensors"),
-        ("images", plan.images, f"embeddings for {config.token_budget:,} tokens, and a step's copy"),
+        ("images", plan.images, f"embeddings for {image_rows(config, model):,} tokens, and a step's copy"),
         ("CUDA graphs", plan.graphs, "an allowance"),
         ("CUDA and libraries", plan.context, "an allowance"),
     ):

@@ -13,12 +13,13 @@ import torch
 
 from config import MOST_DRAFTING
 from cpu import machine
-from device.dry_run import dry_worker
+from device.dry_run import dry_worker, largest_image
 from device.memory import captures_graphs, piece_sizes
 from device.piecewise import PiecewiseGraphs
 from device.start import Start
 from layers import Batch
 from model import Transformer
+from models.tower_rows import SMALL
 from parallel import incoming_of
 from plan import NewRow, StepPlan
 from sampling_params import PoolingParams, SamplingParams
@@ -85,11 +86,21 @@ def run_layers(model: Transformer, rows: int, pool: torch.Tensor) -> None:
         model.logits(x[:1])
 
 
-def run_tower(worker: Worker) -> None:
-    """Run the tower, if this stage has one, on a small image: its kernels are the same for all sizes."""
-    if worker.model.tower and worker.pipeline.first:
-        pixels = torch.zeros(*worker.model.tower.vision.largest(1), 3, dtype=torch.uint8, device=worker.device)
-        worker.model.tower(pixels)
+@torch.inference_mode()
+def run_tower(worker: Worker) -> float:
+    """Run the tower on a small image: its kernels are the same for all sizes.
+
+    Returns the seconds that the largest image takes at this speed; 0 if this stage has no tower.
+    """
+    model = worker.model
+    if not model.tower or not worker.pipeline.first:
+        return 0.0
+    small, large = model.tower.vision.shape(SMALL), largest_image(model)
+    begun = time.perf_counter()
+    model.tower(torch.zeros(*small, 3, dtype=torch.uint8, device=worker.device))
+    if worker.device == "cuda":
+        torch.cuda.synchronize()
+    return (time.perf_counter() - begun) * math.prod(large) / math.prod(small)
 
 
 @torch.inference_mode()

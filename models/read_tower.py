@@ -74,6 +74,7 @@ def read_vision(raw: dict[str, Any], processor: dict[str, Any]) -> Vision | None
         activation=activation(f.value("hidden_act", str)),
         projector_activation=activation(raw.get("projector_hidden_act") or "gelu"),
         theta=number("rope_theta", rope["rope_theta"], 2, 1e15, 10000),
+        most_patches=most_patches(row, processor, patch, side),
         window=f.whole("window_size", 0, 2**16, 0) // patch // max(1, int(merge)),
         full_layers=full,
         deep_layers=deep,
@@ -82,6 +83,23 @@ def read_vision(raw: dict[str, Any], processor: dict[str, Any]) -> Vision | None
     )
     f.check_rest(dim)
     return vision
+
+
+def most_patches(row: TowerRow, processor: dict[str, Any], patch: int, side: int) -> int:
+    """The patches of the largest image that the image processor makes for a tower."""
+    size = processor.get("size")
+    sizes = [*(size.values() if isinstance(size, dict) else [size]), processor.get("max_pixels")]
+    most = max([whole("the image processor's size", number, 1, 2**28) for number in sizes if number], default=0)
+    if row.frames:  # Qwen's is of pixels
+        return (most or 28 * 28 * 1280) // patch**2
+    if not side:
+        return ((most or 1024) // patch + 1) ** 2
+    tiles = 1
+    if row.positions == "nearest":
+        tiles = math.ceil((most or 1456) / (side * patch)) ** 2 + 1
+    elif row.tiled:
+        tiles = whole("max_patches", processor.get("max_patches"), 1, 256, 12) + 1
+    return tiles * side**2
 
 
 def settled(row: TowerRow, f: Fields, raw: dict[str, Any], last: bool) -> TowerRow:

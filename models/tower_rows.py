@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from models.family_row import Family
 
-MOST_PATCHES = 16384  # of an image, where nothing else bounds them
+SMALL = 64  # patches, or one tile: an image that warms the tower up
 UNREAD = dict.fromkeys(  # fields of a tower's config that change nothing here
     ("projection_dim", "vocab_size", "max_image_size", "size", "spatial_patch_size", "tokens_per_second",
      "use_base_siglip", "max_position_embeddings", "out_hidden_size", "drop_path_rate"), ""
@@ -173,6 +173,7 @@ class Vision:
     mean: tuple[float, ...]  # a pixel p becomes (p * scale - mean) / std
     std: tuple[float, ...]
     scale: float
+    most_patches: int  # of an image, as the image processor makes it
     window: int = 0  # rows along a side of a window; 0: layers see all
     full_layers: tuple[int, ...] = ()  # that see all beside those with a window
     deep_layers: tuple[int, ...] = ()  # whose output is projected, too, and added in the text's first layers
@@ -185,7 +186,11 @@ class Vision:
         """Embeddings in an image's row: one for the text's first layer, and one for each level of DeepStack."""
         return 1 + len(self.deep_layers)
 
-    def largest(self, patches: int = MOST_PATCHES) -> tuple[int, int, int]:
+    def most_rows(self, max_model_len: int) -> int:
+        """Rows of the largest image that fits the context."""
+        return min(max_model_len, -(-self.most_patches // self.merge**2))
+
+    def shape(self, patches: int) -> tuple[int, int, int]:
         """Tiles, height and width of an image of about so many patches, or of what the table of positions has."""
         if self.row.positions in ("own", "nearest"):
             tiles = max(1, patches // self.side**2) if self.row.tiled else 1

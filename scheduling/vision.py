@@ -77,19 +77,17 @@ class ImageRows:
 
     def entered(self, seq: Sequence) -> None:
         """A sequence is let in: text after its images may have other positions than its tokens' numbers."""
-        spans = [span for picture in seq.group.pictures for span in picture.spans if span.height]
-        if spans:
-            self.plan.shifts[seq.slot] = sum(max(span.height, span.width) - span.count for span in spans)
+        if shift := sum(span.shift for picture in seq.group.pictures for span in picture.spans):
+            self.plan.shifts[seq.slot] = shift
 
     def planned(self, flight: Flight) -> None:
         """The plan is made, up to the order of its rows: say which of them have tokens of images, or before some."""
-        index, plan = len(flight.decodes.seqs), self.plan
-        for seq, count, computed in flight.other_rows:
+        plan = self.plan
+        for i, (seq, count, computed) in enumerate(flight.other_rows, len(flight.decodes.seqs)):
             pictures, begin = seq.group.pictures, computed - count
             if pictures and begin < max(span.begin + span.count for picture in pictures for span in picture.spans):
                 spans = [(picture.digest, picture.spans) for picture in pictures]
-                plan.rows.append((index, begin, count, spans))
-            index += count
+                plan.rows.append((i, begin, count, spans))
         if self.dropped or plan.compute or plan.rows or plan.shifts:
             plan.drop, self.dropped, flight.plan.vision = self.dropped, [], plan
         self.plan, self.used = VisionPlan(), set()

@@ -22,12 +22,6 @@ def axis_positions(spans: Sequence[Span], begin: int, count: int) -> np.ndarray:
             at = np.arange(low, high) + begin - span.begin
             grid = np.stack((np.zeros_like(at), at // span.width, at % span.width))
             positions[:, low:high] = span.begin + shift + grid
-            grown = max(span.height, span.width) - span.count
-            positions[:, high:] += grown
-            shift += grown
+            positions[:, high:] += span.shift
+            shift += span.shift
     return positions
-
-
-def shift_of(spans: Sequence[Span]) -> int:
-    """The position of text after all of a prompt's images, less its index; at most 0."""
-    return sum(max(span.height, span.width) - span.count for span in spans if span.height)

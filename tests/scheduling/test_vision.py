@@ -69,20 +69,19 @@ class Device:
                 self.towers.append(picture.digest)
                 self.rows[picture.digest] = picture.num_rows
             assert sum(self.rows.values()) <= scheduler.images.most_rows
-        index, told = 0, {row[0]: row for row in vision.rows} if vision else {}
+        told = {row[0]: row for row in vision.rows} if vision else {}
         tokens = []
-        for seq, (_, count) in zip(flight.seqs, plan.rows, strict=True):
+        for i, (seq, (_, count)) in enumerate(zip(flight.seqs, plan.rows, strict=True)):
             end = seq.num_computed if seq.batch is None else seq.num_known - 1
             begin = end - count
             spans = [(picture, span) for picture in seq.group.pictures for span in picture.spans]
             if spans and begin < max(span.begin + span.count for _, span in spans):
-                assert told[index][1:3] == (begin, count)
+                assert told[i][1:3] == (begin, count)
                 for picture, span in spans:
                     if span.begin < end and span.begin + span.count > begin:
                         assert picture.digest in self.rows, "rows of an image are missing"
             else:
-                assert index not in told
-            index += count
+                assert i not in told
             tokens.append(5 if end >= len(seq.delivered) else -1)
         scheduler.update(plan, StepResult(plan.step, tokens))
 

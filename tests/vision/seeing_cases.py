@@ -16,7 +16,6 @@ import torch
 
 from plan import NewRow, Picture, Span, StepPlan, VisionPlan
 from random_checkpoints import DATA, HEAD16, MROPE, once, shape
-from vision.positions import shift_of
 from worker import Worker
 
 NEW, IMAGE = 4, 98  # tokens after each prompt; the token that stands for a row of an image
@@ -133,7 +132,7 @@ def answer(
     new = [NewRow(slot=slot, token_ids=ids, blocks=[[*range(slot * per_seq, (slot + 1) * per_seq)]])]
     images, left = [(picture.digest, picture.spans) for picture in pictures], [*pictures]
     last = pictures[-1].spans[-1]
-    shifts, tokens = {slot: shift_of([span for _, spans in images for span in spans])}, list[int]()
+    shifts, tokens = {slot: sum(span.shift for _, spans in images for span in spans)}, list[int]()
     for step, (begin, end) in enumerate(pairwise((0, *cuts, len(ids)))):
         now = [picture for picture in left if picture.spans[0].begin < end]
         left = [picture for picture in left if picture not in now]

@@ -26,7 +26,7 @@ from parallel import Group
 from plan import NewRow, Span, StepPlan, VisionPlan
 from random_checkpoints import DATA
 from seeing_cases import CASES, KEPT, answer, folder_of, pictures_of
-from vision.positions import axis_positions, shift_of
+from vision.positions import axis_positions
 
 TIERS = [name if name in KEPT else pytest.param(name, marks=pytest.mark.full) for name in CASES]
 
@@ -92,8 +92,8 @@ def test_rows_with_and_without_images_share_a_step(shared: Path) -> None:
     alone, images = run(0, 1), [(picture.digest, picture.spans) for picture in pictures]
     new = [NewRow(slot=slot, token_ids=case["ids"], blocks=[[*range(8 * slot, 8 * slot + 8)]]) for slot in (0, 2)]
     count = len(case["ids"])
-    rows = [(at, 0, count, images) for at in (1, 1 + count)]
-    shift = shift_of([span for _, spans in images for span in spans])
+    rows = [(row, 0, count, images) for row in (1, 2)]
+    shift = sum(span.shift for _, spans in images for span in spans)
     vision = VisionPlan([b"unknown"], pictures, rows, {0: shift, 2: shift})
     result = worker.step(StepPlan(1, rows=[(1, 1), (0, count), (2, count)], new=new, vision=vision))
     assert result.token_ids[1:] == [oracle["tokens"][0]] * 2
@@ -238,7 +238,7 @@ def test_positions_of_three_axes() -> None:
         for count in range(1, 18 - begin):
             positions = axis_positions(spans, begin, count)
             assert positions.dtype == np.int32 and np.array_equal(positions, want[:, begin : begin + count])
-    assert shift_of(spans) == -3 and shift_of([]) == 0
+    assert sum(span.shift for span in spans) == -3
 
 
 def test_patches_go_by_window_and_merged_block() -> None:
