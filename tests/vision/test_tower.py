@@ -215,12 +215,14 @@ def test_names_of_older_files_and_tensors_too_many(tmp_path: Path) -> None:
 
 def test_the_plan_counts_images(capsys: Any, tmp_path: Path) -> None:
     folder = folder_with(tmp_path, "qwen3-vl", {}, {})
-    config = EngineConfig(folder, dtype="float32", max_num_batched_tokens=512)
-    print_plan(config, ModelConfig.from_folder(folder), 24.0)
-    text = capsys.readouterr().out
-    assert f"{2 * 512 * 64 * 2 * 4 / 2**20:,.1f} MiB  embeddings for 512 tokens, and a step's copy" in text
+    config = EngineConfig(folder, dtype="float32", max_num_seqs=8, max_num_batched_tokens=64)
+    shape = ModelConfig.from_folder(folder)
+    print_plan(config, shape, 24.0)
+    text, most = capsys.readouterr().out, shape.vision.most_rows(shape.max_position)
+    assert most == shape.max_position > 64 and shape.vision.most_patches > 4 * most
+    assert f"{(most + 64) * 64 * 2 * 4 / 2**20:,.1f} MiB  embeddings for {most} tokens, and a step's copy" in text
     activations = next(line for line in text.splitlines() if line.startswith("    activations"))
-    assert float(activations.split()[1].replace(",", "")) > 16384 * (32 * 3 + 48) * 4 / 2**20  # of the largest image
+    assert float(activations.split()[1].replace(",", "")) > 4 * most * (32 * 3 + 48) * 4 / 2**20  # of the largest image
 
 
 # --- positions --------------------------------------------------------------------------------------------------------
