@@ -110,6 +110,7 @@ QWEN3VL = QWEN2VL.but(
         "patch_size": 16, "spatial_merge_size": 2, "num_position_embeddings": 2304,
         "deepstack_visual_indexes": [8, 16, 24], "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6}),
 )  # fmt: skip
+QWEN35 = QWEN3VL.but(sections=(11, 11, 10), fields=QWEN3VL.fields.but(defaults={"deepstack_visual_indexes": []}))
 INTERNVL = TowerRow(
     names={"root": "vision_tower", "patch": "embeddings.patch_embeddings.projection", "class": "embeddings.cls_token",
         "positions": "embeddings.position_embeddings", "layer": "encoder.layer", "norm1": "layernorm_before",
@@ -147,8 +148,8 @@ TOWERS: dict[str, tuple[TowerRow, ...]] = {  # by `wrapper_of` the architecture
         merge="spatial_merge_size", feature_layer=-1, strategy=""),),
     "qwen2vl": (QWEN2VL,),
     "qwen25vl": (QWEN25VL,),
-    "qwen3vl": (QWEN3VL,),
-    "qwen3vlmoe": (QWEN3VL,),
+    **dict.fromkeys(("qwen3vl", "qwen3vlmoe"), (QWEN3VL,)),
+    **dict.fromkeys(("qwen35", "qwen35moe"), (QWEN35,)),
     "smolvlm": (IDEFICS3,),
 }  # fmt: skip
 

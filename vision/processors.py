@@ -326,6 +326,8 @@ FAMILIES: dict[str, type[ImageProcessor]] = {
     "Qwen2_5_VLForConditionalGeneration": QwenVL,
     "Qwen3VLForConditionalGeneration": QwenVL,
     "Qwen3VLMoeForConditionalGeneration": QwenVL,
+    "Qwen3_5ForConditionalGeneration": QwenVL,
+    "Qwen3_5MoeForConditionalGeneration": QwenVL,
     "InternVLForConditionalGeneration": InternVL,
     "Mistral3ForConditionalGeneration": Pixtral,
 }

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from plan import NewRow, Picture, Span, StepPlan, VisionPlan
-from random_checkpoints import DATA, HEAD16, MROPE, once, shape
+from random_checkpoints import DATA, DELTA, HALF_MROPE, HEAD16, MROPE, once, shape
 from worker import Worker
 
 NEW, IMAGE = 4, 98  # tokens after each prompt; the token that stands for a row of an image
@@ -57,6 +57,10 @@ DEEP = QWEN | {
     "hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 64, "num_position_embeddings": 25,
     "deepstack_visual_indexes": [0],
 }  # fmt: skip
+TURNING = DELTA | {
+    "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"],
+    "rope_parameters": HALF_MROPE["rope_parameters"] | {"mrope_interleaved": True},
+}  # fmt: skip
 WIDE = [(1, 24, 40), (1, 16, 8)]
 PIXTRAL = SIZES | {"model_type": "pixtral", "head_dim": 16}
 CASES: dict[str, dict[str, Any]] = {
@@ -78,6 +82,7 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3-vl-moe": seeing(
         "Qwen3VLMoeConfig", "qwen", DEEP | {"deepstack_visual_indexes": [0, 2]}, WIDE, 8, MROPE | HEAD16 | {
             "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}, axes=True),
+    "qwen3.5": seeing("Qwen3_5Config", "qwen", DEEP | {"deepstack_visual_indexes": []}, WIDE, 8, TURNING, axes=True),
     "internvl": seeing(
         "InternVLConfig", "tiles", SIZES | {"image_size": [16, 16], "patch_size": [4, 4]}, [(3, 16, 16), (1, 16, 16)],
         8, QWEN2, image_seq_length=4),
