@@ -118,7 +118,7 @@ class BatchState:
     ahead: torch.Tensor
     num_drafts: torch.Tensor  # [S] int32, how many tokens behind the known ones are drafts
     clients: torch.Tensor  # [S] int32, `NewRow.client`
-    shifts: torch.Tensor  # [S] int32, what RoPE's positions are less than others, see `VisionPlan.shifts`
+    shifts: torch.Tensor  # [S] int32, added to positions for RoPE, see `VisionPlan.shifts`
     room: torch.Tensor  # [S] int32, tokens that a slot's blocks hold; set only if there may be drafts
     decode_slots: torch.Tensor  # [S * (1 + drafts)] int32, the slot of each decode token; set only if some are drafts
 
@@ -418,6 +418,7 @@ class Rows:
     with_logprobs: np.ndarray  # [A] which of these tokens want log-probabilities,
     counts: list[int]  # and how many of the likeliest ids each of these wants
     scoring: Scoring | None = None  # known tokens to score; None: none, as in every step of decodes
+    eager: bool = False  # no part of the step is a CUDA graph, because it has images
 
     @property
     def decode(self) -> bool:

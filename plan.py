@@ -89,12 +89,14 @@ class Picture:
 class VisionPlan:
     """What a step does with images."""
 
-    drop: list[bytes] = field(default_factory=list)  # digests of images whose rows are forgotten, before all else
+    drop_all: bool = False  # the workers forget the rows of all images, or of those with these digests, before all else
+    drop: list[bytes] = field(default_factory=list)
     compute: list[Picture] = field(default_factory=list)  # images that go through the tower before the step
-    # (which row of the plan, its first token's index in the prompt, tokens, the prompt's images): the rows that begin
-    # before the end of an image.
-    rows: list[tuple[int, int, int, list[tuple[bytes, list[Span]]]]] = field(default_factory=list)
-    shifts: dict[int, int] = field(default_factory=dict)  # by slot of a new row: positions of text after its images
+    # (which row of the plan, its first token's index in the prompt, the prompt's images), of rows that begin before the
+    # end of an image.
+    rows: list[tuple[int, int, list[tuple[bytes, list[Span]]]]] = field(default_factory=list)
+    # By slot of a new row: what is added to the index of a token after its images to get the position for RoPE.
+    shifts: dict[int, int] = field(default_factory=dict)
 
 
 def bit_words(token_ids: Iterable[int]) -> dict[int, int]:

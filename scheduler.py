@@ -226,7 +226,8 @@ class Scheduler:
             plan.propose = self.drafting.proposals(flight)
         plan.released, self.admission.released = self.admission.released, []
         self.space.planned(plan)
-        self.images.planned(flight)
+        if self.images.most_rows:
+            self.images.planned(flight)
         self.policy.advance(flight.num_tokens, len(flight.decodes.seqs) + len(flight.drafts))
         self.in_flight.append(flight)
         lane.flying += 1
@@ -490,6 +491,8 @@ class Scheduler:
         outputs, now = list[EngineOutput](), self.clock()
         seqs = [seq for flight in self.in_flight for seq in flight.seqs]
         plans = [flight.plan for flight in self.in_flight]
+        if plans and not lost:
+            seqs = self.images.suspects(plans[0], seqs)
         self.in_flight.clear()
         for lane in self.lanes.all:
             lane.flying = 0

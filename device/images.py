@@ -17,7 +17,7 @@ from vision.positions import axis_positions
 if TYPE_CHECKING:
     from worker import StepRun, Worker
 
-# As in `VisionPlan.rows`, but first the index in the step of the row's first token.
+# Of a row with images: the indices of its first token in the step and in the prompt, its tokens, the prompt's images.
 ImageRow = tuple[int, int, int, list[tuple[bytes, list[Span]]]]
 
 
@@ -30,17 +30,21 @@ def add_vision(w: Worker) -> None:
         raise ValueError(f"the first pipeline stage has {len(w.model.span)} layers; for images it needs {needed}")
 
     def drop(run: StepRun) -> None:
-        for digest in run.plan.vision.drop if run.plan.vision else ():
-            w.images.pop(digest, None)
+        if plan := run.plan.vision:
+            if plan.drop_all:
+                w.images.clear()
+            for digest in plan.drop:
+                w.images.pop(digest, None)
 
     def choose_graph(run: StepRun) -> None:  # no graph has the tower, or positions that differ between axes
-        if run.plan.vision and (run.plan.vision.compute or run.plan.vision.rows):
+        run.rows.eager = run.plan.vision is not None and bool(run.plan.vision.compute or run.plan.vision.rows)
+        if run.rows.eager:
             run.graph = None
 
     def see(run: StepRun) -> None:
         plan, batch = run.plan.vision or VisionPlan(), run.batch
         starts = [0, *accumulate(count for _, count in run.plan.rows)]  # a CPU's plan has only the drafts that exist
-        rows = [(starts[i], begin, count, pictures) for i, begin, count, pictures in plan.rows]
+        rows = [(starts[i], begin, run.plan.rows[i][1], pictures) for i, begin, pictures in plan.rows]
         if tower and plan.compute:
             w.mark("tower")
             for picture in plan.compute:
@@ -71,6 +75,10 @@ def images_of(
             for span in spans:
                 low, high = max(span.begin, begin), min(span.begin + span.count, begin + count)
                 if low < high:
+                    if digest not in images:  # the step that was to make them had no memory for it
+                        raise torch.OutOfMemoryError(
+                            "an image's embeddings are missing, because an earlier step failed"
+                        )
                     places.append(np.arange(low, high) + at - begin)
                     first = span.first - span.begin
                     parts.append(images[digest][first + low : first + high])

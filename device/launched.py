@@ -100,7 +100,7 @@ def run_one_by_one(run: Callable[[StepPlan], Launched], pooled: bool, plan: Step
         scores: list[Logprobs] = []
         tokens = count if pooled else 1
         for done in range(0, count, tokens):
-            vision = for_row(plan.vision, i, done, tokens) if plan.vision else None
+            vision = for_row(plan.vision, i, done) if plan.vision else None
             part = run(StepPlan(plan.step, rows=[(slot, tokens)], new=plan.new, vision=vision)).result()
             scores += part.scores.get(0, [])
         result.token_ids += part.token_ids
@@ -115,7 +115,7 @@ def run_one_by_one(run: Callable[[StepPlan], Launched], pooled: bool, plan: Step
     return Launched(result)
 
 
-def for_row(vision: VisionPlan, row: int, done: int, tokens: int) -> VisionPlan:
-    """What a step of `tokens` tokens of this row does with images, after the first `done` ones of the plan."""
-    rows = [(0, begin + done, tokens, pictures) for i, begin, _, pictures in vision.rows if i == row]
+def for_row(vision: VisionPlan, row: int, done: int) -> VisionPlan:
+    """What a step of this row alone does with images, after the first `done` tokens that the plan has for it."""
+    rows = [(0, begin + done, pictures) for i, begin, pictures in vision.rows if i == row]
     return VisionPlan(compute=[] if row or done else vision.compute, rows=rows)

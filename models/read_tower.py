@@ -40,9 +40,8 @@ def read_vision(raw: dict[str, Any], processor: dict[str, Any]) -> Vision | None
     if not (tower := typed("vision_config", raw.get("vision_config"), dict)):
         return None
     architecture = (typed("architectures", raw.get("architectures"), list) or [raw.get("model_type")])[0]
-    kind, rows = str(tower.get("model_type")), TOWERS.get(wrapper_of(architecture), ())
-    row = next((row for row in rows if not row.kinds or kind in row.kinds), None)
-    if row is None:
+    kind, row = str(tower.get("model_type")), TOWERS.get(wrapper_of(architecture))
+    if row is None or row.kind not in ("", kind):
         raise ValueError(f"Manta has no tower of {kind!r:.80} for {architecture}")
     if not processor:
         raise ValueError("the folder has no preprocessor_config.json")
@@ -87,8 +86,8 @@ def read_vision(raw: dict[str, Any], processor: dict[str, Any]) -> Vision | None
 
 def most_patches(row: TowerRow, processor: dict[str, Any], patch: int, side: int) -> int:
     """The patches of the largest image that the image processor makes for a tower."""
-    size = processor.get("size")
-    sizes = [*(size.values() if isinstance(size, dict) else [size]), processor.get("max_pixels")]
+    size = processor.get("max_pixels") or processor.get("size")
+    sizes = [*size.values()] if isinstance(size, dict) else [size]
     most = max([whole("the image processor's size", number, 1, 2**28) for number in sizes if number], default=0)
     if row.frames:  # Qwen's is of pixels
         return (most or 28 * 28 * 1280) // patch**2

@@ -114,6 +114,7 @@ class Tower(Owner):
         tiles, rows, columns = len(pixels), pixels.shape[1] // v.patch, pixels.shape[2] // v.patch
         order, blocks, windows = (torch.from_numpy(x).to(device) for x in patch_order(rows, columns, v.merge, v.window))
         y, x_at = order // columns, order % columns
+        pixels = pixels[:, : rows * v.patch, : columns * v.patch]  # as a convolution, which leaves out a rest
         x = self.product(self.patches(pixels)[:, order].flatten(0, 1), "patch").unflatten(0, (tiles, -1))
         if "positions" in weights:
             x = x + self.positions(y, x_at, rows, columns).to(x.dtype)

@@ -31,7 +31,7 @@ class TowerRow:
     names: dict[str, str]  # without ".weight" and ".bias"; what a family has not is left out
     biases: str  # the products that have one; "project" for those after the merge
     fields: Family  # how vision_config spells fields, their defaults, and those that must have one value
-    kinds: tuple[str, ...] = ()  # the model_types of vision_config that it is for; empty: any
+    kind: str = ""  # the only model_type of vision_config that it is for; empty: any
     norm: Literal["layer", "rms"] = "layer"
     gated: bool = False
     # A table of learned positions for patches. It is of the image's own size; or larger, and the nearest rows count
@@ -66,7 +66,7 @@ CLIP = TowerRow(
         "root": "vision_tower", "patch": "embeddings.patch_embedding", "class": "embeddings.class_embedding",
         "positions": "embeddings.position_embedding.weight", "pre": "pre_layrnorm",
         "projector": "multi_modal_projector", "fc1": "linear_1", "fc2": "linear_2"},
-    biases="qkv o up down project", kinds=("clip_vision_model",), positions="own", feature_layer=-2, strategy="default",
+    biases="qkv o up down project", kind="clip_vision_model", positions="own", feature_layer=-2, strategy="default",
     fields=Family(keys=UNREAD, fixed={"num_channels": 3}, defaults={
         "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
         "image_size": 224, "patch_size": 32, "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5}),
@@ -133,24 +133,22 @@ PIXTRAL = TowerRow(
         "norm1": "attention_norm", "norm2": "ffn_norm", "q": "attention.q_proj", "k": "attention.k_proj",
         "v": "attention.v_proj", "o": "attention.o_proj", "gate": "feed_forward.gate_proj",
         "up": "feed_forward.up_proj", "down": "feed_forward.down_proj", "projector": "multi_modal_projector",
-        "fc1": "linear_1", "fc2": "linear_2"},
-    biases="project", kinds=("pixtral",), norm="rms", gated=True, rope="turns", feature_layer=-2, strategy="full",
+        "projector_norm": "norm", "merge": "patch_merger.merging_layer", "fc1": "linear_1", "fc2": "linear_2"},
+    biases="", norm="rms", gated=True, rope="turns", by_channel=True, merge="spatial_merge_size",
     fields=Family(keys={**UNREAD, "image_size": ""}, fixed={"num_channels": 3}, defaults={
         "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
         "patch_size": 16, "hidden_act": "gelu", "layer_norm_eps": 1e-5}),
 )  # fmt: skip
-TOWERS: dict[str, tuple[TowerRow, ...]] = {  # by `wrapper_of` the architecture
-    "idefics3": (IDEFICS3,),
-    "internvl": (INTERNVL,),
-    "llava": (CLIP, PIXTRAL),
-    "mistral3": (PIXTRAL.but(
-        names={"projector_norm": "norm", "merge": "patch_merger.merging_layer"}, biases="", by_channel=True,
-        merge="spatial_merge_size", feature_layer=-1, strategy=""),),
-    "qwen2vl": (QWEN2VL,),
-    "qwen25vl": (QWEN25VL,),
-    **dict.fromkeys(("qwen3vl", "qwen3vlmoe"), (QWEN3VL,)),
-    **dict.fromkeys(("qwen35", "qwen35moe"), (QWEN35,)),
-    "smolvlm": (IDEFICS3,),
+TOWERS: dict[str, TowerRow] = {  # by `wrapper_of` the architecture
+    "idefics3": IDEFICS3,
+    "internvl": INTERNVL,
+    "llava": CLIP,
+    "mistral3": PIXTRAL,
+    "qwen2vl": QWEN2VL,
+    "qwen25vl": QWEN25VL,
+    **dict.fromkeys(("qwen3vl", "qwen3vlmoe"), QWEN3VL),
+    **dict.fromkeys(("qwen35", "qwen35moe"), QWEN35),
+    "smolvlm": IDEFICS3,
 }  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence as Items
 
-from plan import Picture, VisionPlan
+from plan import Picture, StepPlan, VisionPlan
 from sequence import Flight, Sequence, SequenceGroup
 
 
@@ -35,7 +35,6 @@ class ImageRows:
         self.most_rows = most_rows
         self.kept: OrderedDict[bytes, int] = OrderedDict()  # rows of each image; the one least recently used is first
         self.used: set[bytes] = set()  # by this step
-        self.dropped: list[bytes] = []  # the workers forget them before the next step
         self.plan = VisionPlan()
 
     def settle(self, group: SequenceGroup, block_size: int) -> None:
@@ -68,7 +67,7 @@ class ImageRows:
                 if sum(self.kept.values()) + rows <= self.most_rows:
                     break
                 del self.kept[other]
-                self.dropped.append(other)
+                self.plan.drop.append(other)
             self.kept[digest] = rows
             self.plan.compute.append(picture)
         self.kept.move_to_end(digest)
@@ -87,12 +86,17 @@ class ImageRows:
             pictures, begin = seq.group.pictures, computed - count
             if pictures and begin < max(span.begin + span.count for picture in pictures for span in picture.spans):
                 spans = [(picture.digest, picture.spans) for picture in pictures]
-                plan.rows.append((i, begin, count, spans))
-        if self.dropped or plan.compute or plan.rows or plan.shifts:
-            plan.drop, self.dropped, flight.plan.vision = self.dropped, [], plan
+                plan.rows.append((i, begin, spans))
+        if plan != VisionPlan():
+            flight.plan.vision = plan
         self.plan, self.used = VisionPlan(), set()
+
+    def suspects(self, failed: StepPlan, seqs: list[Sequence]) -> list[Sequence]:
+        """Those of `seqs` that may be why a step failed: if it ran a tower, the ones with the tower's images."""
+        digests = {picture.digest for picture in failed.vision.compute} if failed.vision else set()
+        return [seq for seq in seqs if any(picture.digest in digests for picture in seq.group.pictures)] or seqs
 
     def forget(self) -> None:
         """Trust no rows any more: the workers may not have them, or have other weights now."""
-        self.dropped += self.kept
         self.kept.clear()
+        self.plan.drop_all = True

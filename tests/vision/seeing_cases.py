@@ -67,9 +67,6 @@ CASES: dict[str, dict[str, Any]] = {
     "llava": seeing(
         "LlavaConfig", "tiles", SIZES | {"model_type": "clip_vision_model", "image_size": 16}, [(1, 16, 16)] * 2, 4,
         LLAMA, "image_token_index", image_seq_length=16),
-    "llava-pixtral": seeing(
-        "LlavaConfig", "sizes", PIXTRAL, WIDE, 4, LLAMA, "image_token_index", vision_feature_select_strategy="full",
-        vision_feature_layer=-1),
     "smolvlm": seeing(
         "SmolVLMConfig", "nested", SIZES | {"image_size": 24}, [(3, 24, 24), (1, 24, 24)], 8, LLAMA, scale_factor=2),
     "idefics3": seeing("Idefics3Config", "nested", SIZES | {"image_size": 28}, [(2, 28, 28)], 28, LLAMA,
@@ -141,8 +138,8 @@ def answer(
     for step, (begin, end) in enumerate(pairwise((0, *cuts, len(ids)))):
         now = [picture for picture in left if picture.spans[0].begin < end]
         left = [picture for picture in left if picture not in now]
-        rows = [(0, begin, end - begin, images)] if begin < last.begin + last.count else []
-        vision = VisionPlan([], now, rows, shifts if new else {})
+        rows = [(0, begin, images)] if begin < last.begin + last.count else []
+        vision = VisionPlan(False, [], now, rows, shifts if new else {})
         result = worker.step(StepPlan(step, rows=[(slot, end - begin)], new=new, vision=vision))
         assert result.error is None
         new = []

@@ -92,9 +92,9 @@ def test_rows_with_and_without_images_share_a_step(shared: Path) -> None:
     alone, images = run(0, 1), [(picture.digest, picture.spans) for picture in pictures]
     new = [NewRow(slot=slot, token_ids=case["ids"], blocks=[[*range(8 * slot, 8 * slot + 8)]]) for slot in (0, 2)]
     count = len(case["ids"])
-    rows = [(row, 0, count, images) for row in (1, 2)]
+    rows = [(row, 0, images) for row in (1, 2)]
     shift = sum(span.shift for _, spans in images for span in spans)
-    vision = VisionPlan([b"unknown"], pictures, rows, {0: shift, 2: shift})
+    vision = VisionPlan(False, [b"unknown"], pictures, rows, {0: shift, 2: shift})
     result = worker.step(StepPlan(1, rows=[(1, 1), (0, count), (2, count)], new=new, vision=vision))
     assert result.token_ids[1:] == [oracle["tokens"][0]] * 2
     assert (worker.model.logits(seen[-1][1:]) - oracle["logits"].repeat(2, 1)).abs().max() <= 1e-4
@@ -102,7 +102,7 @@ def test_rows_with_and_without_images_share_a_step(shared: Path) -> None:
     assert torch.equal(run(3, 2), alone)
     # Rows that are there are replaced, and those that a plan drops are gone.
     kept = worker.images[pictures[0].digest]
-    worker.step(StepPlan(4, vision=VisionPlan([pictures[1].digest])))
+    worker.step(StepPlan(4, vision=VisionPlan(drop=[pictures[1].digest])))
     assert [*worker.images] == [pictures[0].digest]
     check(worker, case, oracle)
     assert worker.images[pictures[0].digest] is not kept
