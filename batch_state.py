@@ -118,6 +118,7 @@ class BatchState:
     ahead: torch.Tensor
     num_drafts: torch.Tensor  # [S] int32, how many tokens behind the known ones are drafts
     clients: torch.Tensor  # [S] int32, `NewRow.client`
+    shifts: torch.Tensor  # [S] int32, added to positions for RoPE, see `VisionPlan.shifts`
     room: torch.Tensor  # [S] int32, tokens that a slot's blocks hold; set only if there may be drafts
     decode_slots: torch.Tensor  # [S * (1 + drafts)] int32, the slot of each decode token; set only if some are drafts
 
@@ -170,6 +171,7 @@ class BatchState:
             self.scores.pop(slot, None)
             self.stops_barred[slot] = 0
             self.barred_rows.pop(slot, None)
+        shifts = plan.vision.shifts if plan.vision else {}
         for row in plan.new:
             slot, length = row.slot, len(row.token_ids)
             self.to_compute[slot] = length - row.num_computed
@@ -181,6 +183,7 @@ class BatchState:
             self.num_blocks[slot] = [0] * len(row.blocks)
             self._write("token_ids", slot, array("i", row.token_ids))
             numbers = {"num_known": length, "num_computed": row.num_computed, "num_drafts": 0, "clients": row.client}
+            numbers["shifts"] = shifts.get(slot, 0)
             for name, number in numbers.items():
                 self._write(name, slot, array("i", (number,)))
             self._write("params", slot, array("f", row.sampling))
@@ -415,6 +418,7 @@ class Rows:
     with_logprobs: np.ndarray  # [A] which of these tokens want log-probabilities,
     counts: list[int]  # and how many of the likeliest ids each of these wants
     scoring: Scoring | None = None  # known tokens to score; None: none, as in every step of decodes
+    eager: bool = False  # no part of the step is a CUDA graph, because it has images
 
     @property
     def decode(self) -> bool:

@@ -68,6 +68,7 @@ def client_facts(config: EngineConfig, model_config: ModelConfig, of_workers: di
         "architecture": model_config.architecture,
         "notes": notes_on(model_config, of_workers["max_model_len"]),
         "eos_token_ids": model_config.eos_token_ids,
+        "vision": model_config.vision is not None,  # whether it takes images
         "default_sampling": default_sampling(config),
         **{name: getattr(config, name) for name in options},
         **task_facts(config, model_config),
@@ -79,7 +80,8 @@ def scheduler_sizes(config: EngineConfig, model_config: ModelConfig, facts: dict
     names = ("num_blocks", "max_model_len", "vocab_size", "num_host_blocks", "windows", "swap_cost", "row_seconds")
     ends = () if config.makes_vectors else model_config.eos_token_ids
     room = StateRoom(**states) if (states := facts.get("states")) else None
-    return {name: facts[name] for name in names} | {"eos_token_ids": ends, "states": room, "disk": facts.get("kv_disk")}
+    several = {"eos_token_ids": ends, "states": room, "disk": facts.get("kv_disk"), "image_rows": facts["image_rows"]}
+    return {name: facts[name] for name in names} | several
 
 
 def may_plan_ahead(scheduler: Scheduler, ahead: int) -> bool:
@@ -168,7 +170,7 @@ class EngineCore:
             salt = f"{r.salt}\0{adapter.key if adapter else ''}" if self.config.enable_lora else r.salt
             group = r.request_id, r.prompt_token_ids, r.params, salt, r.priority, r.client, r.pooling, adapter
             queued = SequenceGroup(*group)
-            queued.delay, queued.retention = time.monotonic() - r.arrival_time, r.retention
+            queued.delay, queued.retention, queued.pictures = time.monotonic() - r.arrival_time, r.retention, r.pictures
             self._observe("tick")
             check_pooling(r.pooling, r.params, self.config, self.model_config)
             if r.params.structured_outputs is not None:
@@ -414,6 +416,7 @@ class EngineCore:
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes."""
         self.scheduler.space.forget_all(self.config)
+        self.scheduler.images.forget()
         self._observe("reset_prefix_cache")
 
     def busy(self) -> bool:

@@ -30,7 +30,7 @@ from processes.client import EngineDeadError, InprocClient, Stream, check_accept
 from processes.pooling import PoolingFaces, drop
 from ring import undisturbed
 from sampling_params import BeamSearchParams, LoRARequest, PoolingParams, SamplingParams, StructuredOutputsParams
-from text.messages import chat_messages, template_variables
+from text.messages import template_variables
 from text.prompts import InputProcessor, Prompt, listed
 from tokenizer import NoTokenizer, Tokenizer, open_tokenizer
 
@@ -355,7 +355,8 @@ class LLM(PoolingFaces):
 
         Args:
             prompts: one or several, each a text, a list of token ids, or a dict `{"prompt": ...}` or
-                `{"prompt_token_ids": ...}`, which may have a `cache_salt`.
+                `{"prompt_token_ids": ...}`, which may have a `cache_salt`. If the model takes images, the dict may have
+                `"multi_modal_data": {"image": ...}`: one for each placeholder in the prompt.
             sampling_params: for all of them, or for each; None takes `get_default_sampling_params`.
             use_tqdm: show a bar.
             lora_request: the adapter for all of them, or one or None for each, where the engine has `enable_lora`.
@@ -405,7 +406,8 @@ class LLM(PoolingFaces):
         """Answer one conversation or several, each a list of `{"role": ..., "content": ...}`, or a user's message.
 
         Args:
-            messages: the conversations. A content is a text or a list of `{"type": "text", "text": ...}`.
+            messages: the conversations. A content is a text or a list of `{"type": "text", "text": ...}`, and for a
+                model that takes images `{"type": "image_url", "image_url": DATA URL}` or `{"type": "image_pil", ...}`.
             sampling_params: see `generate`, as for `use_tqdm` and `lora_request`. None takes the model's own, and then
                 an answer may fill the context.
             chat_template: source of the template that renders them; None takes the model's own.
@@ -423,19 +425,14 @@ class LLM(PoolingFaces):
             raise ValueError(f"messages is {messages!r:.80}; {must}")
         fixed = add_generation_prompt, continue_final_message, tools, chat_template
         variables = template_variables(chat_template_kwargs or {})
-        try:
-            conversations = [chat_messages(conversation) for conversation in conversations]
-        except ValueError as error:
-            raise ValueError(f"messages: {error}") from None
-        rendered = [self.tokenizer.render(conversation, *fixed, **variables) for conversation in conversations]
-        ids = [self.tokenizer.encode(text, add_special_tokens=False) for text in rendered]
+        made = [self.inputs.conversation(conversation, *fixed, **variables) for conversation in conversations]
         params = sampling_params or SamplingParams(**{"max_tokens": None} | self.client.facts["default_sampling"])
         end = self.tokenizer.turn_end(chat_template)  # trainers often name it nowhere else
         if end is not None and end not in self.client.facts["eos_token_ids"]:
             several = [params] if isinstance(params, SamplingParams) else params
             ended = [p if p.ignore_eos else replace(p, stop_token_ids=(*p.stop_token_ids, end)) for p in several]
             params = ended[0] if isinstance(params, SamplingParams) else ended
-        return self.generate(ids, params, use_tqdm, lora_request)
+        return self.generate(made, params, use_tqdm, lora_request)
 
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, use_tqdm: bool = False

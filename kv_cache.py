@@ -262,7 +262,7 @@ class BlockSpaceManager:
         tables: list[list[int]] = [[] for _ in self.windows]
         if not self.device.enable_prefix_caching:
             return 0, tables
-        chain(seq.hashes, seq.tokens, self.block_size, seq.group.salt)
+        chain(seq.hashes, seq.tokens, self.block_size, seq.group.salt, seq.group.marks)
         size, states, look_up = self.block_size, self.states, self.look_up
         hashes = self.hashes_of(seq, last)
         most = len(hashes)
@@ -334,7 +334,7 @@ class BlockSpaceManager:
         if self.device.enable_prefix_caching:
             full = computed // self.block_size
             if len(seq.hashes) < full:
-                chain(seq.hashes, seq.tokens, self.block_size, seq.group.salt)
+                chain(seq.hashes, seq.tokens, self.block_size, seq.group.salt, seq.group.marks)
             for table, mark in zip(seq.tables, self.marks, strict=True):
                 for i in range(seq.num_published, full):
                     if table[i] >= 0:

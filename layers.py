@@ -40,6 +40,10 @@ class Batch:
     longer: Sequence[tuple[int, int]] = ()  # tokens of each longer row, and its blocks; for latent attention
     drafts: DraftRows | None = None  # None: no row has drafts
     token_types: torch.Tensor | None = None  # [T] int32, which text of a pair a token is of; None: all the first
+    # Tokens [n] of images, and their embeddings [n, hidden]: those for the first layer, and what is added after each of
+    # the first ones (DeepStack).
+    images: tuple[torch.Tensor, Sequence[torch.Tensor]] | None = None
+    rope_positions: torch.Tensor | None = None  # [T] or [3, T] for RoPE alone; None: `positions`
 
     @property
     def decodes(self) -> tuple[int, torch.Tensor, torch.Tensor]:

@@ -23,8 +23,9 @@ from models.expert_layers import ExpertMlp, ExpertsBeside, serve_experts
 from models.latent_attention import LatentAttention
 from models.layer_inputs import LayerGate, LayerInputs
 from models.pooled import LabelHead
-from models.rope import rope_tables
+from models.rope import axes_of, rope_tables, rotations_at
 from models.shares import Parts, Shares, TensorPart, check_division, is_absent
+from models.tower import Tower
 from parallel import Group
 
 NORMS = ("attn_in", "attn_out", "mlp_in", "mlp_out")  # of a layer
@@ -90,6 +91,9 @@ class Transformer(Owner):
         self.head_bias = new_last(vocab) if config.head == "logits" and self.row.head_bias else None
         self.score = LabelHead(config, new_last) if config.head == "labels" else None
         self.rotations, self.query_scales = rope_tables(config, max_model_len, device)
+        self.axes = axes_of(config, device)
+        new_plain = self.take if pipeline.first else new_first
+        self.tower = Tower(config, ops, functools.partial(new_plain, dtype=dtype), device) if config.vision else None
         # Rounded as a weight, because that is how the models were trained.
         self.embed_scale = float(torch.tensor(config.embed_scale, dtype=dtype, device="cpu"))
 
@@ -151,6 +155,8 @@ class Transformer(Owner):
         step.cut = cut
         if incoming is None:
             residual = self.embed(batch.input_ids, batch.positions, batch.token_types)
+            if batch.images:
+                residual[batch.images[0]] = batch.images[1][0]
             if part := self.layer_inputs:
                 inputs = part(residual, self.look_up(part.table_ids(batch.input_ids), part.table))
         else:
@@ -186,6 +192,8 @@ class Transformer(Owner):
             x = add_up(layer.mlp(x, step))
             x = layer.beside(x, residual, step) if layer.beside else x
             x = layer.mlp_out(x) if layer.mlp_out else x
+            if (images := step.batch.images) and i + 1 < len(images[1]):
+                x.index_add_(0, images[0], images[1][i + 1])
             x = self.add(x, residual, following if layer.scale is None else None)
             if layer.scale is not None:
                 x = layer.end(residual, None if inputs is None else inputs[:, i - self.span.start], following)
@@ -217,7 +225,8 @@ class Transformer(Owner):
             self.ops.plan_decode(of[0], table, *rows, w, batch.queries, chunked and w > 0, self.dtype) if of else None
             for of, (table, w) in zip(layers, kinds, strict=False)  # without decodes there are no plans
         ]
-        rotations = [table[batch.positions] for table in self.rotations]
+        places = batch.positions if batch.rope_positions is None else batch.rope_positions
+        rotations = [rotations_at(table, places, self.axes) for table in self.rotations]
         scales = [None if table is None else table[batch.positions] for table in self.query_scales]
         distances = self.distances.table if self.distances else None
         return Step(batch, layers, rotations, scales, plans, states_of(self, states), self.kv_scales, distances)
@@ -286,7 +295,7 @@ class Transformer(Owner):
         """All objects that have weights of this stage as attributes."""
         pipeline = self.group.pipeline
         yield self
-        last, first = (self.norm, self.score), (self.tables, self.layer_inputs)
+        last, first = (self.norm, self.score), (self.tables, self.layer_inputs, self.tower)
         for owner in (*last * pipeline.last, *first * pipeline.first, self.distances):
             yield from owner.owners() if owner else ()
         for i in self.span:
@@ -301,7 +310,7 @@ class Transformer(Owner):
         shares = Shares(self.config.vocab_size, self.group)
         parts = shares.parts({f"{name('embed')}.weight": (self.embedding, "vocab")})
         parts |= self.norm.parts(name("norm"), shares) if self.norm else {}
-        for owner in (self.tables, self.layer_inputs, self.distances):
+        for owner in (self.tables, self.layer_inputs, self.distances, self.tower):
             parts |= owner.parts(shares) if owner else {}
         parts |= shares.parts({
             f"{name('head')}.weight": (head, "vocab"),

@@ -12,6 +12,7 @@ from checkpoints.quantization import Format
 from config import read_json
 from models.family_row import Family
 from models.kv_layout import KVLayout, layout_of, part_of
+from models.tower_rows import Vision
 
 
 @dataclass(frozen=True)
@@ -152,6 +153,7 @@ class ModelConfig:
     normalize: bool | None = None  # whether an embedding is divided by its length; None: see `models.pooling`
     vector_size: int = 0  # of an embedding
     poolings: tuple[str, ...] = ()  # of its hidden states; see `reference.pool`
+    vision: Vision | None = None  # its tower
 
     def page(self, ranks: int, layer: int) -> tuple[int, int, int]:
         """The shape of a layer's entry in a place of the pool, on each of `ranks`: parts, heads, and numbers of each.
@@ -197,7 +199,9 @@ class ModelConfig:
             ValueError: the folder or a file is missing or malformed, or it asks for what Manta does not have.
         """
         from models.read_config import ConfigReader, ends_of_tokenizer, read_raw  # which makes a ModelConfig
+        from models.read_tower import with_vision
 
-        config = ConfigReader(read_raw(folder, overrides), read_json(folder, "generation_config.json", {})).config()
+        raw = read_raw(folder, overrides)
+        config = with_vision(ConfigReader(raw, read_json(folder, "generation_config.json", {})).config(), raw, folder)
         ends = (id for id in ends_of_tokenizer(folder) if 0 <= id < config.vocab_size)
         return replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *ends))))

@@ -58,6 +58,47 @@ class NewRow:
     name: str = ""  # of the request and sample, for the KV sanitizer
 
 
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A run of a prompt's tokens that stand for an image, or for a part of it."""
+
+    begin: int  # its first token
+    count: int  # tokens, one for each of the image's rows from `first` on
+    first: int
+    height: int = 0  # of the grid that the run is, for positions of three axes; 0: it has ordinary positions
+    width: int = 0
+
+    @property
+    def shift(self) -> int:
+        """What the run adds to the positions of all tokens behind it: at most 0."""
+        return max(self.height, self.width) - self.count if self.height else 0
+
+
+@dataclass(slots=True)
+class Picture:
+    """An image of a prompt, as its family's processor has made it."""
+
+    digest: bytes  # of its pixels and their shape
+    pixels: bytes  # [tiles, height, width, 3] uint8
+    shape: tuple[int, int, int]  # tiles, height and width
+    num_rows: int  # embeddings that the tower makes of it
+    spans: list[Span] = field(default_factory=list)  # the tokens that these stand for
+
+
+@dataclass(slots=True)
+class VisionPlan:
+    """What a step does with images."""
+
+    drop_all: bool = False  # the workers forget the rows of all images, or of those with these digests, before all else
+    drop: list[bytes] = field(default_factory=list)
+    compute: list[Picture] = field(default_factory=list)  # images that go through the tower before the step
+    # (which row of the plan, its first token's index in the prompt, the prompt's images), of rows that begin before the
+    # end of an image.
+    rows: list[tuple[int, int, list[tuple[bytes, list[Span]]]]] = field(default_factory=list)
+    # By slot of a new row: what is added to the index of a token after its images to get the position for RoPE.
+    shifts: dict[int, int] = field(default_factory=dict)
+
+
 def bit_words(token_ids: Iterable[int]) -> dict[int, int]:
     """A set of tokens as bit `token % 32` of word `token // 32`: the words that are not 0."""
     words: dict[int, int] = {}
@@ -94,6 +135,7 @@ class StepPlan:
     # A row with drafts has one mask more after each of them that its grammar takes; others are no drafts any more.
     masks: list[tuple[int, bytes]] = field(default_factory=list)
     adapters: list[tuple[int, int]] = field(default_factory=list)  # (host row, slot) of those to load before the step
+    vision: VisionPlan | None = None  # None: nothing of its rows is an image
     freed: list[int] = field(default_factory=list)  # for the KV sanitizer: blocks that hold nothing any more
     # Blocks of the host to write to disk and to fill from there while steps run; see `scheduling/disk.py`. Each has a
     # ticket, the file's name and the host block; those to write, too, for how many seconds they are to be kept.
@@ -243,6 +285,7 @@ class EngineCoreRequest:
     pooling: PoolingParams | None = None  # what is made of the prompt; None: an answer, as `params` say
     lora: LoRARequest | None = None  # the adapter that it runs with
     retention: int = 0  # seconds for which lower tiers of the prefix cache are to keep its blocks; 0: as all others
+    pictures: list[Picture] = field(default_factory=list)  # in order of their tokens
     arrival_time: float = field(default_factory=time.monotonic)  # of this machine, in seconds
 
 

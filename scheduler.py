@@ -52,6 +52,7 @@ from scheduling.lanes import Lane, Lanes
 from scheduling.limits import RequestLimits
 from scheduling.reports import Reports, Timeline, WaitClock, report_of
 from scheduling.states import StateManager
+from scheduling.vision import ImageRows
 from sequence import Flight, SchedulingBudget, Sequence, SequenceGroup, Status
 
 
@@ -70,6 +71,7 @@ class Scheduler:
         states: room for the recurrent states of sequences, if the model has such states.
         row_seconds: what steps of decodes take, see `Drafting`.
         disk: the workers' facts of KV blocks on disk, see `DiskSpaceManager`.
+        image_rows: see `ImageRows`.
         clock: in seconds; only the classic order's delay and what `explain` reports depend on it.
 
     Raises:
@@ -89,6 +91,7 @@ class Scheduler:
         states: StateRoom | None = None,
         row_seconds: Items[tuple[int, float, float]] = (),
         disk: dict[str, Any] | None = None,
+        image_rows: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.config, self.clock = config, clock
@@ -107,6 +110,7 @@ class Scheduler:
         self.running: list[Sequence] = []  # in order of `key`
         self.lanes = Lanes(config)
         self.drafting = Drafting(config, self.counters, row_seconds)
+        self.images = ImageRows(image_rows)
         self.requests: dict[str, SequenceGroup] = {}
         self.in_flight: deque[Flight] = deque()
         self.arrivals = self.step = 0
@@ -120,6 +124,7 @@ class Scheduler:
         """Queue a request; a ValueError if it can never run, see `RequestLimits.settle`."""
         assert group.request_id not in self.requests, f"request id {group.request_id!r} is in use"
         limit = self.limits.settle(group)
+        self.images.settle(group, self.config.block_size)
         if (place := group.beam and group.beam.place) is None:
             self.arrivals += 1
         number, first = place or (self.arrivals, 0)
@@ -221,6 +226,8 @@ class Scheduler:
             plan.propose = self.drafting.proposals(flight)
         plan.released, self.admission.released = self.admission.released, []
         self.space.planned(plan)
+        if self.images.most_rows:
+            self.images.planned(flight)
         self.policy.advance(flight.num_tokens, len(flight.decodes.seqs) + len(flight.drafts))
         self.in_flight.append(flight)
         lane.flying += 1
@@ -271,8 +278,14 @@ class Scheduler:
         for seq in self.admission.let_in(flight.plan, flight.budget, self.running, statuses):
             insort(self.running, seq, key=lambda seq: seq.key)
             flight.lane.put(seq)
+            self.images.entered(seq)
             count = len(seq.tokens) - seq.num_computed
-            flight.take(seq, self.space.cut(seq, min(count, flight.budget.tokens) if chunked else count))
+            if count := self._cut(seq, min(count, flight.budget.tokens) if chunked else count):
+                flight.take(seq, count)
+
+    def _cut(self, seq: Sequence, count: int) -> int:
+        """Cut `count` tokens of a sequence where a state is kept, or an image is not there; it may be to none."""
+        return self.images.cut(seq, self.space.cut(seq, count)) if seq.group.pictures else self.space.cut(seq, count)
 
     def schedule_running(self, flight: Flight) -> bool:
         """Give every running sequence its next tokens, preempting from the back if blocks run out.
@@ -333,9 +346,11 @@ class Scheduler:
             self.space.pass_windows(seq)
         count = num_known - computed
         if count > 1:
-            count = self.space.cut(seq, min(count, most))
+            count = min(count, most)
         elif self.drafting.most and seq.batch is None:
             drafts = self.drafting.wanted(seq, most - 1)
+        if seq.batch is None and not (count := self._cut(seq, count)):
+            return True
         reach = computed + count  # drafts lie in the look-ahead slots behind it
         missing = self.space.lacks(seq, reach, reach)
         if missing > self.blocks.num_free and not self._make_room(missing, seq, flight.plan):
@@ -476,6 +491,8 @@ class Scheduler:
         outputs, now = list[EngineOutput](), self.clock()
         seqs = [seq for flight in self.in_flight for seq in flight.seqs]
         plans = [flight.plan for flight in self.in_flight]
+        if plans and not lost:
+            seqs = self.images.suspects(plans[0], seqs)
         self.in_flight.clear()
         for lane in self.lanes.all:
             lane.flying = 0
@@ -485,6 +502,7 @@ class Scheduler:
             outputs = [error_output(group.request_id, error, engine_fault=not lost)]
         self._recompute_running(now)
         self.admission.adapters.forget()
+        self.images.forget()
         if lost:
             self.admission.drop_swapped(now)
             self.admission.samples.drop()

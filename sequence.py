@@ -13,12 +13,13 @@ from __future__ import annotations
 import enum
 import hashlib
 from array import array
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from plan import Adapter, StepPlan
+from plan import Adapter, Picture, StepPlan
 from sampling_params import PoolingParams, SamplingParams
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from scheduling.reports import Timeline
 
 Key = tuple[int, int, int]  # (class, which the policy sets; number of arrival; index)
+NO_MARKS: Mapping[int, bytes] = {}
 
 
 class Status(enum.Enum):
@@ -40,11 +42,16 @@ class Status(enum.Enum):
     FINISHED = "finished"
 
 
-def chain(hashes: list[bytes], tokens: Items[int], size: int, salt: str = "") -> None:
-    """Extend `hashes`, one 128-bit hash a full block of `size` tokens; each covers everything before it too."""
+def chain(
+    hashes: list[bytes], tokens: Items[int], size: int, salt: str = "", marks: Mapping[int, bytes] = NO_MARKS
+) -> None:
+    """Extend `hashes`, one 128-bit hash a full block of `size` tokens; each covers everything before it too.
+
+    marks: what a block's hash takes in beside its tokens, see `scheduling.vision.block_marks`.
+    """
     for start in range(len(hashes) * size, len(tokens) - size + 1, size):
         parent = hashes[-1] if hashes else hashlib.blake2b(salt.encode(), digest_size=16).digest()
-        data = array("q", tokens[start : start + size]).tobytes()
+        data = array("q", tokens[start : start + size]).tobytes() + marks.get(start // size, b"")
         hashes.append(hashlib.blake2b(parent + data, digest_size=16).digest())
 
 
@@ -170,7 +177,9 @@ class SequenceGroup:
     client: str = ""
     pooling: PoolingParams | None = None  # what is made of the prompt; None: an answer, as `params` say
     adapter: Adapter | None = None
-    retention: int = 0  # see `EngineCoreRequest`
+    retention: int = 0  # see `EngineCoreRequest`, also for the next
+    pictures: Items[Picture] = ()
+    marks: Mapping[int, bytes] = field(default_factory=dict)  # of its images, for `chain`
     stop_ids: frozenset[int] = frozenset()
     stops: dict[int, int] = field(default_factory=dict)  # `stop_ids` as `plan.bit_words`
     allowed: dict[int, int] | None = None  # the tokens that may be drawn, in the same form; None: all

@@ -54,6 +54,7 @@ class Tokenizer:
         Raises:
             ValueError: a file is missing or broken.
         """
+        self.folder = folder
         self._tokenizer, names = _load(Path(folder))
         self._tokenizer.no_truncation()  # an export may carry these from training; a server must see every token
         self._tokenizer.no_padding()

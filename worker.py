@@ -122,6 +122,7 @@ class Worker(Profiled):
         self.gatherer, self.watch = gatherer, watch
         self.making_logits: Callable[[torch.Tensor], contextlib.AbstractContextManager] = contextlib.nullcontext
         self.info: dict[str, Any] = {}  # see `facts`
+        self.images: dict[bytes, torch.Tensor] = {}  # by digest: the tower's rows, see device/images.py
         self.rows: Rows | None = None  # the rows that the batch state holds
         self.running: Rows | None = None  # this step's rows, from the moment its `forward` begins; for `make_up`
         self.marks: Phases | None = None  # when phases of the step that is being launched began; None without a trace

@@ -21,7 +21,7 @@ from api.generation import RETENTION, Caller, ClientGone, Events, as_api_error, 
 from api.replies import CALL, CONTENT, REASONING, Block, BlockReply, NewText, typed_event
 from api.routes import Api
 from api.structure import flat_format
-from text.messages import BLOCKS, joined_turns
+from text.messages import BLOCKS, IMAGE_BLOCK, joined_turns
 
 BILLING = "x-anthropic-billing-header"
 MESSAGE_ERRORS = {  # Anthropic's words for the statuses
@@ -46,7 +46,7 @@ def count_tokens(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, 
     """How many tokens the prompt of such a request has."""
     with renamed(prompt="messages"):
         chat = turns_as_chat(api, fields)
-        return {"input_tokens": len(api.prompts.encode(chat, api.prompts.render(chat), False)[1])}
+        return {"input_tokens": len(api.prompts.conversation(chat)[0][1])}
 
 
 def turns_as_chat(api: Api, fields: dict[str, Any]) -> dict[str, Any]:
@@ -219,7 +219,7 @@ def message_tools(value: list[dict[str, Any]], context: CheckContext) -> list[di
 
 
 def turns(value: Any, context: CheckContext) -> list[dict[str, Any]]:
-    messages = joined_turns(value)
+    messages = joined_turns(value, context.sees)
     for message in value:
         other_keys(message, ("role", "content"), context)
         name_ignored(message["content"], context)
@@ -293,8 +293,9 @@ def output_config(value: dict[str, Any], context: CheckContext) -> dict[str, Any
     return settings | {"structure": settings["format"] and flat_format(settings["format"], context)}
 
 
-NEEDED_KEYS = {kind: ("type", *row.needed) for kind, row in BLOCKS.items()}
-BLOCK_KEYS = {kind: (*NEEDED_KEYS[kind], *row.others) for kind, row in BLOCKS.items()}
+KNOWN_BLOCKS = BLOCKS | IMAGE_BLOCK
+NEEDED_KEYS = {kind: ("type", *row.needed) for kind, row in KNOWN_BLOCKS.items()}
+BLOCK_KEYS = {kind: (*NEEDED_KEYS[kind], *row.others) for kind, row in KNOWN_BLOCKS.items()}
 CONTENT_SCHEMA = {"anyOf": [{"type": "string"}, shared.listed(BLOCK_KEYS, NEEDED_KEYS)]}
 ALTERNATING = shared.conversation({"enum": ["user", "assistant", "system"]}, CONTENT_SCHEMA)
 SYSTEM = shared.shown(**shared.content_of(BLOCK_KEYS["text"], others=True))

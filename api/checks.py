@@ -25,7 +25,7 @@ from msgspec import Meta
 
 from api.options import ServerConfig
 from sampling_params import MAX_BAD_WORDS
-from text.messages import THOUGHT_FIELDS, TYPE_NAMES, call_name, chat_messages
+from text.messages import IMAGE_PARTS, THOUGHT_FIELDS, TYPE_NAMES, call_name, chat_messages
 
 ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 ERROR_CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}  # where all errors of a status have the same
@@ -91,6 +91,7 @@ class CheckContext:
     ignored: list[str] = dataclasses.field(default_factory=list)  # names, which the log and a header of the reply tell
     field: str = ""  # whose value is being checked
     retention: int = 0  # seconds for which the request asks to keep its prefix
+    sees: bool = False  # whether the model, or one of several, takes images
 
     def ignore(self, key: str) -> None:
         """Note that a key within the field changes nothing; a key that no header can tell becomes `?`."""
@@ -311,11 +312,14 @@ def known_keys(value: dict[str, Any], known: Collection[str], context: CheckCont
 
 
 def messages(value: Any, context: CheckContext) -> list[dict[str, Any]]:
-    read = chat_messages(value)  # a template may know any key of a message, but of a part only the text is left
+    read = chat_messages(value, context.sees)  # templates may know any key of a message, but of a part few are left
     for message, shown in zip(value, read, strict=True):
         for part in message["content"] if isinstance(message.get("content"), list) else ():
             keys = part if isinstance(part, dict) else {}  # a plain string has none
-            known_keys(keys, TEXT_PART, context, extended=keys.get("type") not in ("text", "refusal"))
+            if isinstance(url := keys.get("image_url"), dict):
+                known_keys(url, ("url",), context, extended=True)
+            is_text = keys.get("type") in ("text", "refusal")
+            known_keys(keys, TEXT_PART if is_text else (*TEXT_PART, *IMAGE_PARTS), context, extended=not is_text)
         for key in THOUGHT_FIELDS:
             if message.get(key) and isinstance(message[key], list) and not shown.get("reasoning_content"):
                 context.ignore(key)

@@ -41,11 +41,13 @@ PROMPT = shown(anyOf=[*TEXT_OR_TEXTS, SOME_IDS, {"type": "array", "items": SOME_
 ONE_OR_MORE = "A text, or token ids, or a list of such."
 
 
-def content_of(known: Sequence[str], others: bool = False) -> dict[str, Any]:
-    """The schema of a text, or of a list of parts with a text that have `known` keys, and maybe `others`."""
+def content_of(known: Sequence[str], others: bool = False, images: bool = False) -> dict[str, Any]:
+    """The schema of a text, or of a list of parts with a text that have `known` keys, and maybe `others`; or images."""
     keys: dict[str, Any] = {key: {} for key in known} | {"type": {"enum": ["text"]}, "text": {"type": "string"}}
     part = {"type": "object", "properties": keys, "required": ["type", "text"], "additionalProperties": others}
-    return {"anyOf": [{"type": "string"}, {"type": "array", "items": part}]}
+    image = {"type": "object", "properties": {"type": {"const": "image_url"}}, "required": ["type", "image_url"]}
+    items = {"anyOf": [part, image]} if images else part
+    return {"anyOf": [{"type": "string"}, {"type": "array", "items": items}]}
 
 
 def listed(kinds: Mapping[str, Sequence[str]], needed: Mapping[str, Sequence[str]]) -> dict[str, Any]:
@@ -101,7 +103,7 @@ def sampling(*but: str) -> list[Field]:
     return [Field(name, sampling_type(name, HINTS[name]), None, CHECKS.get(name), ABOUT[name]) for name in names]
 
 
-CONVERSATION = conversation({"type": "string"}, content_of(checks.TEXT_PART))
+CONVERSATION = conversation({"type": "string"}, content_of(checks.TEXT_PART, images=True))
 TOOL_CHOICE = shown(anyOf=[{"enum": checks.MODES}, {"type": "object"}])
 MODEL = Field("model", Name, about="One of the names that /v1/models lists.")
 SPECIAL_TOKENS = Field("add_special_tokens", bool)

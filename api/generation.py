@@ -21,7 +21,7 @@ from api.options import ServerConfig
 from api.prompts import Prompt, Reading, structure_of
 from observe.logs import logger
 from outputs import Abort, Choices, Vector
-from plan import EngineCoreRequest, EngineOutput
+from plan import EngineCoreRequest, EngineOutput, Picture
 from processes.child import ClientShares
 from processes.client import EngineDeadError, MPClient, Stream
 from processes.routing import DPClient
@@ -57,7 +57,8 @@ class Caller:
     call: EngineCall[Any] | None = None  # of the engine, once there is one
     ignored: list[str] = field(default_factory=list)  # names of what was accepted and changes nothing
     lora: LoRARequest | None = None  # the adapter that it has named as its model
-    retention: int = 0  # see `EngineCoreRequest`
+    retention: int = 0  # see `EngineCoreRequest`, as for
+    pictures: list[Picture] = field(default_factory=list)
 
 
 class ClientGone(Exception):
@@ -86,6 +87,7 @@ class EngineCall(Generic[Asks]):
         self.id, self.fields, self.requests = caller.id, fields, requests
         self.owner, self.sock = caller.client, caller.sock  # but not the caller, which refers to its call
         self.lora, self.retention = caller.lora, caller.retention
+        self.pictures, caller.pictures = caller.pictures, []
 
     def run(self, client: EngineClient, timeout: float) -> News:
         """Run the requests, and yield their news (it may be no text) until all are done.
@@ -105,10 +107,11 @@ class EngineCall(Generic[Asks]):
                 name, ids = request.request_id, request.prompt_token_ids
                 params, pooling = request.params, request.pooling
                 sent = EngineCoreRequest(
-                    name, ids, params, salt, priority, self.owner, pooling, self.lora, self.retention
+                    name, ids, params, salt, priority, self.owner, pooling, self.lora, self.retention, self.pictures
                 )
                 client.add_request(sent, stream)
                 live[name] = i
+            del self.pictures, sent  # they are large, and the engine has them
             while live:
                 try:
                     output = client.get_output(stream, max(0, deadline - time.monotonic()))

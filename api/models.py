@@ -124,6 +124,7 @@ class ServedModel:
         (api, client), self.api, self.client = (self.api, self.client), None, None  # first: what follows may wait
         if api and not self.running:
             api.prompts.threads.kill()
+            api.prompts.images.threads.kill()
         if client:
             client.shutdown()
         self.row.connected[self.board.mine] = False
@@ -248,6 +249,7 @@ class ModelsApi(Api):
         self.share(config, models.board)
         self.names = [*models.entries]
         self.facts = {"max_model_len": LIMIT, "scheduling_policy": policies.pop() if len(policies) == 1 else "several"}
+        self.facts["vision"] = True  # some may see; the others refuse images themselves
         self.served = {
             name: ServedModel(entry, models.rows[name], models.ends[name][0], self, adapters[name])
             for name, entry in models.entries.items()

@@ -10,12 +10,16 @@ from pathlib import Path
 from typing import ClassVar
 
 from config import check_fields, option
+from vision.preprocessor import MAX_PIXELS
 
 FORMS = (  # of options that are texts
     ("allowed_origins", r"\*|null|[a-z][a-z0-9+.-]*://[^/\s*]+",
      "be * or an origin as browsers send it, like https://example.com:8443, without a path"),
     ("allowed_hosts", r"\*|[a-z0-9._-]+", "be * or a name in small letters, without a port"),
     ("root_path", r"(?a)(/[\w.~-]+)*", "be like /llm, without a slash at its end"),
+    ("limit_mm_per_prompt", r'image=\d{1,4}|\{\s*"image"\s*:\s*\d{1,4}\s*(,\s*"(video|audio)"\s*:\s*0\s*)*\}',
+     'be like {"image": 4} or image=4'),
+    ("allowed_media_domains", r"[a-z0-9._-]+", "be a name in small letters, without a port"),
     ("metrics_prefix", r"(?a)([a-zA-Z_:][\w:]*)?", "have only letters, digits, _ and :, and not begin with a digit"),
 )  # fmt: skip
 
@@ -100,6 +104,11 @@ class ServerConfig:
     max_prompt_logprobs: int = option(
         2**22, "log-probabilities of prompts that one reply may hold, counted with the likeliest tokens and n", 1
     )
+    limit_mm_per_prompt: str = option('{"image": 16}', "images in one conversation, as JSON, or like image=16")
+    max_image_pixels: int = option(MAX_PIXELS, "width times height of one image", 1, 2**30)
+    allowed_media_domains: tuple[str, ...] = option(
+        (), "host, or several, from which images may be fetched; none: an image must be in the request, as a data URL"
+    )
     max_output_logprobs: int = option(2**22, "log-probabilities of answers in one reply, counted by max_tokens", 1)
     max_token_numbers: int = option(2**22, "numbers in one reply's vectors of tokens (/pooling, /embed_all)", 1)
     clamp_max_tokens: bool = option(False, "cut max_tokens to what is left of the context, as /v1/messages always does")
@@ -119,7 +128,7 @@ class ServerConfig:
             most, one = self.max_body_bytes_in_flight, self.max_body_bytes
             raise ValueError(f"max_body_bytes_in_flight is {most}; it must be at least max_body_bytes, {one}")
         for name, pattern, form in FORMS:
-            value, several = getattr(self, name), name in ("allowed_origins", "allowed_hosts")
+            several = isinstance(value := getattr(self, name), tuple)
             for text in value if several else [value]:
                 if text is not None and not re.fullmatch(pattern, text):
                     raise ValueError(f"{name} {'has' if several else 'is'} {text!r}; it must {form}")

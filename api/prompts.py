@@ -19,8 +19,10 @@ from typing import Any
 from gevent.threadpool import ThreadPool
 
 from api.checks import ApiError, ToolChoice, in_parts, too_long
+from api.images import Images
 from api.options import ServerConfig
 from api.structure import FORMS
+from plan import Picture
 from sampling_params import StructuredOutputsParams
 from text.schemas import json_parts
 from text.tools import (
@@ -49,10 +51,20 @@ Ids = tuple[int, ...]
 class Prompts:
     """Turns the fields of requests into prompts. For `facts` see `Api`."""
 
-    def __init__(self, tokenizer: Tokenizer, facts: dict[str, Any]):
+    def __init__(self, tokenizer: Tokenizer, facts: dict[str, Any], config: ServerConfig):
         self.tokenizer, self.facts = tokenizer, facts
+        self.images = Images(tokenizer, facts, config)
         self.threads = ThreadPool(TEXT_THREADS)
         self.unshared = 0  # characters that became tokens since others were served
+
+    def conversation(
+        self, fields: dict[str, Any], special: bool = False, output: int = 0
+    ) -> tuple[Prompt, str, list[Picture]]:
+        """The prompt of a conversation, the text that the chat template writes, and the images. See `encode`."""
+        images = self.images.read(fields)
+        shown, ids = self.encode(fields, text := self.render(fields), special, output)
+        ids, pictures = self.images.insert(ids, images) if images else (ids, [])
+        return (shown, ids), text, pictures
 
     def render(self, fields: dict[str, Any]) -> str:
         """The text of a conversation, as the chat template writes it."""

@@ -20,6 +20,7 @@ from api import fields as shared
 from api.chat import as_chat, conversation, renamed
 from api.checks import ApiError, CheckContext, Face, Field
 from api.generation import RETENTION, Caller, ClientGone, EngineCall, Events, as_api_error, generate, log_request
+from api.images import NO_IMAGE
 from api.prompts import Reading
 from api.replies import CALL, CONTENT, REASONING, BlockReply, NewText, typed_event, usage_of
 from api.response_store import StoredResponse
@@ -44,8 +45,7 @@ ITEM_KEYS = (  # that count, in items that are not of OpenAI's own tools
     "id", "type", "role", "status", "content", "phase", "summary", "call_id", "name", "namespace", "arguments", "input",
     "output", "caller",
 )  # fmt: skip
-NO_IMAGE = "The image data you provided does not represent a valid image"  # the words by which Codex knows it
-ITEM_PART = ("type", "text", "refusal", "annotations", "logprobs", "prompt_cache_breakpoint")
+ITEM_PART = ("type", "text", "image_url", "refusal", "annotations", "logprobs", "prompt_cache_breakpoint")
 LOGPROBS = "message.output_text.logprobs"
 NO_SCORES: dict[str, Any] = {"logprobs": []}  # OpenAI's types have them in each text
 NO_LOGPROBS = "log-probabilities are in the answers of /v1/chat/completions and /v1/completions alone"
@@ -87,7 +87,7 @@ def count_input(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, A
     """How many tokens the prompt of such a request has."""
     with renamed(**IN_CHAT):
         _, chat = as_chat_fields(api, fields, caller)
-        ids = api.prompts.encode(chat, api.prompts.render(chat), False)[1]
+        ids = api.prompts.conversation(chat)[0][1]
         return {"object": "response.input_tokens", "input_tokens": len(ids)}
 
 
@@ -100,6 +100,7 @@ def as_chat_fields(api: Api, fields: dict[str, Any], caller: Caller) -> tuple[li
     items = [stored[item["id"]] if item["type"] == "item_reference" else item for item in items]
     for i, item in enumerate(items):
         item["id"] = item["id"] or f"msg_{caller.name}_{i}"
+    new = len(items)
     if previous is not None:
         items = api.store.conversation(owner, previous) + items
         caller.retention = RETENTION
@@ -107,7 +108,7 @@ def as_chat_fields(api: Api, fields: dict[str, Any], caller: Caller) -> tuple[li
     for item in items:
         if item["type"] in ITEM_TOOLS:
             tools.add(item["tools"], CheckContext(api.config))
-    messages = item_messages(items)
+    messages = item_messages(items, len(items) - new)
     if fields["instructions"] is not None:
         messages = [{"role": "system", "content": fields["instructions"]}, *messages]
     return items, as_chat(
@@ -271,7 +272,7 @@ def input_items(value: Any, context: CheckContext) -> list[dict[str, Any]]:
     for i, item in enumerate(items):
         for key in ("content", "output", "summary"):
             for j, part in enumerate(parts if isinstance(parts := item.get(key), list) else ()):
-                if isinstance(part, dict) and part.get("type") == "input_image":
+                if isinstance(part, dict) and part.get("type") == "input_image" and not context.sees:
                     place = f"input[{i}].{key}[{j}]"
                     message = f"{NO_IMAGE}: {place} is of the type input_image, and this server reads text only"
                     raise ApiError(400, message, f"{place}.image_url", "invalid_value")

@@ -43,7 +43,7 @@ class Api:
         self.client, self.tokenizer = client, tokenizer
         self.facts, self.names = facts, names
         self.adapters = adapters or AdapterNames(config, names)
-        self.prompts = Prompts(tokenizer, facts)
+        self.prompts = Prompts(tokenizer, facts, config)
         self.parsers = Parsers(config, tokenizer)
         self.share(config, board, several)
         self.viewers = Viewers(client, self.watching, board)
@@ -68,7 +68,7 @@ class Api:
 
     def read(self, face: Face, body: dict[str, Any], caller: Caller) -> dict[str, Any]:
         """The checked fields of a body; an `ApiError` names the first that is wrong."""
-        context = CheckContext(self.config, caller.ignored)
+        context = CheckContext(self.config, caller.ignored, sees=bool(self.facts.get("vision")))
         fields = read_fields(face, body, context)
         caller.retention = context.retention
         return fields

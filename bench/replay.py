@@ -16,7 +16,7 @@ if not __package__:  # from a clone: the engine's files lie one folder up
 
 from config import EngineConfig
 from observe.journal import decisions
-from plan import Adapter, Logprobs, StateRoom, StepResult, Verified
+from plan import Adapter, Logprobs, Picture, Span, StateRoom, StepResult, Verified
 from sampling_params import PoolingParams, SamplingParams
 from scheduler import Scheduler
 from sequence import Beam, SequenceGroup
@@ -64,10 +64,15 @@ def replay(lines: Sequence[str], watch: Callable[[Scheduler, dict[str, Any]], No
 def apply_event(scheduler: Scheduler, kind: str, rest: list[Any]) -> None:
     """Repeat an event: a request comes or is taken back, masks are late, or cached prefixes are forgotten."""
     if kind == "add":
-        request_id, prompt, params, salt, priority, client, pooling, adapter, retention, beam = rest
+        request_id, prompt, params, salt, priority, client, pooling, adapter, retention, beam, images = rest
         of_prompt, with_adapter = pooling and PoolingParams(**pooling), adapter and Adapter(*adapter)
         whose = salt, priority, client, of_prompt, with_adapter, retention
-        scheduler.add(SequenceGroup(request_id, prompt, SamplingParams(**params), *whose, beam=beam and Beam(*beam)))
+        pictures = [
+            Picture(bytes.fromhex(digest), b"", (0, 0, 0), rows, [Span(*span) for span in spans])
+            for digest, rows, spans in images
+        ]
+        group = SequenceGroup(request_id, prompt, SamplingParams(**params), *whose, pictures, beam=beam and Beam(*beam))
+        scheduler.add(group)
     elif kind == "abort":
         scheduler.abort(*rest)
     elif kind == "late":

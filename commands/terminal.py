@@ -6,6 +6,7 @@ On stdout is nothing but answers. All else goes to stderr.
 from __future__ import annotations
 
 import argparse
+import base64
 import contextlib
 import io
 import json
@@ -41,6 +42,7 @@ ADDRESS = re.compile(r"  server    (http://\S+)")  # what a server says when it 
 # A server's words about requests and its end, which would come between the lines of a conversation.
 NEWS = re.compile(r' INFO |"level": "info"|  goodbye')
 HELP = """/reset forgets what was said; /system TEXT sets the system message, or removes it without TEXT.
+/image FILE shows a picture with the next message.
 Ctrl-C stops an answer and keeps what it has said; Ctrl-D ends the conversation."""
 
 
@@ -194,6 +196,7 @@ class Chat:
     def __init__(self, model: Model, system: str | None):
         self.model, self.system = model, system
         self.messages: list[dict[str, Any]] = []
+        self.images: list[dict[str, Any]] = []  # parts of the next message
 
     def run(self) -> None:
         """Talk until the end of stdin. At a terminal, a refusal and Ctrl-C end an answer alone."""
@@ -210,10 +213,11 @@ class Chat:
                     self.messages.clear()
                 elif command == "/system":
                     self.system = rest.strip()
+                elif command == "/image":
+                    self.images.append(image_of(rest.strip()))
                 elif line.startswith("/"):
-                    raise ValueError(
-                        f"the commands are /reset and /system, not {command!r}; a message has a space first"
-                    )
+                    words = "the commands are /image, /reset and /system"
+                    raise ValueError(f"{words}, not {command!r}; a message has a space first")
                 elif line.strip():
                     self._ask(line)
             except EOFError:
@@ -228,7 +232,9 @@ class Chat:
     def _ask(self, text: str) -> None:
         """Send a message and show its answer. The conversation keeps both if any of the answer has come."""
         system = [{"role": "system", "content": self.system}] if self.system else []
-        messages = [*self.messages, {"role": "user", "content": text}]
+        content = [*self.images, {"type": "text", "text": text}] if self.images else text
+        messages = [*self.messages, {"role": "user", "content": content}]
+        self.images = []
         shown: list[str] = []
         try:
             show(self.model.answer([*system, *messages]), shown)
@@ -239,9 +245,18 @@ class Chat:
             say("The answer is cut, because max_tokens are reached or the context is full, which /reset makes empty.")
 
 
+def image_of(path: str) -> dict[str, Any]:
+    """The part of a message that is the picture in a file; a ValueError if it cannot be read."""
+    try:
+        data = base64.b64encode(Path(path).expanduser().read_bytes()).decode()
+    except OSError as error:
+        raise ValueError(f"the image {path!r} cannot be read: {error.strerror}") from None
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}  # the bytes tell what it is
+
+
 def chat(argv: list[str]) -> None:
     """Talk with a model in the terminal; see `exit_on_trouble`."""
-    about = "Talk with a model. Each line of stdin is a message, but for /reset and /system TEXT."
+    about = "Talk with a model. Each line of stdin is a message, but for /reset, /system TEXT and /image FILE."
     parser = OptionParser(ChatOptions, EngineConfig, command="chat", description=about)
     with exit_on_trouble(parser):
         flags = parser.read(argv)

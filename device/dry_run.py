@@ -140,6 +140,22 @@ def count_step(dry: Worker, counts: list[int]) -> tuple[int, int, int]:
     return activations, begin, most
 
 
+def largest_image(model: Transformer) -> tuple[int, int, int]:
+    """Tiles, height and width of the largest image that fits the context."""
+    assert model.tower
+    vision = model.tower.vision
+    return vision.shape(vision.most_rows(model.max_model_len) * vision.merge**2)
+
+
+def count_tower(dry: Worker) -> int:
+    """The most bytes that are alive while the largest image goes through the tower, if this stage has one."""
+    if not dry.model.tower or not dry.pipeline.first:
+        return 0
+    with torch.inference_mode(), torch.device("meta"), unlaunched(kernels_of(dry.ops)), LiveBytes() as live:
+        dry.model.tower(torch.empty(*largest_image(dry.model), 3, dtype=torch.uint8))
+    return max(most for _, most in live.phases.values())
+
+
 def distinct_layers(model: Transformer) -> range:
     """The first layers of a stage, until there is one of each kind and all that a draft reads: a step takes no more
     for all layers."""

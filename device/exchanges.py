@@ -63,8 +63,9 @@ def make_up(worker: Worker, rows: Rows) -> None:
     done, width = len(group.exchanged), -(-model.config.vocab_size // group.size)
     adapters = worker.adapters
     has_changes = adapters and adapters.slots_with_changes(worker.state.adapted, rows.planned)
-    # The other ranks pad a step that runs in pieces, which steps with changes do not.
-    tokens = worker.pieces.padded(shape.tokens) if worker.pieces and not has_changes else shape.tokens
+    # The other ranks pad a step that runs in pieces, which steps with changes or images do not.
+    in_pieces = worker.pieces and not (has_changes or rows.eager)
+    tokens = worker.pieces.padded(shape.tokens) if worker.pieces and in_pieces else shape.tokens
     for size, dtype in worker.exchanges[done:]:
         group.all_reduce(torch.zeros(tokens, *size, dtype=dtype, device=worker.device))
     logits = [part.shape[1] for part in worker.gatherer.parts(rows.scoring)[1]] if rows.scoring else []

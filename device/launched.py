@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from batch_state import Rows
-from plan import Logprobs, StepPlan, StepResult
+from plan import Logprobs, StepPlan, StepResult, VisionPlan
 
 if TYPE_CHECKING:
     from device.kv_disk import KVDisk
@@ -98,8 +98,10 @@ def run_one_by_one(run: Callable[[StepPlan], Launched], pooled: bool, plan: Step
     result = StepResult(plan.step, [])
     for i, (slot, count) in enumerate(plan.rows):
         scores: list[Logprobs] = []
-        for tokens in [count] if pooled else [1] * count:
-            part = run(StepPlan(plan.step, rows=[(slot, tokens)], new=plan.new)).result()
+        tokens = count if pooled else 1
+        for done in range(0, count, tokens):
+            vision = for_row(plan.vision, i, done) if plan.vision else None
+            part = run(StepPlan(plan.step, rows=[(slot, tokens)], new=plan.new, vision=vision)).result()
             scores += part.scores.get(0, [])
         result.token_ids += part.token_ids
         result.stopped += [i] * len(part.stopped)
@@ -111,3 +113,9 @@ def run_one_by_one(run: Callable[[StepPlan], Launched], pooled: bool, plan: Step
         if scores:
             result.scores[i] = scores
     return Launched(result)
+
+
+def for_row(vision: VisionPlan, row: int, done: int) -> VisionPlan:
+    """What a step of this row alone does with images, after the first `done` tokens that the plan has for it."""
+    rows = [(0, begin + done, pictures) for i, begin, pictures in vision.rows if i == row]
+    return VisionPlan(compute=[] if row or done else vision.compute, rows=rows)

@@ -26,7 +26,7 @@ from config import read_json
 from cpu import machine
 from device.coded import fill, kinds_to_round, settle
 from model import Transformer
-from models.families import PREFIXES, WRAPPERS, is_of_another_half, our_name
+from models.families import PREFIXES, is_of_another_half, our_name, renewed
 from models.quantized import QuantizedWeight
 from models.shares import Parts, TensorPart
 from observe.logs import warn_once
@@ -220,11 +220,13 @@ def slices_of(whole: Stored, part: TensorPart, kind: str = "") -> list[Stored]:
 
 def skipped(saved: str, model: Transformer) -> bool:
     """Whether a tensor that nobody wants may stand in a checkpoint."""
-    saved = WRAPPERS.sub("", saved)
+    saved = renewed(saved)
     row, sources = model.row, model.config.kv_sources
     if saved.removeprefix("model.").startswith(("v_head.", "value_head.")):
         warn_once("the checkpoint has a value head, which only training uses: it is left out")
         return True
+    if model.tower and model.tower.lacks(saved):
+        return False
     if is_of_another_half(saved, row) or saved.endswith(IGNORED + HEADS + model.unread):
         return True
     for prefix in PREFIXES:

@@ -22,7 +22,7 @@ import torch
 from config import MOST_DRAFTING, EngineConfig, visible_gpus
 from cpu import machine
 from device.coded import coded_as, files_of, kinds_of, settle, unwrapped
-from device.dry_run import count_step, distinct_layers, dry_model, dry_worker, new_state
+from device.dry_run import count_step, count_tower, distinct_layers, dry_model, dry_worker, new_state
 from device.loader import all_sources, find_weights, settle_dummy
 from lora.stacks import adapter_bytes
 from model import Transformer
@@ -74,6 +74,7 @@ class MemoryPlan:
     # buffers for what goes from stage to stage and `piece_bytes`
     context: int  # an allowance for CUDA and its libraries
     block: int  # one block of the KV pool, a page of the layers that `KVLayout` says
+    images: int = 0  # the rows of images that are kept, and a copy of those that a step reads
     fragments: int = 0  # an allowance for what torch's allocator reserves beside a step's tensors
 
     @property
@@ -91,7 +92,7 @@ class MemoryPlan:
 
         It is negative where these are too large. Raises what `beside_states` does.
         """
-        return self.beside_states(budget - used - max(self.step, measured) - self.state - self.graphs)
+        return self.beside_states(budget - used - max(self.step, measured) - self.state - self.graphs - self.images)
 
     def beside_states(self, room: int) -> int:
         """The rest of `room` bytes beside the recurrent states, negative where even the weights do not fit; a
@@ -104,6 +105,12 @@ class MemoryPlan:
         return room - self.states
 
 
+def image_rows(config: EngineConfig, model: Transformer) -> int:
+    """Rows of images that a worker keeps: those of a step's tokens, or of the largest image; 0 without a tower."""
+    vision = model.config.vision
+    return max(config.token_budget, vision.most_rows(model.max_model_len)) if vision else 0
+
+
 def plan_memory(config: EngineConfig, model: Transformer, cuda: bool) -> MemoryPlan:
     """The plan of a rank whose `model` may lie on the meta device. Steps are counted if its ops are the `kernels`."""
     rows, vocab_size, item = config.max_num_seqs, model.config.vocab_size, model.dtype.itemsize
@@ -113,6 +120,7 @@ def plan_memory(config: EngineConfig, model: Transformer, cuda: bool) -> MemoryP
         dry.model.span = distinct_layers(model)
         steps = [count_step(dry, counts) for counts in largest_steps(config, model.max_model_len)]
         activations, held, sampled = map(max, zip(*steps, strict=True))
+        activations = max(activations, count_tower(dry))
         if sampled:
             samples = config.max_samples
             logits, logprobs = held + item * (2 * samples - rows) * vocab_size, workspace(samples, vocab_size)
@@ -132,6 +140,9 @@ def plan_memory(config: EngineConfig, model: Transformer, cuda: bool) -> MemoryP
     plain = model
     if model.coded and config.enable_lora:  # adapters are as large as beside plain weights
         plain = dry_model(config, model.config, model.ops, model.dtype, model.max_model_len, model.group.pipeline)
+    image_bytes = 0
+    if model.tower and model.group.pipeline.first:  # what is kept, and what a step reads
+        image_bytes = (image_rows(config, model) + config.token_budget) * model.tower.width * item
     plan = MemoryPlan(
         weights=count_bytes(model.owners()),
         draft=count_bytes({*model.draft.owners()} - {*model.owners()}) if model.draft else 0,
@@ -145,6 +156,7 @@ def plan_memory(config: EngineConfig, model: Transformer, cuda: bool) -> MemoryP
         graphs=graphs,
         context=CONTEXT + NCCL * (model.group.world_size > 1 or shares_experts(model.group)) if cuda else 0,
         block=model.layout.size * config.block_size * model.kv_dtype.itemsize,
+        images=image_bytes,
     )
     return replace(plan, fragments=int(FRAGMENTS * plan.step)) if cuda else plan
 
@@ -402,6 +414,7 @@ def report(config: EngineConfig, model: Transformer, plan: MemoryPlan, room: int
         ("  sampling", plan.sampling, ""),
         ("  log-probabilities", plan.logprobs, "at most, whatever requests ask for"),
         ("  allocator", plan.fragments, "an allowance for what it reserves between tensors"),
+        ("images", plan.images, f"embeddings for {image_rows(config, model):,} tokens, and a step's copy"),
         ("CUDA graphs", plan.graphs, "an allowance"),
         ("CUDA and libraries", plan.context, "an allowance"),
     ):

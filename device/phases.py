@@ -13,6 +13,7 @@ import torch
 
 from batch_state import to_device, to_host
 from device.exchanges import add_lockstep
+from device.images import add_vision
 from device.launched import run_one_by_one
 from layers import DraftRows
 from parallel import add_stages
@@ -43,6 +44,8 @@ def add_phases(worker: Worker) -> None:
         add_token_types(worker)
     if worker.pooler and worker.pipeline.last:
         add_pooling(worker, worker.pooler)
+    if worker.model.config.vision:
+        add_vision(worker)
     if worker.one_by_one:
         worker.run_plan = partial(run_one_by_one, worker.run_rows, bool(worker.pooler))
 

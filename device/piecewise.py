@@ -108,16 +108,18 @@ class PiecewiseGraphs:
         return next((size for size in self.sizes if size >= count), count)
 
     def run(self, batch: Batch, adapted: bool) -> torch.Tensor:
-        """Do what `Transformer.forward` does. It does so itself in steps that are too large, or have changes.
+        """Do what `Transformer.forward` does. It does so itself in steps that are too large, or have changes or images.
 
         Where it has adapters (`adapted`), they have begun the step.
         """
         count = len(batch.input_ids)
-        if count > self.sizes[-1] or (self.adapters and self.adapters.changes):
+        places = batch.positions if batch.rope_positions is None else batch.rope_positions
+        eager = batch.images is not None or places.ndim > 1
+        if eager or count > self.sizes[-1] or (self.adapters and self.adapters.changes):
             return self.model.forward(batch, self.pool, self.states)
         size = self.padded(count)
         self.input_ids[:count] = batch.input_ids
-        self.positions[:count] = batch.positions
+        self.positions[:count] = places  # of graphs RoPE alone reads them, where they differ
         self.slot_mapping[:, :count] = batch.slot_mapping
         self.slots[:count], self.slots[count:size] = 0, -1  # so padding meets no expert, and it is not stored:
         self.slot_mapping[:, count:size] = -1  # it has the ids and positions of earlier tokens

@@ -55,7 +55,7 @@ def new_worker(config: EngineConfig, model_config: ModelConfig, rank: int = 0, r
     seconds = time.perf_counter() - begun
     worker = start_worker(config, model_config, rank, rendezvous)
     worker.info["startup"] = {"imports": round(seconds, 3)} | worker.info["startup"]
-    worker.info["step_timeout"] = step_timeout(config, worker.info["step_seconds"])
+    worker.info["step_timeout"] = step_timeout(config, worker.info["step_seconds"] + worker.info["tower_seconds"])
     worker.group.set_timeout(worker.info["step_timeout"])
     return worker
 

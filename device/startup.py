@@ -31,6 +31,7 @@ from device.memory import (
     check_room,
     gpu_bytes,
     gpu_capability,
+    image_rows,
     largest_step,
     plan_stage,
     report,
@@ -40,7 +41,7 @@ from device.memory import (
 from device.pools import count_blocks, fit_states, new_host_pool, new_host_states
 from device.start import Start
 from device.upkeep import KeptWorker
-from device.warmup import rehearse, time_rows, warm_up
+from device.warmup import rehearse, run_tower, time_rows, warm_up
 from model import Transformer
 from model_config import ModelConfig
 from models.expert_ranks import ExpertGroup
@@ -142,7 +143,7 @@ def facts(
     `windows` are of each kind of layers. `blocks_per_request` is how many a request holds at its full length.
     `swap_cost` is how many tokens are computed while one block goes out to the host and comes back; 0 where nobody has
     to choose between the two. `step_seconds` is what the largest step takes, by the speed of a prompt, on the slowest
-    rank. `states` is what `StateRoom` has, if the model has states.
+    rank, and `tower_seconds` what the largest image takes. `states` is what `StateRoom` has, if the model has states.
     """
     step_seconds = token_seconds * max(start.config.token_budget, largest_step(start.config, start.max_model_len))
     auto, windows = start.config.preemption_mode == "auto", start.model.layout.windows
@@ -169,6 +170,8 @@ def facts(
         "states": states,
         "swap_cost": float(f"{swap_seconds / token_seconds:.4g}") if auto else 0.0,
         "compile_seconds": compile_seconds,
+        "image_rows": image_rows(start.config, start.model),
+        "tower_seconds": -start.group.min(-round(1e6 * run_tower(worker))) / 1e6,
         "step_seconds": -start.group.min(-round(1e6 * step_seconds)) / 1e6,
     }
 

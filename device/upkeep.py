@@ -77,6 +77,7 @@ class KeptWorker(Worker):
             if self.disk:
                 self.disk.give_up()
             self.rows = self.sanitizer = None
+            self.images.clear()
             self.pool, self.states = self.pool[:1].clone(), self.states[:0].clone()  # a block's size may be asked for
             if self.device == "cpu":  # what is pinned beside a GPU stays
                 self.host_pool, self.host_states = self.host_pool[:0].clone(), self.host_states[:0].clone()

@@ -13,12 +13,13 @@ import torch
 
 from config import MOST_DRAFTING
 from cpu import machine
-from device.dry_run import dry_worker
+from device.dry_run import dry_worker, largest_image
 from device.memory import captures_graphs, piece_sizes
 from device.piecewise import PiecewiseGraphs
 from device.start import Start
 from layers import Batch
 from model import Transformer
+from models.tower_rows import SMALL
 from parallel import incoming_of
 from plan import NewRow, StepPlan
 from sampling_params import PoolingParams, SamplingParams
@@ -39,6 +40,7 @@ def rehearse(start: Start) -> None:
         model, last = dry.model, dry.pipeline.last
         with start.guard.rehearse(threads=max(1, machine.available_cores() // start.sharers)):
             ops.apply_writes(dry.state.words, staged, 1)
+            run_tower(dry)
             most = config.num_drafts
             for adjusted in (True, False):
                 kinds = [(*warm_up_prompts(start), 0), (1, 1, 0), (1, 1 + most, most)]
@@ -85,6 +87,23 @@ def run_layers(model: Transformer, rows: int, pool: torch.Tensor) -> None:
 
 
 @torch.inference_mode()
+def run_tower(worker: Worker) -> float:
+    """Run the tower on a small image: its kernels are the same for all sizes.
+
+    Returns the seconds that the largest image takes at this speed; 0 if this stage has no tower.
+    """
+    model = worker.model
+    if not model.tower or not worker.pipeline.first:
+        return 0.0
+    small, large = model.tower.vision.shape(SMALL), largest_image(model)
+    begun = time.perf_counter()
+    model.tower(torch.zeros(*small, 3, dtype=torch.uint8, device=worker.device))
+    if worker.device == "cuda":
+        torch.cuda.synchronize()
+    return (time.perf_counter() - begun) * math.prod(large) / math.prod(small)
+
+
+@torch.inference_mode()
 def warm_up(start: Start, worker: Worker) -> tuple[float, float, float]:
     """Run every kind of step, so that all kernels are compiled before the first request, and capture graphs.
 
@@ -100,6 +119,7 @@ def warm_up(start: Start, worker: Worker) -> tuple[float, float, float]:
             if start.config.compile:
                 start.builder.wait()
                 compile_seconds = time.perf_counter() - begun
+        run_tower(worker)
         token_seconds = run_prompts(start, worker)
         if start.device == "cuda" and captures_graphs(start.config):
             capture(start, worker)

@@ -67,7 +67,8 @@ class AdapterReader:
                 raise ValueError(f"{what} has no name that PEFT gives to one of LoRA, and no others are taken")
             module, kind = match[1], KINDS[match[2]]
             name = self.find(key := config.parameter_of(module) or "") or self.find(f"{(key := module)}.weight")
-            if name is None and is_of_another_half(module, self.model.row):
+            of_tower = self.model.tower is not None and name in self.model.tower.targets
+            if (name is None or of_tower) and is_of_another_half(module, self.model.row):
                 left_out.append(saved)
                 continue
             if name is None:

@@ -32,7 +32,10 @@ PREFIXES = (
 WRAPPERS = re.compile(
     r"^((_orig_mod|module|pretrained_model|_\w+_wrapped_module)\.)+|(?<=\.)(_orig_mod|_\w+_wrapped_module)\."
 )
-OLD_NORMS = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}  # BERT's, as in TensorFlow
+OLD_NAMES = {  # BERT's norms, as in TensorFlow; and what transformers 4 put around a tower
+    "LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias",
+    "vision_tower.vision_model.": "vision_tower.",
+}  # fmt: skip
 BIASED = Family(qkv_bias="attention_bias", o_bias="attention_bias")
 LLAMA = BIASED.but(mlp_bias="mlp_bias")
 MISTRAL = Family(defaults=sized(32000, 4096, 14336, 32, 32, 8, 131072, sliding_window=4096))
@@ -612,11 +615,17 @@ def is_of_another_half(saved: str, row: Family) -> bool:
     return row.half and not saved.startswith(HALF_PREFIXES + layers)
 
 
+def renewed(saved: str) -> str:
+    """A tensor's name as it is written today, without what training puts around modules."""
+    saved = WRAPPERS.sub("", saved)
+    for old, new in OLD_NAMES.items():
+        saved = saved.replace(old, new)
+    return saved
+
+
 def our_name(saved: str, wanted: Collection[str]) -> str | None:
     """The name by which a tensor of a checkpoint is wanted, if it is."""
-    saved = WRAPPERS.sub("", saved)
-    for old, new in OLD_NORMS.items():
-        saved = saved.replace(old, new)
+    saved = renewed(saved)
     for prefix in PREFIXES:
         if saved.startswith(prefix) and (name := saved.removeprefix(prefix)) in wanted:
             return name

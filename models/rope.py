@@ -27,6 +27,21 @@ def rope_table(rope: Rope, length: int, interleaved: bool) -> torch.Tensor:
     return (pairs if interleaved else pairs.transpose(2, 3)).flatten(2).contiguous()
 
 
+def axes_of(config: ModelConfig, device: str) -> torch.Tensor | None:
+    """By which axis each column of a `rope_table` turns, [dim] int64; None where positions have one axis."""
+    axes = config.vision.axes if config.vision else ()
+    return torch.tensor(axes * 2, device=device) if axes else None
+
+
+def rotations_at(table: torch.Tensor, positions: torch.Tensor, axes: torch.Tensor | None) -> torch.Tensor:
+    """The rows [T, 2, dim] of a `rope_table` at positions [T], or [3, T] of time, row and column (M-RoPE)."""
+    if positions.ndim == 1:
+        return table[positions]
+    assert axes is not None
+    rows = table[positions]
+    return rows.gather(0, axes.expand(1, *rows.shape[1:]))[0]
+
+
 def query_scales(rope: Rope, length: int) -> torch.Tensor | None:
     """The factors of queries by position, [length, 1, 1] float32; None for 1. See `Rope.growth`."""
     if rope.growth is None:

@@ -48,8 +48,12 @@ class Journal(Observer):
     def added(self, group: SequenceGroup) -> None:
         r, params = group, dataclasses.asdict(group.params)
         pooling, adapter = r.pooling and dataclasses.asdict(r.pooling), r.adapter and dataclasses.astuple(r.adapter)
+        pictures = [
+            [picture.digest.hex(), picture.num_rows, [*map(dataclasses.astuple, picture.spans)]]
+            for picture in r.pictures
+        ]
         fields = r.request_id, r.prompt, params, r.salt, r.priority, r.client, pooling, adapter, r.retention, r.beam
-        self.events.append(["add", self.now, *fields])
+        self.events.append(["add", self.now, *fields, pictures])
 
     def aborted(self, request_id: str, index: int | None = None, reason: str = "abort") -> None:
         self.events.append(["abort", self.now, request_id, index, reason])

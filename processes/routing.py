@@ -126,6 +126,8 @@ class DPClient(EngineCoreClient):
         self.resources.check()
         prompt, width = request.prompt_token_ids, request.params.num_sequences
         salt = f"{request.salt}\0{request.lora.lora_path}" if request.lora else request.salt
+        if request.pictures:  # whose tokens are all the same
+            salt += f"\0{request.pictures[0].digest.hex()}"
         tried: set[int] = set()
         while alive := [rank for rank in self.clients if rank not in tried]:
             well = [rank for rank in alive if self.clients[rank].trouble is None]

@@ -33,7 +33,8 @@ class Suspects:
 
     def add(self, request: EngineCoreRequest) -> EngineOutput | None:
         """Note that a request is about to be sent, or return its refusal; EngineDeadError: it must wait for another."""
-        options = repr((request.params, request.salt, request.pooling, request.lora)).encode()
+        images = [picture.digest for picture in request.pictures]
+        options = repr((request.params, request.salt, request.pooling, request.lora, images)).encode()
         kind = hashlib.blake2b(array("q", request.prompt_token_ids).tobytes() + options, digest_size=16).digest()
         with self.lock:
             if time.monotonic() < self.guilty.get(kind, 0.0):

@@ -147,7 +147,7 @@ class BeamSearches:
             beam = Beam(len(output), candidates, (search.seq.key[1], search.num_requests) if output else None)
             group = SequenceGroup(
                 name, [*whole.prompt, *output], search.params, whole.salt, whole.priority, whole.client,
-                adapter=whole.adapter, grammar=whole.grammar, beam=beam, delay=whole.delay,
+                adapter=whole.adapter, grammar=whole.grammar, beam=beam, delay=whole.delay, pictures=whole.pictures,
             )  # fmt: skip
             search.num_requests += 1
             self.scheduler.add(group)

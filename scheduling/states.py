@@ -55,7 +55,7 @@ class StateManager:
         # With drafts or more than two steps in flight, the tokens that the state has seen may not be known yet.
         if not (self.keeps and count) or count % self.size or count > len(seq.tokens):
             return
-        chain(seq.hashes, seq.tokens, self.size, seq.group.salt)
+        chain(seq.hashes, seq.tokens, self.size, seq.group.salt, seq.group.marks)
         digest = seq.hashes[count // self.size - 1]
         if digest in pool.block_of:
             return

@@ -240,11 +240,12 @@ class Tap(Owner):
 def config_of_layer(c: ModelConfig) -> ModelConfig:
     """The shape of one layer that is like the model's last layer with keys and values."""
     i = max(i for i, source in enumerate(c.kv_sources) if source >= 0)
-    by_layer = ("mlp_sizes", "layer_ropes", "windows", "kv_shapes", "expert_layers", "sparsity")
+    by_layer = ("mlp_sizes", "layer_ropes", "windows", "kv_shapes", "expert_layers")
     fields = {name: getattr(c, name)[i : i + 1] for name in by_layer}
     return dataclasses.replace(
-        c, num_layers=1, kv_sources=(0,), delta=None, head="none", vocab_size=0, tie_word_embeddings=False, **fields
-    )
+        c, num_layers=1, kv_sources=(0,), delta=None, head="none", vocab_size=0, tie_word_embeddings=False, vision=None,
+        **fields,
+    )  # fmt: skip
 
 
 def tensor_names(folder: str) -> set[str]:

@@ -114,7 +114,7 @@ def shape_in(options: SpeculativeConfig, base: Transformer, overrides: str | Non
         shape = ModelConfig.from_folder(options.model, overrides)
     except ValueError as error:
         raise refused(options, str(error)) from None
-    return dataclasses.replace(shape, kv_cache_dtype=base.config.kv_cache_dtype)
+    return dataclasses.replace(shape, kv_cache_dtype=base.config.kv_cache_dtype, vision=None)
 
 
 def check_vocabulary(options: SpeculativeConfig, shape: ModelConfig, base: Transformer) -> None:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
 from typing import Any
 
 import pytest
+
+from core import EngineCore
+from executor import MpExecutor
 
 PRELOADED = ["device.startup"]  # what a worker imports before it loads its model
 
@@ -38,3 +42,19 @@ def run_ranks(count: int, run: Callable[..., None], *args: Any) -> None:
 
     start_forking()
     torch.multiprocessing.start_processes(run, args, count, start_method="forkserver")
+
+
+def kill_after(core: EngineCore, steps: list[int]) -> None:
+    """Kill the first worker right after the plans of these steps have gone out."""
+    executor = core.executor
+    assert isinstance(executor, MpExecutor)
+    submit, count = executor.submit, 0
+
+    def submit_and_kill(plan: Any) -> None:
+        nonlocal count
+        submit(plan)
+        count += 1
+        if count in steps:
+            os.kill(executor.processes[0].pid, signal.SIGKILL)
+
+    executor.submit = submit_and_kill  # type: ignore[method-assign]

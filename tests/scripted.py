@@ -16,7 +16,7 @@ from werkzeug.test import TestResponse
 from api.options import ServerConfig
 from api.routes import Api
 from config import DEMO
-from plan import EngineCoreRequest, EngineOutput, Logprobs
+from plan import EngineCoreRequest, EngineOutput, Logprobs, Picture
 from processes.child import Board
 from processes.client import EngineDeadError, MPClient, Stream
 from sampling_params import PoolingParams, SamplingParams
@@ -58,6 +58,7 @@ class ScriptedClient:
         self.aborted: list[tuple[str, int | None, str]] = []
         self.stories: dict[str, dict[str, Any]] = {}
         self.retentions: list[int] = []  # of each request
+        self.pictures: list[list[Picture]] = []  # of each request
         self.script: list[EngineOutput | Exception] | None = None
         self.says: str | None = None
 
@@ -73,6 +74,7 @@ class ScriptedClient:
         self.added.append((request.prompt_token_ids, params, request.salt))
         self.clients.append(request.client)
         self.retentions.append(request.retention)
+        self.pictures.append(request.pictures)
         self.open.add(id)
         self.streams[id] = stream
         for item in self.score(request.prompt_token_ids, params) if self.script is None else self.script:

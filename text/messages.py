@@ -20,6 +20,7 @@ PART_TEXTS = dict.fromkeys(("text", "input_text", "output_text"), "text") | {"re
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # that any template may get
 SYSTEM_ROLES = ("system", "developer")
 ITEM_ROLES = ("user", "assistant", "system", "developer")
+IMAGE_PARTS = ("image_url", "input_image", "image", "image_pil")  # types of parts; the last two are a library's alone
 ITEM_TEXTS = PART_TEXTS | dict.fromkeys(("reasoning_text", "summary_text"), "text")  # by a part's type: its words' key
 THOUGHT_FIELDS = ("reasoning_content", "reasoning", "thinking", "reasoning_details", "thinking_blocks")  # of a message
 THOUGHT_TEXTS = {"thinking": "thinking", "reasoning.text": "text", "reasoning.summary": "summary", "text": "text"}
@@ -40,12 +41,12 @@ RESERVED_VARIABLES = {  # of a template: parameters of `render`, or of transform
 }  # fmt: skip
 
 
-def chat_messages(value: Any) -> list[dict[str, Any]]:
+def chat_messages(value: Any, sees: bool = False) -> list[dict[str, Any]]:
     """Messages as chat templates expect them, but for what depends on the template.
 
-    A content is a string or a list of text parts, and the arguments of a tool call are parsed JSON. Keys that are null
-    are left out, because templates ask whether tool calls are defined. Unknown keys are for the template. A ValueError
-    says which message is wrong, and how.
+    A content is a string or a list of parts: texts, and images (`image_part`) for a model that `sees`. The arguments of
+    a tool call are parsed JSON. Keys that are null are left out, because templates ask whether tool calls are defined.
+    Unknown keys are for the template. A ValueError says which message is wrong, and how.
     """
     if not isinstance(value, list) or not value:
         raise ValueError("it must be a list of at least one message")
@@ -53,33 +54,77 @@ def chat_messages(value: Any) -> list[dict[str, Any]]:
     for i, message in enumerate(value):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise ValueError(f"message {i} must be an object with a role, which is a string")
-        content, thoughts = _content(message, i)
+        content, thoughts = _content(message, i, sees)
         message = {key: item for key, item in message.items() if item is not None} | {"content": content}
         spellings = [*map(message.get, THOUGHT_FIELDS), thoughts]
         if reasoning := next(filter(None, map(reasoning_text, spellings)), ""):  # templates know the first name
             message["reasoning_content"] = reasoning
         if "audio" in message:
-            raise ValueError(f"message {i} has audio; this server takes text alone")
+            raise ValueError(f"message {i} has audio; this server takes {'text and images' if sees else 'text alone'}")
         if calls := message.pop("tool_calls", None):
             message = with_arguments(message | {"tool_calls": _tool_calls(calls, i)}, arguments_of)
         messages.append(message)
     return messages
 
 
-def _content(message: dict[str, Any], i: int) -> tuple[str | list[dict[str, str]], list[Any]]:
+def _content(message: dict[str, Any], i: int, sees: bool) -> tuple[str | list[dict[str, Any]], list[Any]]:
     """A message's text, or its parts, in which a refusal is a text, too; and those parts that are its reasoning."""
     content, role = message.get("content"), message["role"]
     if isinstance(content, str) or (content is None and role in ("assistant", "tool")):
         return content or "", []
     if not isinstance(content, list):
         raise ValueError(f"message {i} must have a content, which is a string or a list of text parts")
-    texts, thoughts = [], []
-    for part in content:
+    parts, thoughts = [], []
+    for j, part in enumerate(content):
         if role == "assistant" and isinstance(part, dict) and part.get("type") == "thinking":
             thoughts.append(part)
+        elif sees and isinstance(part, dict) and part.get("type") in IMAGE_PARTS:
+            parts.append(image_part(image_source(part, place := f"messages[{i}].content[{j}]"), place))
         else:
-            texts.append(part if isinstance(part, str) else _text(part, PART_TEXTS, f"message {i}"))
-    return [{"type": "text", "text": text} for text in texts], thoughts
+            parts.append(text_part(part if isinstance(part, str) else _text(part, PART_TEXTS, f"message {i}")))
+    return parts, thoughts
+
+
+def text_part(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+# --- images -----------------------------------------------------------------------------------------------------------
+
+
+def image_source(part: dict[str, Any], place: str) -> Any:
+    """Where an image part of a chat, a response or `LLM.chat` has its image from: a URL, or an image of Pillow's."""
+    kind = part["type"]
+    source = part.get(key := "image_url" if kind == "input_image" else kind)
+    source = source.get("url") if isinstance(source, dict) else source
+    if source is None or (key == "image_url" and not isinstance(source, str)):
+        keeps = "this server keeps no files for a file_id; " if part.get("file_id") else ""
+        raise ValueError(f"{place} has no image: {keeps}it must have {key}, a URL")
+    return source
+
+
+def image_part(source: Any, place: str) -> dict[str, Any]:
+    """An image in a message. Its `text` is what stands for it in a prompt, once a model's processor has said that."""
+    return {"type": "image", "text": "", "source": source, "place": place}
+
+
+def images_of(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The image parts of messages, in their order."""
+    contents = (message["content"] for message in messages if isinstance(message.get("content"), list))
+    return [part for content in contents for part in content if "source" in part]
+
+
+def merged(contents: Iterable[str | list[dict[str, Any]]]) -> str | list[dict[str, Any]]:
+    """Several contents as one: a text, or where there are images, parts. Newlines join neighbouring texts."""
+    messages = [{"content": content} for content in contents]
+    if not images_of(messages):
+        return "\n".join(filter(None, map(text_of, messages)))
+    lists = ([text_part(text)] if isinstance(text := message["content"], str) else text for message in messages)
+    parts: list[dict[str, Any]] = []
+    for is_one, group in itertools.groupby(itertools.chain(*lists), lambda part: "source" in part):
+        run = [part for part in group if is_one or part["text"]]
+        parts += run if is_one or not run else [text_part("\n".join(part["text"] for part in run))]
+    return parts
 
 
 def _text(part: Any, keys: Mapping[str, str], place: str) -> str:
@@ -164,7 +209,7 @@ def show_messages(template: ChatTemplate, messages: list[dict[str, Any]], variab
                     return text
             except ValueError as error:
                 trouble = trouble or error
-    raise trouble or ValueError("chat template: it leaves out a system message")
+    raise trouble or ValueError("chat template: it leaves out a system message or an image")
 
 
 def forms(messages: list[dict[str, Any]], template: ChatTemplate) -> Iterator[list[dict[str, Any]]]:
@@ -210,8 +255,10 @@ def one_call_each(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def shows(text: str, messages: list[dict[str, Any]]) -> bool:
-    """Whether a text has all system messages but a first one, which some templates leave out without a word."""
-    place = 0
+    """Whether a text has all images, and all system messages but a first one; some templates leave them out."""
+    place, images = 0, images_of(messages)
+    if images and text.count(images[0]["token"]) < len(images):
+        return False
     for message in messages[1:]:
         if message["role"] in SYSTEM_ROLES:
             content = message["content"]
@@ -225,13 +272,18 @@ def shows(text: str, messages: list[dict[str, Any]]) -> bool:
 def expected(message: dict[str, Any], template: ChatTemplate) -> dict[str, Any]:
     """A message in the form that a template expects.
 
-    Where it takes no parts, newlines join their texts, as in vLLM. Where it does not know `developer`, that becomes
-    `system`, as in llama.cpp. gpt-oss's names reasoning `thinking`, and beside calls takes either that or a content.
+    Where it takes no parts, newlines join their texts, as in vLLM, and the placeholders of images. Where it does not
+    know `developer`, that becomes `system`, as in llama.cpp. gpt-oss's names reasoning `thinking`, and beside calls
+    takes either that or a content.
     """
     content, role = message.get("content"), message.get("role")
     if isinstance(content, str) and not template.takes_text:
-        message = message | {"content": [{"type": "text", "text": content}] if content else []}
-    elif isinstance(content, list) and (not template.takes_parts or (template.takes_text and role != "user")):
+        message = message | {"content": [text_part(content)] if content else []}
+    elif isinstance(content, list) and not template.takes_parts:
+        message = message | {"content": text_of(message)}
+    elif images_of([message]):
+        message = message | {"content": [{"type": "image"} if "source" in part else part for part in content or ()]}
+    elif isinstance(content, list) and template.takes_text and role != "user":
         message = message | {"content": text_of(message)}
     if role == "developer" and not template.knows_developer:
         message = message | {"role": "system"}
@@ -313,9 +365,30 @@ def _item(item: Any, i: int) -> dict[str, Any]:
 def _message(item: dict[str, Any], i: int) -> dict[str, Any]:
     if (role := item.get("role")) not in ITEM_ROLES:
         raise ValueError(f"item {i} has the role {reprlib.repr(role)}; it must be one of {', '.join(ITEM_ROLES)}")
-    part = {"type": "output_text", "annotations": []} if role == "assistant" else {"type": "input_text"}
-    content = [part | {"text": text} for text in _texts(item, "content", i)]
-    return {"role": role, "status": "completed", "content": content}
+    form = {"type": "output_text", "annotations": []} if role == "assistant" else {"type": "input_text"}
+    return {"role": role, "status": "completed", "content": _parts(item, "content", i, form)}
+
+
+def _parts(item: dict[str, Any], key: str, i: int, form: dict[str, Any]) -> list[dict[str, Any]]:
+    """The parts of an item: texts of this form, and images with their URLs."""
+    if not isinstance(content := item.get(key), list):
+        return [form | {"text": text} for text in _texts(item, key, i)]
+    parts = []
+    for j, part in enumerate(content):
+        if isinstance(part, dict) and part.get("type") == "input_image":
+            url = image_source(part, f"input[{i}].{key}[{j}]")
+            parts.append({"type": "input_image", "image_url": url, "detail": part.get("detail") or "auto"})
+        else:
+            parts.append(form | {"text": _text(part, ITEM_TEXTS, f"item {i}")})
+    return parts
+
+
+def _shown_parts(parts: list[dict[str, Any]], place: str) -> list[dict[str, Any]]:
+    """What `_parts` returned as the content of a message."""
+    return [
+        image_part(part["image_url"], f"{place}[{j}]") if "image_url" in part else text_part(part["text"])
+        for j, part in enumerate(parts)
+    ]
 
 
 def _texts(item: dict[str, Any], key: str, i: int) -> list[str]:
@@ -342,10 +415,12 @@ def _call(item: dict[str, Any], i: int) -> dict[str, Any]:
 
 
 def _call_output(item: dict[str, Any], i: int) -> dict[str, Any]:
-    """The result of a call: a text, parts of text, or an object, which becomes its JSON."""
-    output = item.get("output")
-    text = json.dumps(output, ensure_ascii=False) if isinstance(output, dict) else "\n".join(_texts(item, "output", i))
-    return {**_strings(item, i, "call_id"), "output": text, "status": "completed"}
+    """The result of a call: a text, or parts; an object becomes its JSON."""
+    if isinstance(output := item.get("output"), dict):
+        output = json.dumps(output, ensure_ascii=False)
+    elif not isinstance(output, str):
+        output = _parts(item, "output", i, {"type": "input_text"})
+    return {**_strings(item, i, "call_id"), "output": output, "status": "completed"}
 
 
 def own_item(item: dict[str, Any], i: int) -> dict[str, Any]:
@@ -374,19 +449,22 @@ def call_name(namespace: str | None, name: str) -> str:
     return f"{namespace.rstrip('_')}__{name.lstrip('_')}"
 
 
-def item_messages(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def item_messages(items: Sequence[dict[str, Any]], earlier: int = 0) -> list[dict[str, Any]]:
     """The messages of items that `response_items` returned. Templates know `developer` by its older name, `system`.
 
-    Reasoning, what was said after it and the calls after that are one message of the assistant's. What OpenAI's own
-    tools did was said by it, too.
+    So many items are of `earlier` requests. Reasoning, what was said after it and the calls after that are one message
+    of the assistant's. What OpenAI's own tools did was said by it, too.
     """
     messages: list[dict[str, Any]] = []
-    for item in items:
+    for i, item in enumerate(items, -earlier):
         last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
         kind = item["type"]
         if kind in ITEM_OUTPUTS:
             output = item.get(ITEM_OUTPUTS[kind])
-            text = output if isinstance(output, str) else json.dumps(output, ensure_ascii=False)
+            if isinstance(output, list) and ITEM_FORMS[kind] is _call_output:
+                text: Any = _shown_parts(output, f"input[{i}].output")
+            else:
+                text = output if isinstance(output, str) else json.dumps(output, ensure_ascii=False)
             messages.append({"role": "tool", "tool_call_id": item.get("call_id") or item["id"], "content": [text]})
         elif kind in ITEM_CALLS:
             if last is None:
@@ -398,13 +476,14 @@ def item_messages(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         elif kind not in ITEM_TOOLS:
             shown = {key: item[key] for key in item if key not in ("id", "type", "status", *UNREADABLE)}
             note = f"[{kind}: {json.dumps(shown, ensure_ascii=False)}]" if kind in ITEM_NOTES else ""
-            role, text = ("assistant", note) if note else (item["role"], text_of(item))
+            role = "assistant" if note else item["role"]
+            text = note or _shown_parts(item["content"], f"input[{i}].content")
             if role == "assistant" and last and "tool_calls" not in last:
                 last["content"].append(text)
             else:
                 messages.append({"role": "system" if role == "developer" else role, "content": [text]})
     # There may be tens of thousands of texts, so each message's are joined once.
-    return [message | {"content": "\n".join(filter(None, message["content"]))} for message in messages]
+    return [message | {"content": merged(message["content"])} for message in messages]
 
 
 def _called(item: dict[str, Any]) -> dict[str, Any]:
@@ -455,6 +534,7 @@ BLOCKS = SHOWN_BLOCKS | {
     "thinking": BlockKind({"thinking": str}, ("signature",), ("assistant",)),
     "redacted_thinking": BlockKind({}, ("data",), ("assistant",)),
 }
+IMAGE_BLOCK = {"image": BlockKind({"source": dict}, roles=("user",))}  # for a model that sees
 TEXT_KEYS = (  # in the order in which they are shown
     "title", "context", "server_name", "name", "tool_name", "url", "source", "file_id", "text", "input", "content",
     "tool_references", "stdout", "stderr", "lines", "error_code",
@@ -462,8 +542,8 @@ TEXT_KEYS = (  # in the order in which they are shown
 SOURCES = {"text": "data", "content": "content"}  # of a document, by type: the key of its text
 
 
-def joined_turns(value: Any) -> list[dict[str, Any]]:
-    """Messages of Anthropic's clients; neighbours of one role become one turn.
+def joined_turns(value: Any, sees: bool = False) -> list[dict[str, Any]]:
+    """Messages of Anthropic's clients, with images for a model that `sees`; neighbours of one role become one turn.
 
     A tool's result, which Anthropic has in a user's message, becomes a message of the role `tool` before it. The
     summary of a compaction, which stands for all before it, becomes a user's message. A ValueError says which message
@@ -479,7 +559,7 @@ def joined_turns(value: Any) -> list[dict[str, Any]]:
         blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
         if not isinstance(blocks, list):
             raise ValueError(f"message {i} must have a content, which is a string or a list of blocks")
-        for turn in _turns(blocks, message["role"], i):
+        for turn in _turns(blocks, message["role"], i, sees):
             if turn.pop("compacts", False):
                 turns.clear()
             turns.append(turn)
@@ -494,7 +574,7 @@ def _joined(turns: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         if role == "tool" or not rest:
             joined += run
             continue
-        joined.append(first | {"content": "\n".join(filter(None, map(text_of, run)))})  # once: there may be very many
+        joined.append(first | {"content": merged(turn["content"] for turn in run)})  # once: there may be very many
         if calls := [call for turn in run for call in turn.get("tool_calls", ())]:
             joined[-1]["tool_calls"] = calls
         if thoughts := [turn["reasoning_content"] for turn in run if isinstance(turn.get("reasoning_content"), str)]:
@@ -502,31 +582,57 @@ def _joined(turns: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return joined
 
 
-def _turns(blocks: list[Any], role: str, i: int) -> list[dict[str, Any]]:
+def _turns(blocks: list[Any], role: str, i: int, sees: bool) -> list[dict[str, Any]]:
     """The i-th message's blocks as messages: first each tool's result, then all the rest."""
     turn: dict[str, Any] = {"role": role, "content": ""}
-    texts: list[str] = []
+    shown: list[str | list[dict[str, Any]]] = []
     thoughts: list[str] = []
     before: list[dict[str, Any]] = []
-    allowed = {kind: row for kind, row in BLOCKS.items() if role in row.roles}
+    rows = BLOCKS | IMAGE_BLOCK if sees else BLOCKS
+    allowed = {kind: row for kind, row in rows.items() if role in row.roles}
     for j, block in enumerate(blocks):
         kind = _kind(block, allowed, place := f"message {i}: content[{j}]")
         if kind == "compaction" and (summary := _shown(block, place)):
-            turn, texts, thoughts = {"role": role, "content": ""}, [], []
+            turn, shown, thoughts = {"role": role, "content": ""}, [], []
             before = [{"role": "user", "content": summary, "compacts": True}]
         elif kind in SHOWN_BLOCKS:
-            texts.append(_shown(block, place))
+            shown.append(_shown(block, place))
+        elif kind == "image":
+            shown.append(_image(block, place))
         elif kind == "thinking":
             thoughts.append(block["thinking"])
         elif kind == "tool_use":
             function = {"name": block["name"], "arguments": arguments_of(block.get("input"))}
             turn.setdefault("tool_calls", []).append({"id": block["id"], "type": "function", "function": function})
         elif kind == "tool_result":
-            content = _shown(block.get("content") or "", f"{place}.content")
+            content = _result(block.get("content") or "", f"{place}.content", sees)
             failed = {"is_error": True} if block.get("is_error") else {}
             before.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": content, **failed})
-    turn |= {"content": "\n".join(filter(None, texts))} | ({"reasoning_content": "".join(thoughts)} if thoughts else {})
-    return [*before, turn] if texts or len(turn) > 2 or not before else before
+    turn |= {"content": merged(shown)} | ({"reasoning_content": "".join(thoughts)} if thoughts else {})
+    return [*before, turn] if shown or len(turn) > 2 or not before else before
+
+
+def _result(content: Any, place: str, sees: bool) -> str | list[dict[str, Any]]:
+    """The content of a tool's result: a text, or parts if there are images."""
+    if not (sees and isinstance(content, list)):
+        return _shown(content, place)
+    shown: list[str | list[dict[str, Any]]] = []
+    for k, block in enumerate(content):
+        is_one = isinstance(block, dict) and block.get("type") == "image"
+        shown.append((_image if is_one else _shown)(block, f"{place}[{k}]"))
+    return merged(shown)
+
+
+def _image(block: dict[str, Any], place: str) -> list[dict[str, Any]]:
+    """The content of a message that an image block stands for; an image in the message becomes a data URL."""
+    _kind(block, IMAGE_BLOCK, place)
+    kind, url, media, data = map(block["source"].get, ("type", "url", "media_type", "data"))
+    if kind == "base64" and isinstance(media, str) and isinstance(data, str):
+        url = f"data:{media};base64,{data}"
+    elif kind != "url" or not isinstance(url, str):
+        must = "of the type base64, with media_type and data, or url"
+        raise ValueError(f"could not process image: {place}.source must be {must}")
+    return [image_part(url, re.sub(r"^message (\d+): ", r"messages[\1].", place))]
 
 
 def _kind(block: Any, known: Mapping[str, BlockKind], place: str) -> str:

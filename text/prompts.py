@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import reprlib
 from collections.abc import Mapping, Sequence
-from typing import Any, NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict, cast
 
 from outputs import Choices
-from plan import EngineCoreRequest
+from plan import EngineCoreRequest, Picture
 from sampling_params import LoRARequest, SamplingParams
+from text.images import BLIND, ImageReader
+from text.messages import chat_messages, images_of
 from text.templates import run_template
 from tokenizer import NoTokenizer, Tokenizer
 
@@ -18,6 +20,7 @@ class TextPrompt(TypedDict):
     """A prompt as text. Requests share cached prefixes only under the same `cache_salt`."""
 
     prompt: str
+    multi_modal_data: NotRequired[dict[str, Any]]  # "image": one, or a list; Pillow's, bytes of files, or data URLs
     cache_salt: NotRequired[str]
 
 
@@ -26,6 +29,7 @@ class TokensPrompt(TypedDict):
 
     prompt_token_ids: list[int]
     prompt: NotRequired[str]
+    multi_modal_data: NotRequired[dict[str, Any]]
     cache_salt: NotRequired[str]
 
 
@@ -120,11 +124,38 @@ def pair_parts(
     return begun, head[len(begun) :] + document, tail
 
 
+def images_in(prompt: Prompt) -> tuple[Prompt, list[Any]]:
+    """A prompt without its images, and these; a ValueError if it has other media."""
+    if not isinstance(prompt, dict) or (media := prompt.get("multi_modal_data")) is None:
+        return prompt, []
+    if not isinstance(media, dict) or media.keys() - {"image"}:
+        raise ValueError(f"multi_modal_data is {reprlib.repr(media)}; it must be a dict of image alone")
+    images, rest = media.get("image", []), {key: value for key, value in prompt.items() if key != "multi_modal_data"}
+    return cast(Prompt, rest), [*images] if isinstance(images, list | tuple) else [images]
+
+
 class InputProcessor:
     """Makes the engine's requests. `facts` are `EngineCore.facts`."""
 
     def __init__(self, tokenizer: Tokenizer, facts: Mapping[str, Any]):
         self.tokenizer, self.facts = tokenizer, facts
+        self.images = ImageReader(tokenizer)
+
+    def conversation(self, messages: list[dict[str, Any]], *fixed: Any, **variables: Any) -> Prompt:
+        """The prompt of a conversation; for the arguments see `Tokenizer.render`. A ValueError if it cannot be one."""
+        try:
+            messages = chat_messages(messages, bool(self.facts.get("vision")))
+        except ValueError as error:
+            raise ValueError(f"messages: {error}") from None
+        self.images.show(parts := images_of(messages))
+        ids = self.tokenizer.encode(self.tokenizer.render(messages, *fixed, **variables), add_special_tokens=False)
+        return {"prompt_token_ids": ids, "multi_modal_data": {"image": [part["source"] for part in parts]}}
+
+    def _with_images(self, ids: list[int], images: list[Any]) -> tuple[list[int], list[Picture]]:
+        """A prompt's tokens with those of its images, and these."""
+        if not self.facts.get("vision"):
+            raise ValueError(f"multi_modal_data has {len(images)} images; {BLIND}")
+        return self.images.processor.expand(ids, [self.images.prepare(image)[0] for image in images])
 
     def request(
         self,
@@ -148,11 +179,15 @@ class InputProcessor:
                 if value := getattr(params, name):
                     must = "without a tokenizer (skip_tokenizer_init) it must be empty"
                     raise ValueError(f"{name} is {reprlib.repr(value)}; {must}")
+        prompt, images = images_in(prompt)
         text, ids, salt = read_prompt(prompt, self.tokenizer)
+        if images and params.truncate_prompt_tokens is not None:
+            raise ValueError("truncate_prompt_tokens is given; with images, which cannot be cut, it must be None")
+        ids, pictures = self._with_images(ids, images) if images else (ids, [])
         if params.bad_words:
             params = dataclasses.replace(params, bad_word_ids=self.tokenizer.bad_word_ids(params.bad_words))
         ids = params.truncated(ids, self.facts["max_model_len"])
         if not isinstance(lora, LoRARequest | None):
             raise ValueError(f"lora_request is {lora!r:.80}; it must be a LoRARequest or None")
         choices = Choices(request_id, text, ids, params, self.tokenizer)
-        return EngineCoreRequest(request_id, ids, params, salt, priority, lora=lora), choices
+        return EngineCoreRequest(request_id, ids, params, salt, priority, lora=lora, pictures=pictures), choices

@@ -5,6 +5,7 @@
  * same turn. The page shows the path from the first turn to the leaf.
  */
 
+import { setPictures, takePictures } from "./pictures.js";
 import { ask, eventsOf } from "./server.js";
 import { inPlainWords, mark, settings, systemPrompt } from "./settings.js";
 import { byId, duration, element, firstWords, link, plural, put, whole } from "./small.js";
@@ -138,12 +139,13 @@ function showBusy(busy) {
 
 // --- what a user does ------------------------------------------------------------------------------------------------
 
-export function send(content) {
+export function send(content, pictures = []) {
   if (answering) return;
   const before = chat.leaf;
-  add(chat, { parent: before, role: "user", content });
+  add(chat, { parent: before, role: "user", content, pictures });
   answer(() => {
     takeBack(2, before);
+    setPictures(pictures);
     byId("prompt").value = [content, byId("prompt").value].filter(Boolean).join("\n");
     return "Your message was not sent";
   });
@@ -153,7 +155,7 @@ function edit(i, content = chat.turns[i].content) {
   viewOf(chat.turns[i]).edit(content, (changed) => {
     if (answering) return false;
     const before = chat.leaf;
-    add(chat, { parent: chat.turns[i].parent, role: "user", content: changed });
+    add(chat, { ...chat.turns[i], content: changed });
     answer(() => {
       takeBack(2, before);
       edit(i, changed);
@@ -191,10 +193,17 @@ function messagesFor(tree, leaf) {
   const system = systemPrompt();
   const messages = system ? [{ role: "system", content: system }] : [];
   for (const turn of pathTo(tree, leaf).map((i) => tree.turns[i])) {
-    if (turn.role === "user") messages.push({ role: "user", content: turn.content });
+    if (turn.role === "user") messages.push({ role: "user", content: contentOf(turn) });
     else for (const round of turn.rounds) messages.push(...messagesOf(round));
   }
   return messages;
+}
+
+/** The content of a user's message: a text, or parts where there are pictures. */
+function contentOf({ content, pictures = [] }) {
+  const parts = pictures.filter(Boolean).map((url) => ({ type: "image_url", image_url: { url } }));
+  if (!parts.length) return content;
+  return content ? [...parts, { type: "text", text: content }] : parts;
 }
 
 /** @param {import("./storage.js").Round} round */
@@ -235,7 +244,7 @@ async function answer(giveUp) {
   answering = null;
   showBusy(false);
   if (failure) mark(failure.param);
-  if (failure?.isTooLong && chat === mine && !textOf(turn)) {
+  if (failure?.isFinal && chat === mine && !textOf(turn)) {
     put(byId("refusal"), `${giveUp()}. ${inPlainWords(failure)}`);
     byId("refusal").hidden = false;
   } else {
@@ -357,9 +366,9 @@ function save(mine) {
 byId("composer").onsubmit = (event) => {
   event.preventDefault();
   const content = byId("prompt").value.trim();
-  if (!content || answering) return;
+  if (answering || !(content || byId("pictures").childElementCount)) return;
   byId("prompt").value = "";
-  send(content);
+  send(content, takePictures());
 };
 byId("prompt").onkeydown = (event) => {
   if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;

@@ -24,12 +24,13 @@ function unreachable(error) {
   throw error.name === "AbortError" ? error : new Error("the server cannot be reached");
 }
 
-/** What went wrong: `param` is the field, and `isTooLong` says that the server would refuse the same messages again. */
+/** What went wrong: `param` is the field, and `isFinal` says that the server would refuse the same messages again. */
 async function errorOf(response) {
   const error = (await response.json().catch(() => null))?.error;
   const words = error?.message ?? `the server answered ${response.status} ${response.statusText}`;
   const isTooLong = response.status === 413 || error?.code === "context_length_exceeded";
-  return Object.assign(new Error(words), { isTooLong, param: error?.param });
+  const isFinal = isTooLong || (response.status === 400 && error?.param === "messages"); // such as an image
+  return Object.assign(new Error(words), { isFinal, param: error?.param });
 }
 
 function askForKey(refused) {

@@ -4,9 +4,11 @@
  *
  * @typedef {{id: string, name: string, arguments: string, result?: string}} Call   of a tool
  * @typedef {{reasoning: string, content: string, calls: Call[]}} Round   what a model wrote in one go
- * @typedef {{parent: number, role: "user", content: string} | {parent: number, role: "assistant", rounds: Round[],
+ * @typedef {{parent: number, role: "user", content: string, pictures?: string[]} | {parent: number, role: "assistant", rounds: Round[],
  *   id?: string, words?: string, trouble?: string}} Turn   `parent` is the index of the turn before it, or -1
  * @typedef {{id: string, changed: number, leaf: number, turns: Turn[]}} Chat   a tree; `leaf` is the last turn shown
+ *
+ * Pictures, which are data URLs, are too large to be stored: empty texts stand for them.
  */
 
 const MOST_CHATS = 50;
@@ -59,7 +61,8 @@ export function forgetChat(id) {
 
 /** Store as many of the latest chats as there is room for. */
 function write(chats) {
-  const texts = chats.sort((a, b) => b.changed - a.changed).slice(0, MOST_CHATS).map((chat) => JSON.stringify(chat));
+  const texts = chats.sort((a, b) => b.changed - a.changed).slice(0, MOST_CHATS)
+    .map((chat) => JSON.stringify(chat, (key, value) => (key === "pictures" ? value.map(() => "") : value)));
   const total = () => texts.reduce((sum, text) => sum + text.length, 0);
   while (texts.length > 1 && total() > MOST_CHARACTERS) texts.pop();
   const all = texts.join();
@@ -74,6 +77,8 @@ function isChat(chat) {
 
 function isTurn(turn, i) {
   if (!Number.isInteger(turn?.parent) || turn.parent < -1 || turn.parent >= i) return false;
+  const { pictures = [] } = turn;
+  if (!Array.isArray(pictures) || !pictures.every((url) => typeof url === "string")) return false;
   return turn.role === "user" ? typeof turn.content === "string"
     : turn.role === "assistant" && Array.isArray(turn.rounds) && turn.rounds.every(isRound);
 }

@@ -5,6 +5,7 @@
 
 import { copyButton, element, link, put } from "./small.js";
 import { render } from "./markdown.js";
+import { picture } from "./pictures.js";
 import { Tokens } from "./tokens.js";
 import { wordsOf } from "./tools.js";
 
@@ -24,10 +25,10 @@ class TurnView {
 }
 
 export class UserView extends TurnView {
-  constructor({ content }) {
+  constructor({ content, pictures = [] }) {
     super("user");
     this.text = element("div", { className: "text", textContent: content });
-    this.body.append(this.text);
+    this.body.append(this.text, ...pictures.map(picture));
   }
 
   /** Edit the text in its place. `send` gets the new one, and says whether it took it. */

@@ -181,7 +181,7 @@ def test_without_packages_the_library_says_what_to_do():
 
 def test_the_packages_are_those_of_the_requirements():
     lines = (ROOT / "requirements.txt").read_text().splitlines()
-    optional = {"triton", "setproctitle"}
+    optional = {"pillow", "triton", "setproctitle"}
     assert {re.match("[a-z_0-9]+", line)[0] for line in lines} == {*PACKAGES} | optional
 
 

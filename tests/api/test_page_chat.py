@@ -406,3 +406,39 @@ def test_everybody_can_use_chats(open_page: Callable[..., Page], width: int, sch
     assert grave(page) == []
     assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
     assert page.evaluate("conversation.scrollWidth <= conversation.clientWidth")
+
+
+# --- pictures ---------------------------------------------------------------------------------------------------------
+
+
+DROP = """(data) => {
+  const transfer = new DataTransfer();
+  const bytes = Uint8Array.from(atob(data), (letter) => letter.charCodeAt(0));
+  transfer.items.add(new File([bytes], "a.png", { type: "image/png" }));
+  const event = new DragEvent("drop", { dataTransfer: transfer, bubbles: true, cancelable: true });
+  document.getElementById("conversation").dispatchEvent(event);
+}"""
+PICTURE = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGP4z8AAAAMBAQDJ/pLvAAAAAElFTkSuQmCC"
+
+
+def test_a_picture_goes_with_the_message_and_comes_back_if_it_is_refused(page: Page, excused: list[str]) -> None:
+    excused.append("400")
+    error = {"message": "could not process image: messages[0].content[0]", "param": "messages", "code": None}
+    page.route(CHAT, lambda route: route.fulfill(status=400, json={"error": error}))
+    page.evaluate(DROP, PICTURE)
+    waiting, sent = page.locator("#pictures img"), page.locator(".message.user img")
+    expect(waiting).to_have_count(1)
+    ask(page, "Look")
+    expect(page.get_by_role("alert")).to_contain_text("Could not process image")
+    expect(prompt(page)).to_have_value("Look")
+    expect(waiting).to_have_count(1)
+    page.route(CHAT, says("A dot.")[CHAT])
+    assert not grave(page)
+    with page.expect_request(CHAT) as request:
+        prompt(page).press("Enter")
+    image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PICTURE}"}}
+    assert request.value.post_data_json["messages"][0]["content"] == [image, {"type": "text", "text": "Look"}]
+    answered(page)
+    expect(sent).to_have_count(1)
+    page.reload()
+    expect(page.get_by_text("A picture that is not stored")).to_be_visible()

@@ -545,7 +545,7 @@ def test_the_schema_tells_what_must_be_there_and_which_keys_messages_have(http_c
     assert anthropic["properties"]["role"] == {"enum": ["user", "assistant", "system"]}
     for message in (anthropic, chat):
         (part,) = (kind["items"] for kind in message["properties"]["content"]["anyOf"] if "items" in kind)
-        text = part["anyOf"][0] if message is anthropic else part
+        text = part["anyOf"][0]
         assert text.get("additionalProperties", True) is (message is anthropic) and text["required"] == ["type", "text"]
     items = schemas["ResponsesRequest"]["properties"]["input"]["anyOf"][0]["anyOf"][1]["items"]
     assert items["properties"]["type"]["enum"] == [*ITEM_FORMS]

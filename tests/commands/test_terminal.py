@@ -76,6 +76,16 @@ def test_the_system_message_can_change(monkeypatch):
     assert model.asked[1] == [("user", "a"), ("assistant", "1"), ("user", "b")]
 
 
+def test_a_picture_goes_with_the_next_message(monkeypatch, capsys, tmp_path):
+    (tmp_path / "a b.png").write_bytes(b"abc")
+    model = Script("1", "2")
+    talk(monkeypatch, model, f"/image {tmp_path}/a b.png\nlook\n/image {tmp_path}\nmore\n", tty=True)
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,YWJj"}}
+    first = ("user", [image, {"type": "text", "text": "look"}])
+    assert model.asked == [[first], [first, ("assistant", "1"), ("user", "more")]]
+    assert f"error: the image '{tmp_path}' cannot be read: Is a directory" in capsys.readouterr().err
+
+
 def test_what_is_refused_is_told_and_forgotten(monkeypatch, capsys):
     model = Script(ValueError("bad"), ("half", ValueError("gone")), "yes")
     talk(monkeypatch, model, "b\nc\nd\n/resett\n", tty=True)
@@ -83,7 +93,7 @@ def test_what_is_refused_is_told_and_forgotten(monkeypatch, capsys):
     shown = capsys.readouterr()
     assert shown.out == "half\nyes\n"
     lines = shown.err.splitlines()
-    assert lines[2:4] == ["error: bad", "error: gone"] and "/reset and /system, not '/resett'" in lines[4]
+    assert lines[3:5] == ["error: bad", "error: gone"] and "/reset and /system, not '/resett'" in lines[5]
     for text in ("a\nb\n", "/resett\nb\n"):
         model = Script(ValueError("bad"))
         with pytest.raises(ValueError, match="bad" if text[0] == "a" else "resett"):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import shutil
-import signal
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -18,10 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from adapters import ALL, PREFIX, ROOMY, asked, make_adapter, make_core, merge, reads_of, request, run, weights_of
 from config import DEMO
-from core import EngineCore
 from engine import LLM, SamplingParams
-from executor import MpExecutor
-from forked import forked_workers
+from forked import forked_workers, kill_after
 from integrity import check_integrity
 from lora.adapter import WEIGHTS
 from lora.registry import state_of
@@ -503,22 +499,6 @@ def test_more_adapters_than_rows_and_slots_take_turns(folders: list[Path]) -> No
 def forked() -> Iterator[None]:
     with forked_workers():
         yield
-
-
-def kill_after(core: EngineCore, steps: list[int]) -> None:
-    """Kill the first worker right after the plans of these steps have gone out."""
-    executor = core.executor
-    assert isinstance(executor, MpExecutor)
-    submit, count = executor.submit, 0
-
-    def submit_and_kill(plan: Any) -> None:
-        nonlocal count
-        submit(plan)
-        count += 1
-        if count in steps:
-            os.kill(executor.processes[0].pid, signal.SIGKILL)
-
-    executor.submit = submit_and_kill  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.full)])

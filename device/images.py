@@ -1,0 +1,103 @@
+"""Images in a step: it runs the tower, keeps the rows that this makes, and puts them where their tokens are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from batch_state import to_device
+from layers import Batch
+from plan import Picture, Span, VisionPlan
+from vision.positions import axis_positions
+
+if TYPE_CHECKING:
+    from worker import StepRun, Worker
+
+# Of a row with images: the indices of its first token in the step and in the prompt, its tokens, the prompt's images.
+ImageRow = tuple[int, int, int, list[tuple[bytes, list[Span]]]]
+
+
+def add_vision(w: Worker) -> None:
+    """Images go through the tower before the step that reads them. Their rows stay until a plan drops them."""
+    tower, has_axes = w.model.tower if w.pipeline.first else None, w.model.axes is not None
+
+    if tower and len(w.model.span) < tower.vision.levels - 1:
+        needed = tower.vision.levels - 1
+        raise ValueError(f"the first pipeline stage has {len(w.model.span)} layers; for images it needs {needed}")
+
+    def drop(run: StepRun) -> None:
+        if plan := run.plan.vision:
+            if plan.drop_all:
+                w.images.clear()
+            for digest in plan.drop:
+                w.images.pop(digest, None)
+
+    def choose_graph(run: StepRun) -> None:  # no graph has the tower, or positions that differ between axes
+        run.rows.eager = run.plan.vision is not None and bool(run.plan.vision.compute or run.plan.vision.rows)
+        if run.rows.eager:
+            run.graph = None
+
+    def see(run: StepRun) -> None:
+        plan, batch = run.plan.vision or VisionPlan(), run.batch
+        starts = [0, *accumulate(count for _, count in run.plan.rows)]  # a CPU's plan has only the drafts that exist
+        rows = [(starts[i], begin, run.plan.rows[i][1], pictures) for i, begin, pictures in plan.rows]
+        if tower and plan.compute:
+            w.mark("tower")
+            for picture in plan.compute:
+                w.images[picture.digest] = tower(pixels_of(picture, w.device))
+                assert len(w.images[picture.digest]) == picture.num_rows
+        if tower and rows:
+            batch.images = images_of(rows, w.images, w.model.config.hidden_size, w.device)
+        if has_axes:
+            batch.rope_positions = rope_positions(batch, w.state.shifts, rows)
+
+    w.plan_phases.append(drop)
+    w.row_phases.insert(w.row_phases.index(w.enter_rows) + 1, choose_graph)
+    w.forward_phases.insert(w.forward_phases.index(w.prepare_batch) + 1, see)
+
+
+def pixels_of(picture: Picture, device: str) -> torch.Tensor:
+    """An image's pixels [tiles, height, width, 3] uint8 on the device."""
+    return to_device(np.frombuffer(bytearray(picture.pixels), np.uint8).reshape(*picture.shape, 3), device)
+
+
+def images_of(
+    rows: list[ImageRow], images: dict[bytes, torch.Tensor], size: int, device: str
+) -> tuple[torch.Tensor, Sequence[torch.Tensor]] | None:
+    """The `Batch.images` of a step, from the rows of each image, which have several embeddings of this `size`."""
+    places, parts = list[np.ndarray](), list[torch.Tensor]()
+    for at, begin, count, pictures in rows:
+        for digest, spans in pictures:
+            for span in spans:
+                low, high = max(span.begin, begin), min(span.begin + span.count, begin + count)
+                if low < high:
+                    if digest not in images:  # the step that was to make them had no memory for it
+                        raise torch.OutOfMemoryError(
+                            "an image's embeddings are missing, because an earlier step failed"
+                        )
+                    places.append(np.arange(low, high) + at - begin)
+                    first = span.first - span.begin
+                    parts.append(images[digest][first + low : first + high])
+    return (to_device(np.concatenate(places), device), torch.cat(parts).split(size, 1)) if parts else None
+
+
+def rope_positions(batch: Batch, shifts: torch.Tensor, rows: list[ImageRow]) -> torch.Tensor:
+    """The `Batch.rope_positions` of a step: [T], or [3, T] where rows have tokens before the end of an image."""
+    tokens = torch.arange(len(batch.positions), dtype=batch.starts.dtype, device=batch.starts.device)
+    row = torch.searchsorted(batch.starts, tokens, right=True) - 1
+    shift = shifts[batch.slots[row].clamp(min=0).long()]  # of padding any number serves
+    positions = (batch.positions + shift).clamp(min=0).long()
+    if not rows:
+        return positions
+    axes = [
+        axis_positions([span for _, spans in pictures for span in spans], begin, count)
+        for _, begin, count, pictures in rows
+    ]
+    places = [np.arange(first, first + count) for first, _, count, _ in rows]
+    columns = np.concatenate((np.concatenate(places)[None], np.concatenate(axes, 1)))
+    at, *of_axes = to_device(columns, str(tokens.device))
+    return positions.expand(3, -1).index_copy(1, at, torch.stack(of_axes))

@@ -1,0 +1,15 @@
+"""What a model's files say of how images become pixels. Standard library only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from config import read_json
+
+MAX_PIXELS = 40_000_000  # of an image, by default
+
+
+def read_preprocessor(folder: str) -> dict[str, Any]:
+    """The fields of an image processor: preprocessor_config.json, or that part of the newer processor_config.json."""
+    newer = read_json(folder, "processor_config.json", {})
+    return dict(read_json(folder, "preprocessor_config.json", {}) or newer.get("image_processor") or {})

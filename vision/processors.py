@@ -1,0 +1,333 @@
+"""An image becomes the pixels that its model's tower reads, and the prompt's tokens that stand for it."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from plan import Picture, Span
+from vision.preprocessor import read_preprocessor
+
+Fields = dict[str, Any]
+SIDES = "height", "width"
+MOST_ASPECT = 200  # how many times as long as its other side one of an image may be, where its pixels depend on that
+# (text, image tokens after it, height and width of their grid where it gives them positions)
+Piece = tuple[str, int, tuple[int, int]]
+
+
+@dataclass(slots=True)
+class Prepared(Picture):
+    """An image that is ready for any place in a prompt: its spans begin at 0, the first of `token_ids`."""
+
+    token_ids: list[int] = field(default_factory=list)  # what replaces its placeholder
+
+
+class ImageProcessor:
+    """Makes pixels and tokens of images as the family's image processor (over Pillow) and Processor of transformers."""
+
+    image_token = "<image>"  # of which a chat template writes one for each image
+    placeholder = ""  # an image in a message that is plain text; empty: `image_token`
+    resample = Image.Resampling.BICUBIC
+    most_rows: int  # no image has more
+
+    def __init__(self, fields: Fields, config: Fields, encode: Callable[[str], list[int]]) -> None:
+        """`fields` are those of the image processor; see `from_folder`."""
+        self.fields, self.encode = fields, functools.cache(encode)
+        ids = self.encode(self.image_token)
+        if len(ids) != 1:
+            raise ValueError(f"the tokenizer makes {len(ids)} tokens of {self.image_token!r}; it must be one")
+        self.placeholder, self.placeholder_id = self.placeholder or self.image_token, ids[0]
+        self.resample = Image.Resampling(whole(fields, "resample", int(self.resample), 0, 5))
+        self._require("do_resize", True)
+        self._read(config, config.get("vision_config") or {})
+
+    @staticmethod
+    def from_folder(folder: str, config: Fields, encode: Callable[[str], list[int]]) -> ImageProcessor | None:
+        """The processor of the model in `folder`, or None where its architecture and tower have none here.
+
+        `config` is its config.json, and `encode` gives the tokens of a text with no BOS or the like added. A ValueError
+        names a field that asks for what is not done here.
+        """
+        (architecture, *_) = config.get("architectures") or [""]
+        tower = (config.get("vision_config") or {}).get("model_type", "clip_vision_model")
+        if architecture not in FAMILIES or (architecture.startswith("Llava") and tower != "clip_vision_model"):
+            return None
+        return FAMILIES[architecture](read_preprocessor(folder), config, encode)
+
+    def prepare(self, image: Image.Image) -> Prepared:
+        """Pixels and tokens of an RGB image; a ValueError if one side is too long for the other."""
+        tiles, pieces, end = self._cut(image)
+        array = np.stack([np.asarray(tile) for tile in tiles])
+        pixels, shape = array.tobytes(), array.shape[:3]
+        ids, spans, rows = list[int](), [], 0
+        for text, count, grid in pieces:
+            ids += self._text(text)
+            spans.append(Span(len(ids), count, rows, *grid))
+            ids += [self.placeholder_id] * count
+            rows += count
+        digest = blake2b(repr(shape).encode(), digest_size=16)
+        digest.update(pixels)
+        return Prepared(digest.digest(), pixels, shape, rows, spans, ids + self._text(end))
+
+    def expand(self, ids: list[int], prepared: Sequence[Prepared]) -> tuple[list[int], list[Picture]]:
+        """A prompt whose i-th placeholder has become the tokens of the i-th image, and the images with their places.
+
+        A ValueError if there are more or fewer placeholders than images.
+        """
+        places = [i for i, token in enumerate(ids) if token == self.placeholder_id]
+        if len(places) != len(prepared):
+            counts = f"the prompt has {self.image_token!r} {len(places)} times, and there are {len(prepared)} images"
+            raise ValueError(f"{counts}; it must have it once for each image")
+        expanded, pictures, end = list[int](), [], 0
+        for place, image in zip(places, prepared, strict=True):
+            expanded += ids[end:place]
+            start = len(expanded)
+            spans = [Span(start + s.begin, s.count, s.first, s.height, s.width) for s in image.spans]
+            pictures.append(Picture(image.digest, image.pixels, image.shape, image.num_rows, spans))
+            expanded += image.token_ids
+            end = place + 1
+        return expanded + ids[end:], pictures
+
+    def _read(self, config: Fields, vision: Fields) -> None:
+        """Take what the family needs of the fields, config.json and its vision_config."""
+        raise NotImplementedError
+
+    def _cut(self, image: Image.Image) -> tuple[list[Image.Image], list[Piece], str]:
+        """Tiles of one size, and the text that replaces the placeholder: pieces, and what ends it."""
+        raise NotImplementedError
+
+    def _text(self, text: str) -> list[int]:
+        """The tokens of a text after an image token, where no tokenizer takes it for the begin of a prompt."""
+        return self.encode(self.image_token + text)[1:] if text else []
+
+    def _require(self, name: str, value: bool) -> None:
+        if self.fields.get(name) not in (None, value):
+            raise ValueError(f"the image processor's {name} is {self.fields[name]!r}; it must be {value}")
+
+    def _edges(self, name: str, default: int, *allowed: tuple[str, ...], bare: tuple[str, ...] = SIDES) -> Fields:
+        """A field of sides by name, which must have one of the `allowed` sets; a number alone stands for `bare`."""
+        value = self.fields.get(name) or dict.fromkeys(allowed[0], default)
+        value = value if isinstance(value, dict) else dict.fromkeys(bare, value)
+        value = {key: side for key, side in value.items() if side is not None}
+        if set(value) not in map(set, allowed):
+            names = " or ".join(" and ".join(keys) for keys in allowed)
+            raise ValueError(f"the image processor's {name} is {self.fields[name]!r}; it must have {names}")
+        return {key: whole(value, key, 0) for key in value}
+
+
+def whole(fields: Fields, name: str, default: int, least: int = 1, most: int = 1 << 28) -> int:
+    """A field that must be a whole number, or equal ones for an image's height and width."""
+    value = fields.get(name)
+    sides = [*value.values()] if isinstance(value, dict) else value if isinstance(value, list) else [value]
+    number = default if value is None else sides[0] if len({*map(str, sides)}) == 1 else None
+    if type(number) is not int or not least <= number <= most:
+        raise ValueError(f"{name} is {value!r}; it must be a whole number of {least} to {most}")
+    return number
+
+
+def check_aspect(image: Image.Image) -> None:
+    """Refuse an image of which one side is more than `MOST_ASPECT` times as long as the other."""
+    if max(image.size) > MOST_ASPECT * min(image.size):
+        limit = f"one side may be at most {MOST_ASPECT} times as long as the other"
+        raise ValueError(f"the image has {image.size[0]} x {image.size[1]} pixels; {limit}")
+
+
+class Llava(ImageProcessor):
+    """LLaVA 1.5: the middle of an image, as CLIP sees it."""
+
+    def _read(self, config: Fields, vision: Fields) -> None:
+        self._require("do_pad", False)
+        self.size = self._edges("size", 224, ("shortest_edge",), SIDES, bare=("shortest_edge",))
+        crops = self.fields.get("do_center_crop") in (None, True)
+        self.crop = self._edges("crop_size", 224, SIDES) if crops else self.size
+        side = whole(vision, "image_size", 224 if vision else 336)
+        if self.crop != {"height": side, "width": side}:
+            raise ValueError(f"the image processor makes images of {self.crop}; the tower takes {side} x {side}")
+        patches = side // whole(vision, "patch_size", 32 if vision else 14)
+        self.most_rows = patches**2 + (config.get("vision_feature_select_strategy") == "full")
+
+    def _cut(self, image: Image.Image) -> tuple[list[Image.Image], list[Piece], str]:
+        width, height = size = image.size
+        if edge := self.size.get("shortest_edge"):
+            check_aspect(image)
+            longer = int(edge * max(size) / min(size))
+            size = (edge, longer) if width <= height else (longer, edge)
+        else:
+            size = self.size["width"], self.size["height"]
+        image = image.resize(size, self.resample)
+        width, height = self.crop["width"], self.crop["height"]
+        left, top = (size[0] - width) // 2, (size[1] - height) // 2
+        return [image.crop((left, top, left + width, top + height))], [("", self.most_rows, (0, 0))], ""
+
+
+class Idefics3(ImageProcessor):
+    """Idefics 3 and SmolVLM: square tiles, and the whole image after them."""
+
+    resample = Image.Resampling.LANCZOS
+
+    def _read(self, config: Fields, vision: Fields) -> None:
+        self.size = self._edges("size", 4 * 364, ("longest_edge",), SIDES)
+        longest = max(self.size.values())
+        if longest > 4096:
+            raise ValueError(f"the image processor's size is {self.size}; no side may be above 4096")
+        by_side = ("longest_edge",)
+        self.side = self._edges("max_image_size", 364, by_side, bare=by_side)["longest_edge"]
+        self.splits = self.fields.get("do_image_splitting") in (None, True)
+        self.rows = shuffled(self.side, whole(vision, "patch_size", 32), whole(config, "scale_factor", 2))
+        across = math.ceil((longest + longest % 2) / self.side) if self.splits else 1
+        self.most_rows = self.rows * (across**2 + (across > 1))
+
+    def _cut(self, image: Image.Image) -> tuple[list[Image.Image], list[Piece], str]:
+        side, fake = self.side, "<fake_token_around_image>"
+        longest = self.size.get("longest_edge")
+        size = scaled(image.size, longest, 2) if longest else (self.size["width"], self.size["height"])
+        image = image.resize(size, self.resample)
+        tiles, pieces, line = list[Image.Image](), list[Piece](), ""
+        if self.splits:
+            image = image.resize(scaled(size, -(-max(size) // side) * side, side), self.resample)
+            if max(image.size) > side:
+                tiles = cells(image, side)
+                across = image.width // side
+                for i in range(len(tiles)):
+                    line = "\n" if i and i % across == 0 else ""
+                    pieces.append((f"{line}{fake}<row_{i // across + 1}_col_{i % across + 1}>", self.rows, (0, 0)))
+                line = "\n\n"
+        tiles.append(image.resize((side, side), self.resample))
+        return tiles, [*pieces, (f"{line}{fake}<global-img>", self.rows, (0, 0))], fake
+
+
+def cells(image: Image.Image, side: int) -> list[Image.Image]:
+    """The squares that an image consists of, row by row."""
+    corners = [(x, y) for y in range(0, image.height, side) for x in range(0, image.width, side)]
+    return [image.crop((x, y, x + side, y + side)) for x, y in corners]
+
+
+def shuffled(side: int, patch: int, scale: int) -> int:
+    """Rows of a tile, of whose patches `scale` by `scale` become one."""
+    if (side // patch) % scale:
+        raise ValueError(f"a tile has {side // patch} patches across, which the tower cannot join by {scale}")
+    return (side // patch // scale) ** 2
+
+
+def scaled(size: tuple[int, int], longer: int, step: int) -> tuple[int, int]:
+    """Width and height whose longer side is `longer`, and the other one in proportion, but a multiple of `step`."""
+    (width, height), aspect = size, size[0] / size[1]
+    other = int(longer / aspect if width >= height else longer * aspect)
+    other = max(-(-other // step) * step, 1)
+    return (longer, other) if width >= height else (other, longer)
+
+
+class QwenVL(ImageProcessor):
+    """Qwen2-VL, 2.5 and 3: one tile of nearly the image's own size, whose patches have places in a grid."""
+
+    image_token = "<|image_pad|>"
+    placeholder = "<|vision_start|><|image_pad|><|vision_end|>"
+
+    def _read(self, config: Fields, vision: Fields) -> None:
+        self.factor = 1
+        for name, theirs, default in ("patch_size", "patch_size", 14), ("merge_size", "spatial_merge_size", 2):
+            number = whole(self.fields, name, default)
+            if number != whole(vision, theirs, number):
+                raise ValueError(f"the image processor's {name} is {number}; the tower's is {vision[theirs]!r}")
+            self.factor *= number
+        size = self.fields.get("size") or {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}
+        older = {"shortest_edge": self.fields.get("min_pixels"), "longest_edge": self.fields.get("max_pixels")}
+        size = (size if isinstance(size, dict) else {}) | {
+            name: pixels for name, pixels in older.items() if pixels is not None
+        }
+        self.least, self.longest = (whole(size, name, 0) for name in older)
+        # Small images may have both sides rounded up, and a narrow one is no narrower than a patch.
+        most, least = (pixels / self.factor**2 for pixels in (self.longest, self.least))
+        self.most_rows = int(max(most, least + 15 * least**0.5 + 1, (MOST_ASPECT * most) ** 0.5))
+
+    def _cut(self, image: Image.Image) -> tuple[list[Image.Image], list[Piece], str]:
+        (width, height), factor = image.size, self.factor
+        check_aspect(image)
+        rows, columns = round(height / factor), round(width / factor)
+        if rows * columns * factor**2 > self.longest:
+            beta = math.sqrt((height * width) / self.longest)
+            rows, columns = (max(1, math.floor(side / beta / factor)) for side in (height, width))
+        elif rows * columns * factor**2 < self.least:
+            beta = math.sqrt(self.least / (height * width))
+            rows, columns = (math.ceil(side * beta / factor) for side in (height, width))
+        image = image.resize((columns * factor, rows * factor), self.resample)
+        return [image], [("", rows * columns, (rows, columns))], ""
+
+
+class InternVL(ImageProcessor):
+    """InternVL 3: tiles in the grid whose shape is nearest to the image's, and the whole image after them."""
+
+    image_token = "<IMG_CONTEXT>"
+
+    def _read(self, config: Fields, vision: Fields) -> None:
+        self.side = whole({"size": self._edges("size", 384, SIDES)}, "size", 0)
+        ratio = config.get("downsample_ratio") or 0.5
+        self.rows = shuffled(self.side, whole(vision, "patch_size", 14), round(1 / ratio))
+        # `crop_to_patches` of the file counts for nothing: the Processor always sets it.
+        least, most = whole(self.fields, "min_patches", 1), whole(self.fields, "max_patches", 12, most=256)
+        grids = [(x, y) for x in range(1, most + 1) for y in range(1, most // x + 1) if x * y >= least]
+        self.grids = sorted(grids, key=lambda grid: grid[0] * grid[1])
+        self.most_rows = self.rows * (most + (most > 1))
+
+    def _grid(self, width: int, height: int) -> tuple[int, int]:
+        """Columns and rows of tiles; of two that are as near, the later one unless it is more than twice as large."""
+        nearest, best = math.inf, (1, 1)
+        for x, y in self.grids:
+            off = abs(width / height - x / y)
+            large = width * height > 0.5 * self.side**2 * x * y
+            if off < nearest or (off == nearest and large):
+                nearest, best = off, (x, y)
+        return best
+
+    def _cut(self, image: Image.Image) -> tuple[list[Image.Image], list[Piece], str]:
+        side, (columns, rows) = self.side, self._grid(*image.size)
+        tiles = [image.resize((side, side), self.resample)]
+        if columns * rows > 1:
+            tiles = cells(image.resize((columns * side, rows * side), self.resample), side) + tiles
+        return tiles, [("<img>", self.rows * len(tiles), (0, 0))], "</img>"
+
+
+class Pixtral(ImageProcessor):
+    """Mistral 3: one tile of nearly the image's own size; each row of its grid ends with a token."""
+
+    image_token = "[IMG]"
+
+    def _read(self, config: Fields, vision: Fields) -> None:
+        self._require("do_center_crop", False)
+        self.size = self._edges("size", 1024, ("longest_edge",), SIDES)
+        self.patch = whole(vision, "patch_size", 16 if vision else 14) * whole(config, "spatial_merge_size", 2)
+        self.height, self.width = (self.size.get(name) or self.size["longest_edge"] for name in SIDES)
+        self.most_rows = -(-self.height // self.patch) * -(-self.width // self.patch)
+
+    def _cut(self, image: Image.Image) -> tuple[list[Image.Image], list[Piece], str]:
+        width, height = image.size
+        if (ratio := max(height / self.height, width / self.width)) > 1:
+            width, height = math.floor(width / ratio), math.floor(height / ratio)
+        if not width * height:
+            limit = f"it must fit into {self.width} x {self.height} with no side below 1"
+            raise ValueError(f"the image has {image.size[0]} x {image.size[1]} pixels; {limit}")
+        columns, rows = ((side - 1) // self.patch + 1 for side in (width, height))
+        image = image.resize((columns * self.patch, rows * self.patch), self.resample)
+        return [image], [("[IMG_BREAK]" if y else "", columns, (0, 0)) for y in range(rows)], "[IMG_END]"
+
+
+FAMILIES: dict[str, type[ImageProcessor]] = {
+    "LlavaForConditionalGeneration": Llava,
+    "Idefics3ForConditionalGeneration": Idefics3,
+    "SmolVLMForConditionalGeneration": Idefics3,
+    "Qwen2VLForConditionalGeneration": QwenVL,
+    "Qwen2_5_VLForConditionalGeneration": QwenVL,
+    "Qwen3VLForConditionalGeneration": QwenVL,
+    "Qwen3VLMoeForConditionalGeneration": QwenVL,
+    "Qwen3_5ForConditionalGeneration": QwenVL,
+    "Qwen3_5MoeForConditionalGeneration": QwenVL,
+    "InternVLForConditionalGeneration": InternVL,
+    "Mistral3ForConditionalGeneration": Pixtral,
+}
