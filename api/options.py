@@ -105,7 +105,7 @@ class ServerConfig:
         2**22, "log-probabilities of prompts that one reply may hold, counted with the likeliest tokens and n", 1
     )
     limit_mm_per_prompt: str = option('{"image": 16}', "images in one conversation, as JSON, or like image=16")
-    max_image_pixels: int = option(MAX_PIXELS, "width times height of one image", 1, 2**30)
+    max_image_pixels: int = option(MAX_PIXELS, "width times height of one image", 1, 89_478_485)  # beyond, Pillow warns
     allowed_media_domains: tuple[str, ...] = option(
         (), "host, or several, from which images may be fetched; none: an image must be in the request, as a data URL"
     )

@@ -37,7 +37,7 @@ FILES = (  # that the model's shape, its tokenizer and its pooling are read from
     "special_tokens_map.json", "added_tokens.json", "tokenizer.model", "tekken.json", "tiktoken.model", "qwen.tiktoken",
     "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json",
     "additional_chat_templates/*.jinja", "modules.json", "1_Pooling/config.json", "sentence_*_config.json",
-    "config_sentence_transformers.json", "hf_quant_config.json",
+    "config_sentence_transformers.json", "hf_quant_config.json", "preprocessor_config.json", "processor_config.json",
 )  # fmt: skip
 CONVERT = "Manta reads safetensors alone: convert it, by transformers' save_pretrained or the hub's safetensors/convert"
 FOREIGN = {  # weights that Manta does not read

@@ -257,8 +257,10 @@ def one_call_each(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def shows(text: str, messages: list[dict[str, Any]]) -> bool:
     """Whether a text has all images, and all system messages but a first one; some templates leave them out."""
     place, images = 0, images_of(messages)
-    if images and text.count(images[0]["token"]) < len(images):
-        return False
+    if images:
+        token, contents = images[0]["token"], [text_of(message) for message in messages if message.get("content")]
+        if text.count(token) < sum(content.count(token) for content in contents):  # a text may have it, too
+            return False
     for message in messages[1:]:
         if message["role"] in SYSTEM_ROLES:
             content = message["content"]

@@ -9,9 +9,11 @@ import socket
 import threading
 import time
 from collections.abc import Collection
-from urllib.parse import SplitResult, quote, unquote, urljoin, urlsplit
+from urllib.parse import SplitResult, quote, urljoin, urlsplit
 
 MOST_REDIRECTS = 3
+MOST_HEAD = 256  # characters of a data: URL before its comma
+ESCAPED = {b"%2B": b"+", b"%2b": b"+", b"%2F": b"/", b"%2f": b"/", b"%3D": b"=", b"%3d": b"="}  # of base64 in a URL
 NAT64 = ipaddress.ip_network("64:ff9b::/96")  # its addresses end with one of IPv4
 
 
@@ -53,17 +55,22 @@ def check_address(address: str) -> None:
 
 
 def _decode(data_url: str, max_bytes: int) -> bytes:
-    head, comma, body = data_url.partition(",")
+    head = data_url[:MOST_HEAD].partition(",")[0]  # nothing is made of a long text before its size is known
     kind, *parameters = head.lower().split(";")
-    if not comma or "base64" not in parameters or not (kind == "" or kind.startswith("image/")):
+    if len(head) == len(data_url[:MOST_HEAD]) or "base64" not in parameters or kind[:6] not in ("", "image/"):
         raise ValueError(f"the image is at {'data:' + head[:60]!r}; it must be data:image/...;base64,...")
-    body = "".join(unquote(body).split())
-    if (size := len(body) // 4 * 3 - body[-2:].count("=")) > max_bytes:
-        raise ValueError(f"the image's data: URL has {size} bytes; it must have at most {max_bytes}")
+    if len(data_url) > 2 * max_bytes + MOST_HEAD:  # with room for line ends
+        raise ValueError(f"the image's data: URL has {len(data_url)} characters; the image may have {max_bytes} bytes")
+    body = data_url[len(head) + 1 :].encode("ascii", "replace").translate(None, b" \t\r\n")
+    for written, sign in ESCAPED.items() if b"%" in body else ():
+        body = body.replace(written, sign)
     try:
-        return base64.b64decode(body, validate=True)
+        data = base64.b64decode(body, validate=True)
     except ValueError as error:
         raise ValueError(f"the image's data: URL has no base64: {error}") from None
+    if len(data) > max_bytes:
+        raise ValueError(f"the image's data: URL has {len(data)} bytes; it must have at most {max_bytes}")
+    return data
 
 
 def _checked(url: str, allowed_domains: Collection[str]) -> SplitResult:

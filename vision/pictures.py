@@ -27,7 +27,8 @@ def open_picture(data: bytes | Image.Image, max_pixels: int) -> Image.Image:
     if not 0 < width * height <= max_pixels:
         raise ValueError(f"the image has {width} x {height} pixels; it must have 1 to {max_pixels} in all")
     try:
-        return ImageOps.exif_transpose(image).convert("RGB")
+        upright = ImageOps.exif_transpose(image)
+        return upright if upright.mode == "RGB" else upright.convert("RGB")
     except Exception as error:  # what damaged bytes raise depends on where they are damaged
         raise ValueError(f"the image of {width} x {height} pixels is damaged: {error}") from None
 
@@ -36,9 +37,12 @@ def _read_head(data: bytes) -> Image.Image:
     if not data:
         raise ValueError(f"the image is empty; it must be one of {', '.join(FORMATS)}")
     try:
-        return Image.open(io.BytesIO(data), formats=FORMATS)
+        image = Image.open(io.BytesIO(data), formats=FORMATS)
     except Image.UnidentifiedImageError:
         begin = f"{len(data)} bytes that begin with {data[:16]!r}"
         raise ValueError(f"the image has {begin}; it must be one of {', '.join(FORMATS)}, and whole") from None
     except Exception as error:  # such as a size that Pillow takes for a bomb
         raise ValueError(f"the image of {len(data)} bytes cannot be read: {error}") from None
+    if image.format == "BMP" and image.info.get("compression") in (1, 2):  # Pillow's decoder of runs is slow
+        raise ValueError("the image is a BMP of runs (RLE); save it as PNG")
+    return image

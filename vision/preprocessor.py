@@ -10,6 +10,6 @@ MAX_PIXELS = 40_000_000  # of an image, by default
 
 
 def read_preprocessor(folder: str) -> dict[str, Any]:
-    """The fields of an image processor: preprocessor_config.json, or that part of the newer processor_config.json."""
-    newer = read_json(folder, "processor_config.json", {})
-    return dict(read_json(folder, "preprocessor_config.json", {}) or newer.get("image_processor") or {})
+    """The fields of an image processor: a part of processor_config.json, or the older preprocessor_config.json."""
+    newer = read_json(folder, "processor_config.json", {}).get("image_processor")
+    return dict(newer or read_json(folder, "preprocessor_config.json", {}))

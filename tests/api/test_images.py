@@ -198,6 +198,16 @@ def test_a_template_that_shows_no_image_is_refused(served: Served, engine: Scrip
     assert not engine.added
 
 
+def test_a_text_cannot_take_the_place_of_an_image_that_the_template_drops(
+    served: Served, engine: ScriptedClient
+) -> None:
+    part = "{{ p.text if p.type == 'text' else '' if m.role == 'assistant' else '<image>' }}"
+    http_client = served("{% for m in messages %}{% for p in m.content %}" + part + "{% endfor %}{% endfor %}")
+    dropped = [{"role": "assistant", "content": [text("a"), chat_part(RED)]}]
+    refusal(post(http_client, CHAT, messages=dropped + user(text("b <image> c"))))
+    assert not engine.added
+
+
 def test_images_are_not_cut_and_must_fit(served: Served, engine: ScriptedClient) -> None:
     http_client = served(facts={"max_model_len": 3 * ROWS})
     cut = refusal(post(http_client, CHAT, messages=user(chat_part(RED)), truncate_prompt_tokens=5))
