@@ -40,6 +40,7 @@ class RollCall:
 
     def __init__(self, rank: int, size: int, timeout: float):
         self.rank, self.others, self.store, self.met = rank, range(1, size), dist.HashStore(), time.monotonic()
+        self.beating = threading.Lock()
         if size > 1:
             with connection_errors(f"rank {rank} has not met the other ranks"):
                 self.store, *_ = next(dist.rendezvous("env://", rank, size, timeout=timedelta(seconds=timeout)))
@@ -47,12 +48,17 @@ class RollCall:
     def beat(self, beats: int = 1) -> None:
         """Count heartbeats of this rank; GOODBYE: leave word. It ends if it misses for long that rank 0 has ended."""
         try:
-            self.store.add(f"{self.rank}", beats)
+            with self.beating:
+                self.store.add(f"{self.rank}", beats)
             self.met = time.monotonic()
         except RuntimeError:  # rank 0 has ended, and gloo tells so who waits for it, but not always
             if time.monotonic() > self.met + MISSED:
                 console.error(f"rank {self.rank} has lost rank 0, and ends")
                 os._exit(1)
+
+    def stop_beating(self) -> None:
+        """Beat no more: Python aborts if it ends while a thread is in torch."""
+        self.beating.acquire(timeout=ROLL_CALL)
 
     def channel(self, worker: Worker) -> Channel:
         """The ranks' channel. Rank 0 waits for an answer as long as for a step, and the others for rank 0 for ever."""

@@ -169,6 +169,7 @@ def follow(config: EngineConfig, model_config: ModelConfig, rank: int) -> NoRetu
         logger.error(str(error))
         sys.stdout.flush()
         os._exit(1)  # at once: torch would wait for its threads first, and torchrun is slow to end a waiting rank
+    roll_call.stop_beating()
     worker.group.close()
     sys.exit(0)
 
