@@ -142,7 +142,7 @@ def test_a_lost_worker_is_named_and_all_are_replaced(
 )
 def test_who_leaves_word_or_beats_is_not_lost(monkeypatch, gone: list[int], beating: list[int], missing: list[int]):
     store, now = dist.HashStore(), 0.0
-    roll_calls = [object.__new__(channel.RollCall) for _ in range(4)]
+    roll_calls = [channel.RollCall(0, 1, 1.0) for _ in range(4)]
     for rank, roll_call in enumerate(roll_calls):
         roll_call.rank, roll_call.others, roll_call.store = rank, range(1, 4), store
         roll_call.beat()
@@ -184,7 +184,7 @@ def test_a_rank_that_misses_the_end_of_rank_0_ends(monkeypatch: pytest.MonkeyPat
 
 def test_a_rank_that_leaves_word_late_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     store, now = dist.HashStore(), 0.0
-    roll_calls = [object.__new__(channel.RollCall) for _ in range(2)]
+    roll_calls = [channel.RollCall(0, 1, 1.0) for _ in range(2)]
     for rank, roll_call in enumerate(roll_calls):
         roll_call.rank, roll_call.others, roll_call.store = rank, range(1, 2), store
 
