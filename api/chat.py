@@ -16,7 +16,8 @@ from api.prompts import Prompt, Reading
 from api.replies import CONTENT, REASONING, Answer, Block, ChoiceReply, NewText
 from api.routes import Api
 from outputs import Generation
-from text.messages import begun_reasoning, text_of
+from text.messages import begun_reasoning
+from text.parts import text_of
 
 
 class ChatReply(ChoiceReply):

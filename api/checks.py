@@ -25,7 +25,8 @@ from msgspec import Meta
 
 from api.options import ServerConfig
 from sampling_params import MAX_BAD_WORDS
-from text.messages import IMAGE_PARTS, THOUGHT_FIELDS, TYPE_NAMES, call_name, chat_messages
+from text.messages import THOUGHT_FIELDS, TYPE_NAMES, call_name, chat_messages
+from text.parts import IMAGE_PARTS
 
 ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 ERROR_CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}  # where all errors of a status have the same

@@ -11,7 +11,7 @@ from api.checks import ApiError, too_long
 from api.options import ServerConfig
 from plan import Picture
 from text.images import BLIND, ImageReader
-from text.messages import images_of
+from text.parts import images_of
 from tokenizer import Tokenizer
 
 if TYPE_CHECKING:

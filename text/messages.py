@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from text.json_mending import mend
+from text.parts import IMAGE_PARTS, image_part, image_source, images_of, merged, text_of, text_part
 from text.templates import ChatTemplate, run_template
 from text.tools import REASONING_PARSERS
 
@@ -20,7 +21,6 @@ PART_TEXTS = dict.fromkeys(("text", "input_text", "output_text"), "text") | {"re
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # that any template may get
 SYSTEM_ROLES = ("system", "developer")
 ITEM_ROLES = ("user", "assistant", "system", "developer")
-IMAGE_PARTS = ("image_url", "input_image", "image", "image_pil")  # types of parts; the last two are a library's alone
 ITEM_TEXTS = PART_TEXTS | dict.fromkeys(("reasoning_text", "summary_text"), "text")  # by a part's type: its words' key
 THOUGHT_FIELDS = ("reasoning_content", "reasoning", "thinking", "reasoning_details", "thinking_blocks")  # of a message
 THOUGHT_TEXTS = {"thinking": "thinking", "reasoning.text": "text", "reasoning.summary": "summary", "text": "text"}
@@ -85,48 +85,6 @@ def _content(message: dict[str, Any], i: int, sees: bool) -> tuple[str | list[di
     return parts, thoughts
 
 
-def text_part(text: str) -> dict[str, Any]:
-    return {"type": "text", "text": text}
-
-
-# --- images -----------------------------------------------------------------------------------------------------------
-
-
-def image_source(part: dict[str, Any], place: str) -> Any:
-    """Where an image part of a chat, a response or `LLM.chat` has its image from: a URL, or an image of Pillow's."""
-    kind = part["type"]
-    source = part.get(key := "image_url" if kind == "input_image" else kind)
-    source = source.get("url") if isinstance(source, dict) else source
-    if source is None or (key == "image_url" and not isinstance(source, str)):
-        keeps = "this server keeps no files for a file_id; " if part.get("file_id") else ""
-        raise ValueError(f"{place} has no image: {keeps}it must have {key}, a URL")
-    return source
-
-
-def image_part(source: Any, place: str) -> dict[str, Any]:
-    """An image in a message. Its `text` is what stands for it in a prompt, once a model's processor has said that."""
-    return {"type": "image", "text": "", "source": source, "place": place}
-
-
-def images_of(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The image parts of messages, in their order."""
-    contents = (message["content"] for message in messages if isinstance(message.get("content"), list))
-    return [part for content in contents for part in content if "source" in part]
-
-
-def merged(contents: Iterable[str | list[dict[str, Any]]]) -> str | list[dict[str, Any]]:
-    """Several contents as one: a text, or where there are images, parts. Newlines join neighbouring texts."""
-    messages = [{"content": content} for content in contents]
-    if not images_of(messages):
-        return "\n".join(filter(None, map(text_of, messages)))
-    lists = ([text_part(text)] if isinstance(text := message["content"], str) else text for message in messages)
-    parts: list[dict[str, Any]] = []
-    for is_one, group in itertools.groupby(itertools.chain(*lists), lambda part: "source" in part):
-        run = [part for part in group if is_one or part["text"]]
-        parts += run if is_one or not run else [text_part("\n".join(part["text"] for part in run))]
-    return parts
-
-
 def _text(part: Any, keys: Mapping[str, str], place: str) -> str:
     """The text of a part, under the key of its type."""
     kind = part.get("type") if isinstance(part, dict) else None
@@ -143,12 +101,6 @@ def reasoning_text(value: Any) -> str:
     if isinstance(value, dict):
         return reasoning_text(value.get(THOUGHT_TEXTS.get(str(value.get("type")))))
     return value if isinstance(value, str) else ""
-
-
-def text_of(message: dict[str, Any]) -> str:
-    """The text of a message; that of several parts is joined by newlines, as in vLLM."""
-    content = message["content"]
-    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
 
 def _tool_calls(value: Any, i: int) -> list[dict[str, Any]]:
@@ -386,7 +338,7 @@ def _parts(item: dict[str, Any], key: str, i: int, form: dict[str, Any]) -> list
 
 
 def _shown_parts(parts: list[dict[str, Any]], place: str) -> list[dict[str, Any]]:
-    """What `_parts` returned as the content of a message."""
+    """The content of a message, from the parts that `_parts` returned."""
     return [
         image_part(part["image_url"], f"{place}[{j}]") if "image_url" in part else text_part(part["text"])
         for j, part in enumerate(parts)
@@ -620,8 +572,8 @@ def _result(content: Any, place: str, sees: bool) -> str | list[dict[str, Any]]:
         return _shown(content, place)
     shown: list[str | list[dict[str, Any]]] = []
     for k, block in enumerate(content):
-        is_one = isinstance(block, dict) and block.get("type") == "image"
-        shown.append((_image if is_one else _shown)(block, f"{place}[{k}]"))
+        read = _image if isinstance(block, dict) and block.get("type") == "image" else _shown
+        shown.append(read(block, f"{place}[{k}]"))
     return merged(shown)
 
 

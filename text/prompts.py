@@ -11,7 +11,8 @@ from outputs import Choices
 from plan import EngineCoreRequest, Picture
 from sampling_params import LoRARequest, SamplingParams
 from text.images import BLIND, ImageReader
-from text.messages import chat_messages, images_of
+from text.messages import chat_messages
+from text.parts import images_of
 from text.templates import run_template
 from tokenizer import NoTokenizer, Tokenizer
 
