@@ -11,7 +11,7 @@ import torch
 
 from batch_state import to_device
 from layers import Batch
-from plan import Picture, Span, VisionPlan
+from plan import Picture, Span, StepPlan, VisionPlan
 from vision.positions import axis_positions
 
 if TYPE_CHECKING:
@@ -42,16 +42,15 @@ def add_vision(w: Worker) -> None:
             run.graph = None
 
     def see(run: StepRun) -> None:
-        plan, batch = run.plan.vision or VisionPlan(), run.batch
-        starts = [0, *accumulate(count for _, count in run.plan.rows)]  # a CPU's plan has only the drafts that exist
-        rows = [(starts[i], begin, run.plan.rows[i][1], pictures) for i, begin, pictures in plan.rows]
-        if tower and plan.compute:
+        plan, batch = run.plan.vision, run.batch
+        rows = rows_of(run.plan, plan) if plan and plan.rows else []
+        if tower and plan and plan.compute:
             w.mark("tower")
             for picture in plan.compute:
                 w.images[picture.digest] = tower(pixels_of(picture, w.device))
                 assert len(w.images[picture.digest]) == picture.num_rows
         if tower and rows:
-            batch.images = images_of(rows, w.images, w.model.config.hidden_size, w.device)
+            batch.images = embeddings_of(rows, w.images, w.model.config.hidden_size, w.device)
         if has_axes:
             batch.rope_positions = rope_positions(batch, w.state.shifts, rows)
 
@@ -60,15 +59,21 @@ def add_vision(w: Worker) -> None:
     w.forward_phases.insert(w.forward_phases.index(w.prepare_batch) + 1, see)
 
 
+def rows_of(plan: StepPlan, images: VisionPlan) -> list[ImageRow]:
+    """The rows with images of a plan, which on a CPU has only the drafts that exist."""
+    starts = [0, *accumulate(count for _, count in plan.rows)]
+    return [(starts[i], begin, plan.rows[i][1], pictures) for i, begin, pictures in images.rows]
+
+
 def pixels_of(picture: Picture, device: str) -> torch.Tensor:
     """An image's pixels [tiles, height, width, 3] uint8 on the device."""
     return to_device(np.frombuffer(bytearray(picture.pixels), np.uint8).reshape(*picture.shape, 3), device)
 
 
-def images_of(
+def embeddings_of(
     rows: list[ImageRow], images: dict[bytes, torch.Tensor], size: int, device: str
 ) -> tuple[torch.Tensor, Sequence[torch.Tensor]] | None:
-    """The `Batch.images` of a step, from the rows of each image, which have several embeddings of this `size`."""
+    """The `Batch.images` of a step, from the tower's rows of each image; a row has an embedding of `size` per level."""
     places, parts = list[np.ndarray](), list[torch.Tensor]()
     for at, begin, count, pictures in rows:
         for digest, spans in pictures:
