@@ -57,8 +57,8 @@ class Caller:
     call: EngineCall[Any] | None = None  # of the engine, once there is one
     ignored: list[str] = field(default_factory=list)  # names of what was accepted and changes nothing
     lora: LoRARequest | None = None  # the adapter that it has named as its model
-    retention: int = 0  # see `EngineCoreRequest`, as for
-    pictures: list[Picture] = field(default_factory=list)
+    retention: int = 0  # see `EngineCoreRequest`
+    pictures: list[Picture] = field(default_factory=list)  # the images of its prompt
 
 
 class ClientGone(Exception):

@@ -12,7 +12,7 @@ from layers import New, Owner, linear
 from model_config import ModelConfig
 from models.shares import Parts, Shares
 
-EncodeRows = tuple[torch.Tensor, int]  # where each row begins [rows + 1], and the tokens of the longest
+EncodeRows = tuple[torch.Tensor, int]  # as `reference.EncodeRows`
 # Beside what is used, checkpoints have indices, frequencies, masks, and a norm of what is pooled.
 UNUSED = (".position_ids", ".inv_freq", ".mask_token", ".post_layernorm.weight", ".post_layernorm.bias")
 
@@ -32,7 +32,9 @@ class Tower(Owner):
         self.weights: dict[str, torch.Tensor] = {}  # by part; those of a layer begin with its number
         self.targets: dict[str, torch.Tensor] = {}  # what each tensor of a checkpoint fills
         v, row, size = c.vision, c.vision.row, c.vision.hidden_size
-        root, ones, frames = f"{self.names['root']}.", (1,) * row.batched, (row.frames,) * (row.frames > 0)
+        root = f"{self.names['root']}."
+        ones = (1,) * row.batched  # InternVL's tensors begin with a batch's dimension
+        frames = (row.frames,) * (row.frames > 0)
         self.has_class = "class" in self.names
         self.take("patch", root, ("patch",), size, 3, *frames, v.patch, v.patch)
         self.fill("class", root, ("class",), (*ones, *ones, size))
@@ -110,8 +112,8 @@ class Tower(Owner):
     def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
         """The rows [n, hidden * levels] of an image's pixels [tiles, height, width, 3] uint8: each row has embeddings
         for the text's first layer, and for the levels of DeepStack."""
-        v, weights, device = self.vision, self.weights, pixels.device
-        tiles, rows, columns = len(pixels), pixels.shape[1] // v.patch, pixels.shape[2] // v.patch
+        v, weights, device, tiles = self.vision, self.weights, pixels.device, len(pixels)
+        rows, columns = pixels.shape[1] // v.patch, pixels.shape[2] // v.patch
         order, blocks, windows = (torch.from_numpy(x).to(device) for x in patch_order(rows, columns, v.merge, v.window))
         y, x_at = order // columns, order % columns
         pixels = pixels[:, : rows * v.patch, : columns * v.patch]  # as a convolution, which leaves out a rest
@@ -124,13 +126,12 @@ class Tower(Owner):
         count = x.shape[1]
         whole = torch.arange(tiles + 1, dtype=torch.int32, device=device) * count, count
         side = (v.window or max(rows, columns)) * v.merge
-        parts = F.pad(windows.cumsum(0, dtype=torch.int32), (1, 0)), min(side, rows) * min(side, columns)
+        windowed = F.pad(windows.cumsum(0, dtype=torch.int32), (1, 0)), min(side, rows) * min(side, columns)
         x = self.norm(x.flatten(0, 1), "pre", v.eps) if "pre.weight" in weights else x.flatten(0, 1)
         rotation = self.rotation(y, x_at) if v.row.rope else None
         levels = []
         for i in range(v.layers):
-            seen = parts if v.window and i not in v.full_layers else whole
-            x = self.layer(x, f"{i}.", seen, rotation)
+            x = self.layer(x, f"{i}.", windowed if v.window and i not in v.full_layers else whole, rotation)
             if i in v.deep_layers:
                 levels.append(self.project(x, f"deep{v.deep_layers.index(i)}."))
         x = self.norm(x, "last", v.eps) if "last.weight" in weights else x
@@ -151,16 +152,15 @@ class Tower(Owner):
 
     def positions(self, y: torch.Tensor, x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
         """The learned positions [n, hidden] float32 of patches at y, x [n] of a grid."""
-        table, side, sums = self.weights["positions"].flatten(0, -2)[self.has_class :], self.vision.side, None
+        table, side = self.weights["positions"].flatten(0, -2)[self.has_class :], self.vision.side
+        sums = torch.zeros(len(y), table.shape[1], device=y.device)
         (y_taps, y_weights), (x_taps, x_weights) = (
             [part.to(y.device)[:, at] for part in taps(self.vision.row.positions, size, side)]
             for at, size in ((y, rows), (x, columns))
         )
         for i, of_row in enumerate(y_taps):
             for j, of_column in enumerate(x_taps):
-                part = table[of_row * side + of_column] * (y_weights[i] * x_weights[j])[:, None]
-                sums = part if sums is None else sums + part
-        assert sums is not None
+                sums += table[of_row * side + of_column] * (y_weights[i] * x_weights[j])[:, None]
         return sums
 
     def rotation(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -222,7 +222,7 @@ class Tower(Owner):
         return self.ops.rms_norm(x, weight, eps) if bias is None else self.ops.layer_norm(x, weight, bias, eps)
 
     def act(self, x: torch.Tensor, activation: str) -> torch.Tensor:
-        """See `reference.act`; or x sigmoid(1.702 x), CLIP's approximation of gelu."""
+        """Apply an activation of `reference.act`, or quick_gelu(x) = x sigmoid(1.702 x), as CLIP has it."""
         return x * (1.702 * x).sigmoid() if activation == "quick_gelu" else self.ops.act(x, activation)
 
 

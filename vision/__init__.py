@@ -1,1 +1,1 @@
-"""Images: makes pixels and placeholder tokens of them for the API, and has the towers that make embeddings of these."""
+"""Images before a tower sees them: fetched, decoded, made pixels and placeholder tokens; and positions in grids."""

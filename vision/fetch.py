@@ -18,7 +18,7 @@ NAT64 = ipaddress.ip_network("64:ff9b::/96")  # its addresses end with one of IP
 
 
 def load_image_bytes(url: str, allowed_domains: Collection[str], max_bytes: int, timeout: float = 30.0) -> bytes:
-    """What a data: URL has in base64, or what an http(s) URL of an allowed host gives.
+    """Return the bytes in a data: URL, or load those at an http(s) URL of an allowed host.
 
     Args:
         allowed_domains: names of hosts, in lower case; those that they redirect to must be among them, too.
