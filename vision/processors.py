@@ -35,7 +35,6 @@ class ImageProcessor:
     image_token = "<image>"  # of which a chat template writes one for each image
     placeholder = ""  # an image in a message that is plain text; empty: `image_token`
     resample = Image.Resampling.BICUBIC
-    most_rows: int  # no image has more
 
     def __init__(self, fields: Fields, config: Fields, encode: Callable[[str], list[int]]) -> None:
         """`fields` are those of the image processor; see `from_folder`."""
@@ -151,7 +150,7 @@ class Llava(ImageProcessor):
         if self.crop != {"height": side, "width": side}:
             raise ValueError(f"the image processor makes images of {self.crop}; the tower takes {side} x {side}")
         patches = side // whole(vision, "patch_size", 32 if vision else 14)
-        self.most_rows = patches**2 + (config.get("vision_feature_select_strategy") == "full")
+        self.rows = patches**2 + (config.get("vision_feature_select_strategy") == "full")  # with the class token's
 
     def _cut(self, image: Image.Image) -> tuple[list[Image.Image], list[Piece], str]:
         width, height = size = image.size
@@ -164,7 +163,7 @@ class Llava(ImageProcessor):
         image = image.resize(size, self.resample)
         width, height = self.crop["width"], self.crop["height"]
         left, top = (size[0] - width) // 2, (size[1] - height) // 2
-        return [image.crop((left, top, left + width, top + height))], [("", self.most_rows, (0, 0))], ""
+        return [image.crop((left, top, left + width, top + height))], [("", self.rows, (0, 0))], ""
 
 
 class Idefics3(ImageProcessor):
@@ -181,8 +180,6 @@ class Idefics3(ImageProcessor):
         self.side = self._edges("max_image_size", 364, by_side, bare=by_side)["longest_edge"]
         self.splits = self.fields.get("do_image_splitting") in (None, True)
         self.rows = shuffled(self.side, whole(vision, "patch_size", 32), whole(config, "scale_factor", 2))
-        across = math.ceil((longest + longest % 2) / self.side) if self.splits else 1
-        self.most_rows = self.rows * (across**2 + (across > 1))
 
     def _cut(self, image: Image.Image) -> tuple[list[Image.Image], list[Piece], str]:
         side, fake = self.side, "<fake_token_around_image>"
@@ -243,9 +240,6 @@ class QwenVL(ImageProcessor):
             name: pixels for name, pixels in older.items() if pixels is not None
         }
         self.least, self.longest = (whole(size, name, 0) for name in older)
-        # Small images may have both sides rounded up, and a narrow one is no narrower than a patch.
-        most, least = (pixels / self.factor**2 for pixels in (self.longest, self.least))
-        self.most_rows = int(max(most, least + 15 * least**0.5 + 1, (MOST_ASPECT * most) ** 0.5))
 
     def _cut(self, image: Image.Image) -> tuple[list[Image.Image], list[Piece], str]:
         (width, height), factor = image.size, self.factor
@@ -274,7 +268,6 @@ class InternVL(ImageProcessor):
         least, most = whole(self.fields, "min_patches", 1), whole(self.fields, "max_patches", 12, most=256)
         grids = [(x, y) for x in range(1, most + 1) for y in range(1, most // x + 1) if x * y >= least]
         self.grids = sorted(grids, key=lambda grid: grid[0] * grid[1])
-        self.most_rows = self.rows * (most + (most > 1))
 
     def _grid(self, width: int, height: int) -> tuple[int, int]:
         """Columns and rows of tiles; of two that are as near, the later one unless it is more than twice as large."""
@@ -304,7 +297,6 @@ class Pixtral(ImageProcessor):
         self.size = self._edges("size", 1024, ("longest_edge",), SIDES)
         self.patch = whole(vision, "patch_size", 16 if vision else 14) * whole(config, "spatial_merge_size", 2)
         self.height, self.width = (self.size.get(name) or self.size["longest_edge"] for name in SIDES)
-        self.most_rows = -(-self.height // self.patch) * -(-self.width // self.patch)
 
     def _cut(self, image: Image.Image) -> tuple[list[Image.Image], list[Piece], str]:
         width, height = image.size
