@@ -92,7 +92,7 @@ class AdapterReader:
                 )
         if left_out:
             count = f"{len(left_out)} of its tensors, such as {left_out[0]!r:.200}"
-            logger.warning(f"{path}: {count}, are left out, because only the text of this model is served")
+            logger.warning(f"{path}: {count}, are left out, because adapters change only the text")
         self.settle(modules, path, config)
         return modules
 

@@ -148,7 +148,7 @@ def test_transformers_still_says_so_and_scales_these_pixels(tmp_path):
 
 
 def planned_rows(case: dict) -> int:
-    """Rows of the largest image that an engine plans for; it keeps those of a step's tokens, 256 or more, in any case."""
+    """Rows of the largest image that an engine plans for; it always keeps those of a step's tokens, 256 or more."""
     fields = case["fields"] | {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
     vision = {"patch_size": fields.get("patch_size", 14)}
     if not case["architecture"].startswith("Qwen"):
