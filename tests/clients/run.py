@@ -4,7 +4,7 @@
 
 For each client, an environment is made in the cache folder, and the pinned version is installed there from PyPI or npm.
 A script that ends with 0 has passed. What it printed is in the cache folder, in `NAME/log`; of one that fails, the end
-is shown. No model and no data set is downloaded: one server runs the demo, and three run random checkpoints.
+is shown. No model and no data set is downloaded: one server runs the demo, and the others run random checkpoints.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-sys.path.insert(0, str(HERE.parent))
+sys.path[:0] = [str(ROOT), str(HERE.parent), str(HERE.parent / "vision")]
 
+from seeing import TALK  # noqa: E402
+from seeing_folder import seeing_folder  # noqa: E402
 from served import serving  # noqa: E402
 
 TIMEOUT = 300  # seconds of one script
@@ -52,13 +54,16 @@ CHECKPOINTS = {  # for oracle.py; the names of folders and of models
     "embedder": {"config": "Qwen3Config", "shape": SHAPE, "prompts": [[5, 6]], "head": "AutoModel"},
     "long": {"config": "Qwen3Config", "shape": SHAPE | LONG, "prompts": [[5, 6]], "new": 1},
 }
+SCRIPTED = "--served-model-name", "scripted", "gpt-5.5", "--reasoning-parser", "qwen3"
 FLAGS = {  # of the servers
     "demo": (),
     "tiny": ("--model", "{}/tiny", "--max-logprobs", "20"),
     "embedder": ("--model", "{}/embedder", "--task", "embed"),
-    "scripted": ("--served-model-name", "gpt-5.5", "--model", "{}/long", "--reasoning-parser", "qwen3"),
+    "scripted": (*SCRIPTED, "--model", "{}/long"),
+    "seeing": (*SCRIPTED, "--model", "{}/seeing", "--tool-call-parser", "hermes"),
 }
-LAUNCHERS = {"scripted": [str(HERE / "scripted_model.py")]}  # of servers whose model only says what a script has
+LAUNCHER = (str(HERE / "scripted_model.py"),)
+LAUNCHERS = {"scripted": LAUNCHER, "seeing": LAUNCHER}  # of servers whose model only says what a script has
 
 
 def install(name: str, cache: Path) -> list[str]:
@@ -66,9 +71,9 @@ def install(name: str, cache: Path) -> list[str]:
     packages, script = CLIENTS[name]
     folder = cache / name
     done, venv = folder / "installed", folder / "venv"
+    ours = [package for package in packages.split() if "==" in package]
     if not done.exists() or done.read_text().strip() != packages:
         folder.mkdir(parents=True, exist_ok=True)
-        ours = [package for package in packages.split() if "==" in package]
         theirs = [package for package in packages.split() if "==" not in package]
         steps = [["npm", "install", "--prefix", str(folder), "--no-audit", "--no-fund", *theirs]] if theirs else []
         if ours:
@@ -80,7 +85,7 @@ def install(name: str, cache: Path) -> list[str]:
         done.write_text(packages + "\n")
     if script.endswith(".mjs"):  # Node looks for packages beside the script
         return ["node", shutil.copy(HERE / script, folder)]
-    return [str(venv / "bin/python"), "-I", str(HERE / script)]
+    return [str(venv / "bin/python") if ours else sys.executable, "-I", str(HERE / script)]
 
 
 def make_checkpoints(folder: Path) -> None:
@@ -91,6 +96,11 @@ def make_checkpoints(folder: Path) -> None:
     for name in CHECKPOINTS:
         for file in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(ROOT / "demo" / file, folder / name)
+    seeing = Path(shutil.copytree(seeing_folder(folder, "llava"), folder / "seeing"))
+    config = json.loads((seeing / "config.json").read_text())
+    config["text_config"] |= LONG
+    (seeing / "config.json").write_text(json.dumps(config))
+    (seeing / "chat_template.jinja").write_text(TALK + "{% if add_generation_prompt %}<|assistant|>{% endif %}")
 
 
 def run_one(name: str, cache: Path, variables: dict[str, str]) -> tuple[str, float]:

@@ -42,7 +42,7 @@ SCRIPTS = {  # what the model says when it is asked to play one: its first answe
     "claude-tools": [
         call("ToolSearch", query="select:NotebookEdit,WebSearch"), call("WebSearch", query="caches"), "I looked.",
     ],
-    "claude-picture": [call("Read", file_path="pixel.png"), "It was a picture."],
+    "claude-picture": [call("Read", file_path="pixel.png"), "I see {pictures}."],
     "claude-goes-on": ["We can still talk."],
     "codex-files": [
         "I write it.\n" + call("exec_command", cmd="printf 'Hello \"world\" </tool_call>\\n' > hello.txt"),
@@ -54,7 +54,7 @@ SCRIPTS = {  # what the model says when it is asked to play one: its first answe
     "codex-patch": [
         call("apply_patch", input='*** Begin Patch\n*** Add File: new.txt\n+Hello "world"\n*** End Patch'), SEEN,
     ],
-    "codex-picture": [call("view_image", path="pixel.png"), "It was a picture."],
+    "codex-picture": [call("view_image", path="pixel.png"), "I see {pictures}."],
     "codex-goes-on": ["We can still talk."],
     "codex-title": ['{"title": "Hello"}'],
 }  # fmt: skip
@@ -77,7 +77,8 @@ def add_request(client: MPClient, request: EngineCoreRequest, stream: Stream | N
     """In place of the method of this name, whose request would go to an engine."""
     stream = stream or Stream()
     stream.clients.add(client)
-    model().says = answer(TOKENIZER.decode(request.prompt_token_ids, skip_special_tokens=False))
+    says = answer(TOKENIZER.decode(request.prompt_token_ids, skip_special_tokens=False))
+    model().says = says.replace("{pictures}", str(len(request.pictures)))
     return model().add_request(request, stream)
 
 

@@ -10,14 +10,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(os.environ["CLIENTS"]).parent))
 import agent_bodies as bodies
 
-URL = os.environ["SCRIPTED_URL"]
+URL, SEEING_URL = os.environ["SCRIPTED_URL"], os.environ["SEEING_URL"]
 
 
-def run(prompt, *flags):
+def run(prompt, *flags, url=URL):
     """What the program prints: an object a line."""
     inherited = {key: os.environ[key] for key in ("PATH", "HOME")}
     ours = {
-        "ANTHROPIC_BASE_URL": URL, "ANTHROPIC_AUTH_TOKEN": "none", "ANTHROPIC_MODEL": "scripted",
+        "ANTHROPIC_BASE_URL": url, "ANTHROPIC_AUTH_TOKEN": "none", "ANTHROPIC_MODEL": "scripted",
         "ANTHROPIC_SMALL_FAST_MODEL": "scripted", "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
     }  # fmt: skip
     command = ["claude", "-p", prompt, *flags, "--output-format", "stream-json", "--verbose"]
@@ -53,9 +53,14 @@ def by_the_program():
 
     Path("pixel.png").write_bytes(b64decode(bodies.PICTURE))
     lines = run("Please play claude-picture.")
-    assert lines[-1]["result"] == "It was a picture." and "removed" in json.dumps(blocks(lines, "text"))
+    assert lines[-1]["result"] == "I see 0." and "removed" in json.dumps(blocks(lines, "text"))
     lines = run("Please play claude-goes-on.", "--resume", lines[-1]["session_id"])
     assert lines[-1]["result"] == "We can still talk."
+
+    lines = run("Please play claude-picture.", url=SEEING_URL)
+    assert lines[-1]["result"] == "I see 1." and "removed" not in json.dumps(blocks(lines, "text"))
+    lines = run("Please play claude-picture.", "--resume", lines[-1]["session_id"], url=SEEING_URL)
+    assert lines[-1]["result"] == "I see 2."
 
 
 by_the_program()

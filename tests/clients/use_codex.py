@@ -10,15 +10,15 @@ from pathlib import Path
 sys.path.insert(0, str(Path(os.environ["CLIENTS"]).parent))
 import agent_bodies as bodies
 
-URL = os.environ["SCRIPTED_URL"] + "/v1"
+URL, SEEING_URL = (os.environ[f"{name}_URL"] + "/v1" for name in ("SCRIPTED", "SEEING"))
 
 
-def run(*arguments, code=0, model="scripted", provider="manta", variables=None):
+def run(*arguments, code=0, model="scripted", provider="manta", variables=None, url=URL):
     """What the program prints: an object a line. Its last message is in `last.txt`."""
     home = Path("codex-home")
     home.mkdir(exist_ok=True)
     (home / "config.toml").write_text(
-        f'[model_providers.manta]\nname = "Manta"\nbase_url = "{URL}"\nwire_api = "responses"\n'
+        f'[model_providers.manta]\nname = "Manta"\nbase_url = "{url}"\nwire_api = "responses"\n'
     )
     flags = ["--json", "--skip-git-repo-check", "-m", model, "-o", "last.txt", "-s", "danger-full-access"]
     flags += ["-c", f"model_provider={provider}"] if provider else []
@@ -52,6 +52,9 @@ def by_the_program():
     Path("pixel.png").write_bytes(b64decode(bodies.PICTURE))
     lines = run("Please play codex-picture.", code=1)
     assert "Invalid image" in lines[-1]["error"]["message"], lines[-1]
+    for i in (1, 2):
+        run(*("resume", "--last") * (i > 1), "Please play codex-picture.", url=SEEING_URL)
+        assert last() == f"I see {i}."
 
     Path("title.json").write_text(json.dumps(bodies.CLAUDE_FORMAT["schema"]))
     run("Please play codex-title.", "--output-schema", "title.json")
