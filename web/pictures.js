@@ -1,4 +1,4 @@
-/** Pictures of the next message: dropped on the chat or pasted, and shown above the composer until they are sent. */
+/** Pictures of the next message: chosen, dropped on the chat or pasted, and shown above the composer until they are sent. */
 
 import { byId, element } from "./small.js";
 
@@ -30,21 +30,27 @@ export function picture(url) {
 async function add(files) {
   for (const file of files) {
     const reader = new FileReader();
-    const isRead = new Promise((resolve) => (reader.onload = resolve));
+    const isRead = new Promise((resolve) => (reader.onloadend = resolve));
     reader.readAsDataURL(file);
     await isRead;
-    setPictures([...pictures, reader.result]);
+    if (reader.error) alert(`${file.name} cannot be read.`);
+    else setPictures([...pictures, reader.result]);
   }
 }
 
-/** Take the pictures of a drop or a paste, if there are any. */
-function take(event, { files }) {
+/** Take the pictures of a drop or a paste, if there are any. Where a text is pasted with its picture, the text counts. */
+function take(event, { files, types }) {
   const images = [...files].filter(({ type }) => type.startsWith("image/"));
-  if (!images.length) return;
+  if (!images.length || (event.type === "paste" && types.includes("text/plain"))) return;
   event.preventDefault();
   add(images);
 }
 
+byId("attach").onclick = () => byId("file").click();
+byId("file").onchange = ({ target }) => {
+  add([...target.files]);
+  target.value = "";
+};
 byId("prompt").addEventListener("paste", (event) => take(event, event.clipboardData));
 byId("chat").addEventListener("dragover", (event) => event.dataTransfer.types.includes("Files") && event.preventDefault());
 byId("chat").addEventListener("drop", (event) => take(event, event.dataTransfer));

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 from collections.abc import Callable
@@ -432,6 +433,11 @@ def test_a_picture_goes_with_the_message_and_comes_back_if_it_is_refused(page: P
     expect(page.get_by_role("alert")).to_contain_text("Could not process image")
     expect(prompt(page)).to_have_value("Look")
     expect(waiting).to_have_count(1)
+    file = {"name": "b.png", "mimeType": "image/png", "buffer": base64.b64decode(PICTURE)}
+    page.locator("#file").set_input_files([file, file])
+    expect(waiting).to_have_count(3)
+    page.get_by_role("button", name="Remove picture 3").click()
+    page.get_by_role("button", name="Remove picture 2").click()
     page.route(CHAT, says("A dot.")[CHAT])
     assert not grave(page)
     with page.expect_request(CHAT) as request:
