@@ -106,6 +106,7 @@ class Api:
             "root": adapter.path if adapter else self.names[0],
             "parent": (adapter.base_model_name or self.names[0]) if adapter else None,
             "max_model_len": self.facts["max_model_len"],
+            "input_modalities": ["text", "image"] if self.facts.get("vision") else ["text"],
         }  # fmt: skip
 
     def health(self) -> dict[str, Any]:

@@ -22,7 +22,8 @@ const EXAMPLES = [
 export async function showModel() {
   try {
     const { data } = await (await ask("v1/models")).json();
-    const [{ id, root, max_model_len: longest }] = data;
+    const [{ id, root, max_model_len: longest, input_modalities: modalities }] = data;
+    byId("attach").hidden = !(modalities ?? ["image"]).includes("image"); // of several models some may see
     offerModels(data.map((model) => model.id));
     put(byId("model"), longest ? `${id}, ${whole.format(longest)} tokens of context` : `${data.length} models, loaded on demand`);
     document.title = `${id} · Manta`;
