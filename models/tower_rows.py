@@ -51,6 +51,7 @@ class TowerRow:
     batched: bool = False  # tensors of the class token and of positions begin with dimensions of 1
     sections: tuple[int, ...] = ()  # of M-RoPE, where no field says it
     interleaved: bool = False  # these take turns (Qwen3-VL)
+    mutual: bool = False  # tokens of an image see one another
 
     def but(self, **changes: Any) -> TowerRow:
         """A row that differs from this one. Names are added to its own."""

@@ -73,7 +73,7 @@ class ImageProcessor:
             rows += count
         digest = blake2b(repr(shape).encode(), digest_size=16)
         digest.update(pixels)
-        return Prepared(digest.digest(), pixels, shape, rows, spans, ids + self._text(end))
+        return Prepared(digest.digest(), pixels, shape, rows, spans, token_ids=ids + self._text(end))
 
     def expand(self, ids: list[int], prepared: Sequence[Prepared]) -> tuple[list[int], list[Picture]]:
         """A prompt whose i-th placeholder has become the tokens of the i-th image, and the images with their places.
