@@ -96,10 +96,10 @@ class VisionPlan:
     # (which row of the plan, its first token's index in the prompt, the prompt's images), of rows that begin before the
     # end of an image.
     rows: list[tuple[int, int, list[tuple[bytes, list[Span]]]]] = field(default_factory=list)
-    # By row of the plan: begin and end of runs of its tokens that see one another, counted from its first one.
-    seeing: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     # By slot of a new row: what is added to the index of a token after its images to get the position for RoPE.
     shifts: dict[int, int] = field(default_factory=dict)
+    # By row of the plan: begin and end of runs of its tokens that see one another, counted from its first one.
+    seeing: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
 
 
 def bit_words(token_ids: Iterable[int]) -> dict[int, int]:

@@ -110,7 +110,7 @@ class Scheduler:
         self.running: list[Sequence] = []  # in order of `key`
         self.lanes = Lanes(config)
         self.drafting = Drafting(config, self.counters, row_seconds)
-        self.images = ImageRows(image_rows)
+        self.images = ImageRows(image_rows, windows)
         self.requests: dict[str, SequenceGroup] = {}
         self.in_flight: deque[Flight] = deque()
         self.arrivals = self.step = 0

@@ -58,10 +58,11 @@ class ImageRows:
 
     Args:
         most_rows: that the workers have room for, those that a step reads or makes among them; 0: there is no tower.
+        windows: see `Scheduler`. Text that sees what follows must not be longer, for then it sees all before it, too.
     """
 
-    def __init__(self, most_rows: int):
-        self.most_rows = most_rows
+    def __init__(self, most_rows: int, windows: Items[int] = ()):
+        self.most_rows, self.windows = most_rows, windows
         self.kept: OrderedDict[bytes, int] = OrderedDict()  # rows of each image; the one least recently used is first
         self.used: set[bytes] = set()  # by this step
         self.plan = VisionPlan()
@@ -82,6 +83,8 @@ class ImageRows:
                     f"{count} tokens of image {i} see one another; a step has {most} for them (max_num_batched_tokens "
                     f"less one for each other of max_num_seqs)"
                 )
+            if sees_text(picture) and (window := min((w for w in self.windows if w), default=count)) < count:
+                raise ValueError(f"the prompt has {count} tokens; with an image it may have {window}, a layer's window")
             if sees_text(picture) and group.params.prompt_logprobs is not None:
                 raise ValueError("prompt_logprobs is given; with images this model's text sees what follows it")
 
