@@ -369,7 +369,7 @@ def _first_key(position, WINDOW: tl.constexpr, CHUNKED: tl.constexpr):
 
 @triton.jit
 def _attend(
-    b_q, b_acc, b_max, b_sum, p_kv, p_table, i_n, i_begin, i_end, o_pos, b_slope, scale, kv_stride,
+    b_q, b_acc, b_max, b_sum, p_kv, p_table, i_n, i_begin, i_end, o_pos, o_last, b_slope, scale, kv_stride,
     KV: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr,
     CAP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -378,7 +378,7 @@ def _attend(
     One step of an online softmax: it takes in the BLOCK_N keys from i_n on, for the query rows b_q [rows, D] at
     positions o_pos [rows]. log2(e) is already part of scale, and of b_slope [rows], with which the score of a key also
     has b_slope (key - o_pos). b_slope is None without ALiBi (Press et al., 2022).
-    With MASKED a key counts only if it lies below i_end, at most at the query's position, and inside its window. Keys
+    With MASKED a key counts only if it lies below i_end, at most at the query's o_last, and inside its window. Keys
     before i_begin, which no row's window reaches, are not even read, because their blocks may have been given back.
     A masked key leaves acc, max and sum as they were, and the other keys go through the same instructions as without
     MASKED, so a query's bits do not depend on its neighbours in the tile. (For this the mask is applied before the
@@ -403,7 +403,7 @@ def _attend(
         b_s = 1.0 - 2.0 / (1.0 + tl.exp2(b_s * (scale * (2.0 / CAP))))
         scale = CAP * LOG2E
     if MASKED:
-        m_s = (o_n < i_end)[None, :] & (o_n[None, :] <= o_pos[:, None])
+        m_s = (o_n < i_end)[None, :] & (o_n[None, :] <= o_last[:, None])
         if WINDOW > 0:
             m_s = m_s & (o_n[None, :] >= _first_key(o_pos, WINDOW, CHUNKED)[:, None])
         b_s = tl.where(m_s, b_s, float("-inf"))
@@ -516,7 +516,7 @@ def attention_decode_kernel(
         b_sum = tl.where(b_max > float("-inf"), 1.0, 0.0)
         for i_n in range(i_begin, i_end, BLOCK_N):
             b_acc, b_max, b_sum = _attend(
-                b_q, b_acc, b_max, b_sum, p_kv, block_tables + i_slot * table_stride, i_n, i_first, i_end, o_pos,
+                b_q, b_acc, b_max, b_sum, p_kv, block_tables + i_slot * table_stride, i_n, i_first, i_end, o_pos, o_pos,
                 b_slope, scale, kv_stride, KV, D, BLOCK_SIZE, WINDOW, CHUNKED, CAP, BLOCK_N, BLOCK_D, True,
             )  # fmt: skip
         b_acc = b_acc / tl.where(b_sum > 0, b_sum, 1.0)[:, None]  # a padding row has no keys and gets zeros
@@ -637,20 +637,20 @@ def attention_decode(
 
 @triton.jit(
     do_not_specialize=["table_stride"],
-    do_not_specialize_on_alignment=["slots", "seq_lens", "query_starts", "kv_scales"],
+    do_not_specialize_on_alignment=["slots", "seq_lens", "query_starts", "kv_scales", "reach"],
 )
 def attention_prefill_kernel(
-    q, kv, block_tables, slots, seq_lens, query_starts, sinks, slopes, kv_scales, out, table_stride, kv_stride, scale,
-    H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
+    q, kv, block_tables, slots, seq_lens, query_starts, sinks, slopes, kv_scales, reach, out, table_stride, kv_stride,
+    scale, H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
     CHUNKED: tl.constexpr, CAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """out[t, h] = softmax(scale q[t, h] K^T) V over the keys of t's sequence at most at t's position, in its window.
+    """out[t, h] = softmax(scale q[t, h] K^T) V over the keys of t's sequence at most at reach[t], in its window.
 
-    q, out [T, H, D]. One program per sequence, tile and KV head. Row r of a tile is head r % G of its token r // G, so
-    the G heads share the keys they read. The last tiles of the sequences have most keys, so they start first. Only the
-    tiles of keys that the causal diagonal or the window's lower edge crosses are masked. Tiles of keys begin at
-    multiples of BLOCK_N wherever the chunk begins, so no bit of a token depends on how its sequence was cut, or on the
-    batch.
+    q, out [T, H, D], reach [T], or None: positions. One program per sequence, tile and KV head. Row r of a tile is head
+    r % G of its token r // G, so the G heads share the keys they read. The last tiles of the sequences have most keys,
+    so they start first. Only the tiles of keys at the window's lower edge, and from the causal diagonal on, are masked.
+    Tiles of keys begin at multiples of BLOCK_N wherever the chunk begins, so no bit of a token depends on how its
+    sequence was cut, or on the batch.
     """
     G: tl.constexpr = H // KV
     TOKENS: tl.constexpr = BLOCK_M // G
@@ -682,10 +682,14 @@ def attention_prefill_kernel(
     if kv_scales is not None:
         scale *= tl.load(kv_scales)
 
-    # The tile's first token sees the keys from i_first to i_low, its last token sees them up to i_end - 1. A padding
-    # row sees none.
+    # The tile's first token sees the keys from i_first to i_low at least, and some token sees them up to i_end - 1. A
+    # padding row sees none.
     i_low = i_len - i_count + i_tile
     i_end = tl.maximum(tl.minimum(i_low + TOKENS, i_len), 0)
+    o_last = o_pos
+    if reach is not None:
+        o_last = tl.load(reach + i_start + o_token, mask=o_token < i_count, other=-1)
+        i_end = tl.maximum(tl.minimum(tl.max(o_last, 0) + 1, i_len), 0)
     i_full = tl.maximum(i_low + 1, 0) // BLOCK_N * BLOCK_N
     p_kv = kv + i_kv * (BLOCK_SIZE * D)
     p_table = block_tables + i_slot * table_stride
@@ -696,17 +700,17 @@ def attention_prefill_kernel(
         i_inner = tl.cdiv(i_inner, BLOCK_N) * BLOCK_N
         for i_n in range(i_first // BLOCK_N * BLOCK_N, tl.minimum(i_inner, i_end), BLOCK_N):
             b_acc, b_max, b_sum = _attend(
-                b_q, b_acc, b_max, b_sum, p_kv, p_table, i_n, i_first, i_end, o_pos, b_slope, scale,
+                b_q, b_acc, b_max, b_sum, p_kv, p_table, i_n, i_first, i_end, o_pos, o_last, b_slope, scale,
                 kv_stride, KV, D, BLOCK_SIZE, WINDOW, CHUNKED, CAP, BLOCK_N, BLOCK_D, True,
             )  # fmt: skip
     for i_n in range(i_inner, i_full, BLOCK_N):
         b_acc, b_max, b_sum = _attend(
-            b_q, b_acc, b_max, b_sum, p_kv, p_table, i_n, i_first, i_end, o_pos, b_slope, scale,
+            b_q, b_acc, b_max, b_sum, p_kv, p_table, i_n, i_first, i_end, o_pos, o_last, b_slope, scale,
             kv_stride, KV, D, BLOCK_SIZE, WINDOW, CHUNKED, CAP, BLOCK_N, BLOCK_D, False,
         )  # fmt: skip
     for i_n in range(tl.maximum(i_inner, i_full), i_end, BLOCK_N):
         b_acc, b_max, b_sum = _attend(
-            b_q, b_acc, b_max, b_sum, p_kv, p_table, i_n, i_first, i_end, o_pos, b_slope, scale,
+            b_q, b_acc, b_max, b_sum, p_kv, p_table, i_n, i_first, i_end, o_pos, o_last, b_slope, scale,
             kv_stride, KV, D, BLOCK_SIZE, WINDOW, CHUNKED, CAP, BLOCK_N, BLOCK_D, True,
         )  # fmt: skip
     b_acc = b_acc / tl.where(b_sum > 0, b_sum, 1.0)[:, None]
@@ -750,6 +754,7 @@ def attention_prefill(
     slopes: torch.Tensor | None = None,
     chunked: bool = False,
     kv_scales: torch.Tensor | None = None,
+    reach: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend from many tokens of each sequence (`reference.attention_prefill`)."""
     block_tables, slots, seq_lens, query_starts, max_query_len = rows
@@ -766,9 +771,9 @@ def attention_prefill(
     block_m, block_n, block_d, warps, stages = _prefill_tile(head_dim, heads // kv_heads, *kinds)
     tiles = triton.cdiv(max_query_len, block_m // (heads // kv_heads))
     attention_prefill_kernel[(len(slots), tiles, kv_heads)](
-        q, kv, block_tables, slots, seq_lens, query_starts, sinks, slopes, kv_scales, out, block_tables.stride(0),
-        kv.stride(0), scale * LOG2E.value, heads, kv_heads, head_dim, block_size, window, chunked, soft_cap, block_m,
-        block_n, block_d, num_warps=warps, num_stages=stages, maxnreg=MOST_REGISTERS,
+        q, kv, block_tables, slots, seq_lens, query_starts, sinks, slopes, kv_scales, reach, out,
+        block_tables.stride(0), kv.stride(0), scale * LOG2E.value, heads, kv_heads, head_dim, block_size, window,
+        chunked, soft_cap, block_m, block_n, block_d, num_warps=warps, num_stages=stages, maxnreg=MOST_REGISTERS,
     )  # fmt: skip
     return out
 

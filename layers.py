@@ -44,6 +44,7 @@ class Batch:
     # the first ones (DeepStack).
     images: tuple[torch.Tensor, Sequence[torch.Tensor]] | None = None
     rope_positions: torch.Tensor | None = None  # [T] or [3, T] for RoPE alone; None: `positions`
+    reach: torch.Tensor | None = None  # [T] the last position that each token sees; None: its own
 
     @property
     def decodes(self) -> tuple[int, torch.Tensor, torch.Tensor]:
@@ -289,12 +290,13 @@ class Attention(Owner):
         chunked = self.row.chunked and window > 0
         few, rest = (q, None) if n == q.shape[0] else q.split_with_sizes((n, q.shape[0] - n))
         options, scales = (c.soft_cap, self.sinks, self.slopes), step.scales_of(self.source)
+        reach = None if batch.reach is None else batch.reach[n:]  # no token of the other rows sees beyond itself
         if n > 0:
             parts.append(self.ops.attention_decode(few, kv, step.plans[self.kind], c.scale, *options, scales))
         if rest is not None:
             first, tables = batch.decodes[0], batch.block_tables[self.kind]
             rows = tables, batch.slots[first:], batch.seq_lens[first:], batch.query_starts, batch.max_query_len
-            parts.append(self.ops.attention_prefill(rest, kv, rows, c.scale, window, *options, chunked, scales))
+            parts.append(self.ops.attention_prefill(rest, kv, rows, c.scale, window, *options, chunked, scales, reach))
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1)
 
 

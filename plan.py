@@ -83,6 +83,7 @@ class Picture:
     shape: tuple[int, int, int]  # tiles, height and width
     num_rows: int  # embeddings that the tower makes of it
     spans: list[Span] = field(default_factory=list)  # the tokens that these stand for
+    seeing: tuple[int, int] = (0, 0)  # begin and end of a run of the prompt's tokens that all see one another
 
 
 @dataclass(slots=True)
@@ -97,6 +98,8 @@ class VisionPlan:
     rows: list[tuple[int, int, list[tuple[bytes, list[Span]]]]] = field(default_factory=list)
     # By slot of a new row: what is added to the index of a token after its images to get the position for RoPE.
     shifts: dict[int, int] = field(default_factory=dict)
+    # By row of the plan: begin and end of runs of its tokens that see one another, counted from its first one.
+    seeing: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
 
 
 def bit_words(token_ids: Iterable[int]) -> dict[int, int]:

@@ -533,13 +533,16 @@ def attention_prefill(
     slopes: torch.Tensor | None = None,
     chunked: bool = False,
     kv_scales: torch.Tensor | None = None,
+    reach: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """out[t, h] = softmax(scale * q[t, h] K^T) V over the keys of t's sequence up to t itself (causal).
+    """out[t, h] = softmax(scale * q[t, h] K^T) V over the keys of t's sequence up to reach[t].
 
     Args:
         q: [T, H, D]. kv: a layer of the pool. rows: see `PrefillRows`.
         window, chunked: see `plan_decode`. soft_cap, sinks, slopes: see `attention_decode`.
         kv_scales: see `qk_norm_rope_store`.
+        reach: [T] int32, the last position that each token sees, its own at least, and below its row's length; None:
+            its own (causal).
 
     Returns:
         out [T, H, D] in q's dtype; zeros for padding rows.
@@ -561,7 +564,8 @@ def attention_prefill(
             scores = scores + slopes[:, None, None] * (key - query)
         if soft_cap:
             scores = soft_cap * (scores / soft_cap).tanh()
-        scores = scores.masked_fill((key > query) | (key < first), -math.inf)
+        last = query if reach is None else reach[tokens, None]
+        scores = scores.masked_fill((key > last) | (key < first), -math.inf)
         if sinks is not None:
             scores = torch.cat((scores, sinks.float()[:, None, None].expand(heads, n, 1)), -1)
         p = scores.softmax(-1)[..., : len(key)]  # a sink takes its part of the mass and brings no value

@@ -110,7 +110,7 @@ class Scheduler:
         self.running: list[Sequence] = []  # in order of `key`
         self.lanes = Lanes(config)
         self.drafting = Drafting(config, self.counters, row_seconds)
-        self.images = ImageRows(image_rows)
+        self.images = ImageRows(image_rows, windows)
         self.requests: dict[str, SequenceGroup] = {}
         self.in_flight: deque[Flight] = deque()
         self.arrivals = self.step = 0
@@ -124,7 +124,7 @@ class Scheduler:
         """Queue a request; a ValueError if it can never run, see `RequestLimits.settle`."""
         assert group.request_id not in self.requests, f"request id {group.request_id!r} is in use"
         limit = self.limits.settle(group)
-        self.images.settle(group, self.config.block_size)
+        self.images.settle(group, self.config)
         if (place := group.beam and group.beam.place) is None:
             self.arrivals += 1
         number, first = place or (self.arrivals, 0)
@@ -328,7 +328,7 @@ class Scheduler:
         It leaves room for the prompt of a better class that is about to be let in, and keeps to its client's share.
         """
         if (share := shares.get(seq.group.client)) is not None:
-            return min(left, max(1, share))
+            return min(left, max(self.images.least(seq), share))
         urgent = self.admission.urgent
         if urgent and urgent.key[0] < seq.key[0]:
             return max(1, left - len(urgent.tokens))

@@ -425,10 +425,11 @@ def attention_prefill(
     slopes: torch.Tensor | None = None,
     chunked: bool = False,
     kv_scales: torch.Tensor | None = None,
+    reach: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend from many tokens (`reference.attention_prefill`): whole prompts by torch's fused one, others in parts.
 
-    A part is some queries of a row with the keys up to them, so that later keys are not looked at.
+    A part is some queries of a row with the keys that one of them sees, so that later keys are not looked at.
     """
     fused = not soft_cap and sinks is None and slopes is None and fuses_attention(q.dtype)
     block_tables, slots, seq_lens, query_starts, _ = rows
@@ -445,17 +446,18 @@ def attention_prefill(
         # The stale part of the last block is left out, because it may be NaN.
         k, v = (x.transpose(0, 1)[:, here].flatten(1, 2)[:, : length - passed] for x in (keys_of(pages), pages[:, 1]))
         grouped, new = (x[starts[row] : starts[row + 1]].transpose(0, 1) for x in (q, out))
-        if fused and n == length and not window:
+        if fused and n == length and not window and reach is None:
             new[:] = _fused(grouped, k, v, scale, is_causal=True)
             continue
         size = max(1, min(QUERIES, MAX_SCORES // (q.shape[1] * length)))
         for start in range(0, n, size):
             stop = min(start + size, n)
             query = torch.arange(length - n + start, length - n + stop, device=q.device)[:, None]
-            low = _first_keys(query, window, chunked)
-            key = torch.arange(int(low[0]), length - n + stop, device=q.device)
-            hidden = (key > query) | (key < low) if window else key > query
-            seen = slice(int(low[0]) - passed, length - n + stop - passed)
+            last = query if reach is None else reach[starts[row] + start : starts[row] + stop, None]
+            low, end = _first_keys(query, window, chunked), int(last.max()) + 1
+            key = torch.arange(int(low[0]), end, device=q.device)
+            hidden = (key > last) | (key < low) if window else key > last
+            seen = slice(int(low[0]) - passed, end - passed)
             part = grouped[:, start:stop], k[:, seen], v[:, seen], hidden
             if fused:
                 new[:, start:stop] = _fused(*part[:3], scale, attn_mask=~hidden)

@@ -37,7 +37,8 @@ def add_vision(w: Worker) -> None:
                 w.images.pop(digest, None)
 
     def choose_graph(run: StepRun) -> None:  # no graph has the tower, or positions that differ between axes
-        run.rows.eager = run.plan.vision is not None and bool(run.plan.vision.compute or run.plan.vision.rows)
+        plan = run.plan.vision
+        run.rows.eager = plan is not None and bool(plan.compute or plan.rows or plan.seeing)
         if run.rows.eager:
             run.graph = None
 
@@ -49,6 +50,8 @@ def add_vision(w: Worker) -> None:
             for picture in plan.compute:
                 w.images[picture.digest] = tower(pixels_of(picture, w.device))
                 assert len(w.images[picture.digest]) == picture.num_rows
+        if plan and plan.seeing:
+            batch.reach = reach_of(batch, run.plan, plan)
         if tower and rows:
             batch.images = embeddings_of(rows, w.images, w.model.config.hidden_size, w.device)
         if has_axes:
@@ -88,6 +91,16 @@ def embeddings_of(
                     first = span.first - span.begin
                     parts.append(images[digest][first + low : first + high])
     return (to_device(np.concatenate(places), device), torch.cat(parts).split(size, 1)) if parts else None
+
+
+def reach_of(batch: Batch, plan: StepPlan, images: VisionPlan) -> torch.Tensor:
+    """The `Batch.reach` of a step, [T] int32."""
+    reach, starts = batch.positions.to(torch.int32, copy=True), [0, *accumulate(count for _, count in plan.rows)]
+    for row, runs in images.seeing.items():
+        for begin, end in runs:
+            assert end <= plan.rows[row][1], "a row ends among tokens that see one another"
+            reach[starts[row] + begin : starts[row] + end] = reach[starts[row] + end - 1].clone()
+    return reach
 
 
 def rope_positions(batch: Batch, shifts: torch.Tensor, rows: list[ImageRow]) -> torch.Tensor:

@@ -106,8 +106,10 @@ class MemoryPlan:
 
 
 def image_rows(config: EngineConfig, model: Transformer) -> int:
-    """Rows of images that a worker keeps: those of a step's tokens, or of the largest image; 0 without a tower."""
-    vision = model.config.vision
+    """Rows of images that a worker keeps: those of a step's tokens, or of the largest image; 0: it takes no images."""
+    vision, one_by_one = model.config.vision, config.batch_invariant and model.ops.BACKEND != "triton"
+    if vision and vision.row.mutual and one_by_one:
+        return 0
     return max(config.token_budget, vision.most_rows(model.max_model_len)) if vision else 0
 
 

@@ -114,7 +114,7 @@ class PiecewiseGraphs:
         """
         count = len(batch.input_ids)
         places = batch.positions if batch.rope_positions is None else batch.rope_positions
-        eager = batch.images is not None or places.ndim > 1
+        eager = batch.images is not None or batch.reach is not None or places.ndim > 1
         if eager or count > self.sizes[-1] or (self.adapters and self.adapters.changes):
             return self.model.forward(batch, self.pool, self.states)
         size = self.padded(count)

@@ -21,7 +21,7 @@ from layers import Batch
 from model import Transformer
 from models.tower_rows import SMALL
 from parallel import incoming_of
-from plan import NewRow, StepPlan
+from plan import NewRow, StepPlan, VisionPlan
 from sampling_params import PoolingParams, SamplingParams
 from speculation.drafter import Drafter
 from worker import StepRun, Worker
@@ -149,7 +149,10 @@ def run_prompts(start: Start, worker: Worker) -> float:
         if worker.adapters:
             worker.adapters.compiles = start.guard is not None and fields is requests[0]
         begun = time.perf_counter()
-        worker.execute(StepPlan(0, rows=[(row.slot, length) for row in new], new=new, adapters=adapters)).result()
+        plan = StepPlan(0, rows=[(row.slot, length) for row in new], new=new, adapters=adapters)
+        if (vision := start.model_config.vision) and vision.row.mutual and fields is requests[0]:
+            plan.vision = VisionPlan(seeing={0: [(0, length)]})
+        worker.execute(plan).result()
         seconds = time.perf_counter() - begun
         worker.execute(StepPlan(1, rows=[(0, 1)])).result()
         if drafts := start.config.num_drafts:

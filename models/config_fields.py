@@ -27,7 +27,7 @@ HARMLESS = re.compile(
     r".*ngram_size|early_stopping|(epsilon|eta)_cutoff|remove_invalid_values|(num_)?(assistant|target)_.*|"
     r"bad_words_ids|begin_suppress.*|suppress_tokens|forced_.*|is_encoder_decoder|is_decoder|id2label|label2id|"
     r"num_labels|problem_type|classifier_.*|summary_.*|sbert_ce.*|sentence_transformers|"
-    r"(vision|audio|text|image|video|perceiver).*_(config|token.*|index)|pixel_shuffle_factor|mm_tokens_per_image|use_mrope|(anyres|vit)_.*|class_num|"
+    r"(vision|audio|text|image|video|perceiver).*_(config|token.*|index)|pixel_shuffle_factor|mm_tokens_per_image|num_image_tokens|use_mrope|(anyres|vit)_.*|class_num|"
     r"num_media_embeds|predict_special_tokens|use_sliding_window|max_window_layers|layer_types|.*norm_eps(ilon)?|"
     r"rotary_emb_base|hidden_act_param|max_tokenizer_truncation|attn_type_list|dense_list|cla_share_factor|cohere_.*|"
     r"max_new_tokens|moe_capacity|moe_use_aux_free|load_balance_coeff|use_grouped_mm|gguf_tensors"

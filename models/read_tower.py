@@ -51,12 +51,18 @@ def read_vision(raw: dict[str, Any], processor: dict[str, Any]) -> Vision | None
     strategy = raw.get("vision_feature_select_strategy") or "default"
     if row.strategy and strategy != row.strategy:
         raise ValueError(f"vision_feature_select_strategy is {strategy!r:.80}; Manta has {row.strategy!r} alone")
-    merge = f.whole(row.merge, 1, 64, 1) if row.merge not in raw else number(row.merge, raw[row.merge], 0.01, 64)
+    merge = 1.0
+    if not row.pooled:
+        merge = f.whole(row.merge, 1, 64, 1) if row.merge not in raw else number(row.merge, raw[row.merge], 0.01, 64)
     hidden_size, heads = f.whole("hidden_size", 1, 2**17), f.whole("num_attention_heads", 1, 1024)
     if f.whole("head_dim", 1, 1024, dim := hidden_size // heads) * heads != hidden_size or (row.rope and dim % 4):
         raise ValueError(f"vision_config: hidden_size is {hidden_size}, which {heads} heads must share")
     rope = {"rope_theta": f.get("rope_theta")} | (f.value("rope_parameters", dict) or {})
     side = f.whole("image_size", patch, 2**16) // patch if row.positions in ("own", "nearest") else 0
+    if row.pooled:
+        merge = side / math.sqrt(tokens := whole(row.merge, raw.get(row.merge), 1, side**2, 256))
+        if merge % 1:
+            raise ValueError(f"{row.merge} is {tokens}; Manta makes as many equal squares of {side} x {side} patches")
     listed = ("fullatt_block_indexes", "deepstack_visual_indexes")
     full, deep = (tuple(whole(name, i, 0, layers - 1) for i in f.value(name, list) or ()) for name in listed)
     vision = Vision(

@@ -62,7 +62,7 @@ WRAPPERS: dict[str, dict[str, Any]] = {
     }.items() for name in names.split()
 } | {
     "glmasr": {"model_type": "llama", **sized(59264, 2048, 6144, 28, 16, 4, 8192, rms_norm_eps=1e-5)},
-    "paligemma": {"model_type": "gemma", "use_bidirectional_attention": True},
+    "paligemma": {"model_type": "gemma"},
     "voxtral": {"model_type": "llama", **sized(
         131072, 3072, 8192, 30, 32, 8, 131072, rms_norm_eps=1e-5, rope_theta=1e8, head_dim=128)},
 }  # fmt: skip
@@ -88,6 +88,8 @@ def text_half(architecture: Any, raw: dict[str, Any]) -> dict[str, Any] | None:
     if wrapper in FLAT:
         halves.append({name: value for name, value in raw.items() if name != "model_type"})
     half = next((fields for fields in halves if fields is not None), None)
+    if half and wrapper == "paligemma":  # it is of prompts with an image, as `Picture.seeing` says
+        half = {name: value for name, value in half.items() if name != "use_bidirectional_attention"}
     model_type = {"model_type": f"{raw.get('model_type')}_text".replace("_thinker", "")}
     return None if half is None else model_type | WRAPPERS.get(wrapper, {}) | half
 

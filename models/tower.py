@@ -48,6 +48,7 @@ class Tower(Owner):
             self.take_projector(f"deep{i}.", f"{self.names['deep']}.{i}.", True, c.hidden_size)
         self.tensors = [*self.weights.values()]  # for those who count attributes
         self.eps, self.width = row.projector_eps or c.norm_eps, c.hidden_size * v.levels  # numbers of a row
+        self.eps = v.eps if row.pooled else self.eps
         self.mean, self.std = (torch.tensor(numbers, device=device) for numbers in (v.mean, v.std))
 
     # --- weights ------------------------------------------------------------------------------------------------------
@@ -87,12 +88,21 @@ class Tower(Owner):
         """Make memory for a projector, whose norm may be a LayerNorm of merged patches (`wide`)."""
         v = self.vision
         size, merged = v.hidden_size, v.hidden_size * v.merge**2
+        if v.row.pooled:
+            self.weights |= {"norm.weight": self.new(size, dtype=torch.float32), "merge.weight": self.new(out, size)}
+            self.targets[f"{place}{self.names['projector_norm']}.weight"] = self.weights["norm.weight"]
+            self.targets[f"{place}{self.names['merge']}"] = self.weights["merge.weight"].mT
+            return
         norm = (merged, "layer") if wide else (size, v.row.norm)
         self.take_norm(f"{part}norm", place, "projector_norm", *norm)
         self.take(f"{part}merge", place, ("merge",), size if "fc1" in self.names else out, merged)
         inner = merged if v.row.wide_inner else out
         self.take(f"{part}fc1", place, ("fc1",), inner, size if "merge" in self.names else merged, bias="project")
         self.take(f"{part}fc2", place, ("fc2",), out, inner, bias="project")
+
+    def finish(self) -> None:
+        if self.vision.row.pooled:
+            self.weights["norm.weight"] += 1
 
     def parts(self, shares: Shares) -> Parts:
         """What fills the weights."""
@@ -105,7 +115,7 @@ class Tower(Owner):
         if name.startswith(layer) and number.isdigit() and int(number) >= self.vision.layers:
             return int(number) >= self.vision.saved_layers  # those between them come after what is projected
         roots = (f"{self.names['root']}.", f"{self.names['projector']}.")
-        return name.startswith(roots) and not name.endswith(UNUSED)
+        return name.startswith(roots) and not name.endswith(UNUSED) and not name.startswith(f"{roots[0]}head.")
 
     # --- an image -----------------------------------------------------------------------------------------------------
 
@@ -202,6 +212,8 @@ class Tower(Owner):
     def project(self, x: torch.Tensor, part: str) -> torch.Tensor:
         """Rows [n, hidden of the text] of the patches x [T, hidden], of which those that are merged lie together."""
         v, norm = self.vision, self.weights.get(f"{part}norm.weight")
+        if v.row.pooled:
+            return self.product(self.norm(x.unflatten(0, (-1, v.merge**2)).mean(1), "norm", self.eps), "merge")
         if norm is not None and len(norm) == x.shape[1]:
             x, norm = self.norm(x, f"{part}norm", self.eps), None
         x = x.unflatten(0, (-1, v.merge**2))

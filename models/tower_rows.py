@@ -16,7 +16,8 @@ from models.family_row import Family
 SMALL = 64  # patches, or one tile: an image that warms the tower up
 UNREAD = dict.fromkeys(  # fields of a tower's config that change nothing here
     ("projection_dim", "vocab_size", "max_image_size", "size", "spatial_patch_size", "tokens_per_second",
-     "use_base_siglip", "max_position_embeddings", "out_hidden_size", "drop_path_rate"), ""
+     "use_base_siglip", "max_position_embeddings", "out_hidden_size", "drop_path_rate", "vision_use_head",
+     "num_image_tokens", "projector_hidden_act"), ""
 )  # fmt: skip
 
 
@@ -51,6 +52,8 @@ class TowerRow:
     batched: bool = False  # tensors of the class token and of positions begin with dimensions of 1
     sections: tuple[int, ...] = ()  # of M-RoPE, where no field says it
     interleaved: bool = False  # these take turns (Qwen3-VL)
+    mutual: bool = False  # tokens of an image see one another
+    pooled: bool = False  # merged patches become their mean, and `merge` is the field of an image's tokens (Gemma 3)
 
     def but(self, **changes: Any) -> TowerRow:
         """A row that differs from this one. Names are added to its own."""
@@ -80,6 +83,16 @@ IDEFICS3 = TowerRow(
     fields=Family(keys=UNREAD, fixed={"num_channels": 3}, defaults={
         "hidden_size": 1152, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 16,
         "image_size": 224, "patch_size": 32, "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6}),
+)  # fmt: skip
+PALIGEMMA = IDEFICS3.but(
+    names={"root": "vision_tower", "projector": "multi_modal_projector", "merge": "linear"},
+    biases="patch qkv o up down merge", kind="siglip_vision_model", positions="own", merge="", tiled=False, mutual=True,
+    fields=IDEFICS3.fields.but(
+        defaults={"hidden_size": 768, "num_attention_heads": 12, "image_size": 224, "patch_size": 16}),
+)  # fmt: skip
+GEMMA3 = PALIGEMMA.but(
+    names={"merge": "mm_input_projection_weight", "projector_norm": "mm_soft_emb_norm"}, biases="patch qkv o up down",
+    merge="mm_tokens_per_image", pooled=True,
 )  # fmt: skip
 QWEN_FIELDS = {"depth": "num_hidden_layers", "num_heads": "num_attention_heads", "in_chans": "in_channels", **UNREAD}
 QWEN2VL = TowerRow(
@@ -140,10 +153,12 @@ PIXTRAL = TowerRow(
         "patch_size": 16, "hidden_act": "gelu", "layer_norm_eps": 1e-5}),
 )  # fmt: skip
 TOWERS: dict[str, TowerRow] = {  # by `wrapper_of` the architecture
+    "gemma3": GEMMA3,
     "idefics3": IDEFICS3,
     "internvl": INTERNVL,
     "llava": CLIP,
     "mistral3": PIXTRAL,
+    "paligemma": PALIGEMMA,
     "qwen2vl": QWEN2VL,
     "qwen25vl": QWEN25VL,
     **dict.fromkeys(("qwen3vl", "qwen3vlmoe"), QWEN3VL),

@@ -106,7 +106,7 @@ class Drafter:
 
     def run(self, batch: Batch, pool: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The input of `logits` for each token of the batch, and what stands in for the hidden states."""
-        batch = dataclasses.replace(batch, images=None, rope_positions=None)  # it sees text alone
+        batch = dataclasses.replace(batch, images=None, rope_positions=None, reach=None)  # it sees text alone
         if self.head:
             return self.head.predict(batch, pool, hidden)
         # It may lack tokens at the end of the vocabulary.

@@ -28,12 +28,14 @@ class Shape(NamedTuple):
     tokens: int = 1  # that a decoding row computes in a step
     rank: int = 0  # of latents, whose keys have 64 numbers more; 0: the model has none
     cache: torch.dtype | None = None  # of keys and values, if it is not that of queries
+    reach: bool = False  # tokens of an image see one another
 
 
 QWEN = Shape("qwen3-0.6b", 1024, 16, 8, 128, 3072, 151936, norm=True)
 LLAMA = Shape("llama3-8b", 4096, 32, 8, 128, 14336, 128256)
 DEMO = Shape("demo", 192, 6, 2, 32, 512, 1024, norm=True)
 WHOLE = (QWEN, DEMO, LLAMA)
+KEYS_FP8 = torch.float8_e4m3fn
 EVERY: dict[str, Any] = {"window": 1024, "soft_cap": 30.0, "sinks": True, "slopes": True}
 ATTENTION = (
     DEMO._replace(name="demo-fp32", dtype=torch.float32),
@@ -63,6 +65,14 @@ ATTENTION = (
     *(  # Llama 3.2 3B, Qwen3 14B, Qwen2.5 7B, GLM 4.5, Qwen3 235B
         LLAMA._replace(name=f"d128-g{group}", heads=group * kv_heads, kv_heads=kv_heads)
         for group, kv_heads in ((3, 8), (5, 8), (7, 4), (12, 8), (16, 4))
+    ),
+    *(
+        LLAMA._replace(name=f"{name}{suffix}-reach", heads=heads, kv_heads=kv_heads, head_dim=d, reach=True, **more)
+        for name, heads, kv_heads, d, cap in (
+            *(("gemma3-4b", 8, 4, 256, 0.0), ("gemma3-27b", 32, 16, 128, 0.0), ("gemma4", 32, 4, 512, 0.0)),
+            *(("paligemma", 8, 1, 256, 0.0), ("paligemma2", 16, 8, 256, 50.0), ("d64", 32, 8, 64, 0.0)),
+        )
+        for suffix, more in (("", {"soft_cap": cap}), ("-window", {"window": 1024}), ("-kv8", {"cache": KEYS_FP8}))
     ),
     LLAMA._replace(name="llama3-8b-tp8", heads=4, kv_heads=1),
     LLAMA._replace(name="llama3-70b-tp8", heads=8, kv_heads=1),
@@ -94,7 +104,7 @@ ATTENTION = (
     ),
 )
 KV8 = tuple(  # chips before sm_89 do not convert FP8
-    LLAMA._replace(name=f"d{dim}-kv8{name}", heads=16, kv_heads=4, head_dim=dim, cache=torch.float8_e4m3fn, **more)
+    LLAMA._replace(name=f"d{dim}-kv8{name}", heads=16, kv_heads=4, head_dim=dim, cache=KEYS_FP8, **more)
     for dim in (64, 80, 128, 256)
     for name, more in (("", {}), ("-16", {"block_size": 16}), ("-every", EVERY), ("-5-tokens", {"tokens": 5}))
 )
@@ -107,8 +117,8 @@ LATENT = (
     DEEPSEEK._replace(name="deepseek-v3-tp8-5-tokens", heads=16, tokens=5),
     DEEPSEEK._replace(name="deepseek-v3-tp4-blocks-32", heads=32, block_size=32),
     DEEPSEEK._replace(name="deepseek-v3-tp2-blocks-128", heads=64, block_size=128),
-    DEEPSEEK._replace(name="deepseek-v3-kv8", cache=torch.float8_e4m3fn),
-    DEEPSEEK._replace(name="deepseek-v3-tp8-kv8", heads=16, cache=torch.float8_e4m3fn),
+    DEEPSEEK._replace(name="deepseek-v3-kv8", cache=KEYS_FP8),
+    DEEPSEEK._replace(name="deepseek-v3-tp8-kv8", heads=16, cache=KEYS_FP8),
     DEEPSEEK._replace(name="latent-fp32", heads=16, rank=64, dtype=torch.float32),
 )
 

@@ -216,15 +216,16 @@ def attention(
     slopes: torch.Tensor | None = None,
     chunked: bool = False,
     naive: bool = False,
+    reach: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of q [n, H, D], the last n tokens of context [length, 2, KV, D]."""
+    """Attention of q [n, H, D], the last n tokens of context [length, 2, KV, D], which see up to `reach` [n]."""
     compute = q.dtype if naive else torch.float64
     n, heads, _ = q.shape
     length, _, kv_heads, _ = context.shape
     k, v = context.to(compute).repeat_interleave(heads // kv_heads, dim=2).unbind(1)
     scores = torch.einsum("thd,lhd->htl", q.to(compute), k) * scale
     position, key = torch.arange(length - n, length)[:, None], torch.arange(length)
-    hidden = (key > position) | (
+    hidden = (key > (position if reach is None else reach[:, None])) | (
         key < torch.tensor([[first_key(p, window, chunked)] for p in range(length - n, length)])
     )
     if slopes is not None:
@@ -235,6 +236,15 @@ def attention(
     if sinks is not None:
         scores = torch.cat((scores, sinks.to(compute)[:, None, None].expand(-1, n, 1)), -1)
     return torch.einsum("htl,lhd->thd", scores.softmax(-1)[:, :, :length], v)
+
+
+def some_reach(before: int, n: int) -> torch.Tensor:
+    """What the n tokens after `before` ones see, of which runs of random lengths see one another."""
+    ends = before + torch.arange(n, dtype=torch.int32)
+    for begin in torch.randint(0, n, (3,)).tolist() if n else []:
+        end = int(torch.randint(begin + 1, n + 1, (1,)))
+        ends[begin:end] = ends[begin:end].clamp(min=before + end - 1)
+    return ends
 
 
 def encode(

@@ -457,6 +457,7 @@ SEEING: dict[str, dict[str, Any]] = {
     "llava": seeing("Llava", "llama", **CLIP),
     "llava-next": seeing("LlavaNext", "mistral", text={"sliding_window": 9}, **CLIP),
     "llava-next-video": seeing("LlavaNextVideo", "llama", **CLIP),
+    "paligemma": seeing("PaliGemma", "gemma", text=HEAD16, **SIGLIP),
     "llava-onevision": seeing("LlavaOnevision", "qwen2", text={"tie_word_embeddings": True}, **SIGLIP),
     "mistral3": seeing("Mistral3", "mistral", vision_config={"model_type": "pixtral", "head_dim": 16}),
     "mistral3-ministral3": seeing("Mistral3", "ministral3", vision_config={"model_type": "pixtral", "head_dim": 16}),

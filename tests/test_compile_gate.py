@@ -67,6 +67,7 @@ BRIEF: dict[int, tuple[str, ...]] = {
         "qwen3-30b-a3b-int4",
         "deepseek-v3-fp8",
         "d128-kv8",
+        "gemma3-4b-window-reach",
         "minilm-l6",
         "mpnet-base",
         "modernbert-base",
@@ -94,7 +95,8 @@ def launches(shape: Shape, attention_only: bool, whole: bool) -> Iterator[Callab
     yield lambda ops: oracles.decode(ops, guesses, kv, tables, ints[:2], ints[:2], scale, *options)
     if s.tokens > 1:
         return
-    yield lambda ops: ops.attention_prefill(q, kv, (tables, ints[:1], ints[:1], ints[:2], 2), scale, *options)
+    reach, rows = ints[:2] if s.reach else None, (tables, ints[:1], ints[:1], ints[:2], 2)
+    yield lambda ops: ops.attention_prefill(q, kv, rows, scale, *options, reach)
     qkv, rotation = torch.zeros(2, (s.heads + 2 * s.kv_heads) * s.head_dim, dtype=dtype), torch.zeros(2, 2, s.head_dim)
     store = functools.partial(kernel_of, "qk_norm_rope_store", qkv)
     if s.cache:

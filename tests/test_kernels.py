@@ -148,10 +148,17 @@ def test_a_prompt_has_the_same_bits_in_any_chunks(device: str, options: tuple) -
     q = torch.randn(160, 4, 32).to(torch.bfloat16)  # the last tokens of slot 0
     args = (q, paged.kv, paged.tables, ints(0), ints(300), ints(0, 160), 160, 0.3, *options)
     whole = run("attention_prefill", device, *args)
-    for begin, end in itertools.pairwise([0, 1, 64, 65, 127, 128, 159, 160]):
+    every, reach = (*options, *(0.0, None, None, False, None)[len(options) - 1 :]), torch.arange(140, 300).int()
+    reach[70:120] = 259  # these see one another, and the last chunk begins among them
+    seeing = run("attention_prefill", device, *args[: -len(options)], *every, reach)
+    assert torch.equal(seeing[119:], whole[119:]) and torch.equal(seeing[:70], whole[:70])
+    assert (seeing[70:110] != whole[70:110]).flatten(1).any(1).all()
+    for begin, end in [*itertools.pairwise([0, 1, 64, 65, 127, 128, 159, 160]), (100, 160)]:
         n, both = end - begin, torch.cat((q[:5], q[begin:end]))  # beside 5 tokens of slot 1
         args = (both, paged.kv, paged.tables, ints(1, 0), ints(77, 140 + end), ints(0, 5, 5 + n), max(5, n), 0.3)
         assert torch.equal(run("attention_prefill", device, *args, *options)[5:], whole[begin:end]), (begin, end)
+        got = run("attention_prefill", device, *args, *every, torch.cat((ints(*range(72, 77)), reach[begin:end])))
+        assert torch.equal(got[5:], seeing[begin:end]), (begin, end)
 
 
 @pytest.mark.parametrize("arch, each", [(90, 2), (86, 1)])

@@ -291,11 +291,14 @@ def test_attention_decode(
     st.sampled_from([False, False, True]),
     st.booleans(),
     oracles.KV_SCALES,
+    st.booleans(),
     on=[
-        ([(20, 17), (0, 70), (30, 5)], (6, 2, 32), F32, 0, 16, 0.0, False, True, False, None),
-        ([(95, 70), (30, 5)], (6, 2, 32), F32, 100, 16, 0.0, False, False, True, (0.5, 3.0)),
-        ([(150, 2), (40, 0), (30, 5)], (3, 1, 80), BF16, 20, 3, 2.5, True, False, False, (0.5, 3.0)),
-        ([(60, 1), (0, 2)], (5, 1, 7), F16, 1, 1, 0.0, True, False, False, None),
+        ([(20, 17), (0, 70), (30, 5)], (6, 2, 32), F32, 0, 16, 0.0, False, True, False, None, False),
+        ([(95, 70), (30, 5)], (6, 2, 32), F32, 100, 16, 0.0, False, False, True, (0.5, 3.0), False),
+        ([(150, 2), (40, 0), (30, 5)], (3, 1, 80), BF16, 20, 3, 2.5, True, False, False, (0.5, 3.0), False),
+        ([(60, 1), (0, 2)], (5, 1, 7), F16, 1, 1, 0.0, True, False, False, None, False),
+        ([(20, 17), (0, 70), (30, 5)], (6, 2, 32), F32, 0, 16, 0.0, False, False, False, None, True),
+        ([(95, 70), (0, 70)], (6, 2, 32), BF16, 30, 16, 0.0, False, True, False, (0.5, 3.0), True),
     ],
     drawn=45,
 )
@@ -312,6 +315,7 @@ def test_attention_prefill(
     with_slopes: bool,
     chunked: bool,
     scales: tuple[float, float] | None,
+    with_reach: bool,
 ) -> None:
     (heads, kv_heads, d), block_size = fitting(ops, shape, block_size)
     lengths, counts = [before + n for before, n in rows], [n for _, n in rows]
@@ -325,13 +329,16 @@ def test_attention_prefill(
     options = (window, soft_cap, sinks, torch.rand(heads) if with_slopes else None, chunked)
     context, kv_scales = oracles.read(paged.context, scales), torch.tensor(scales) if scales else None
     where = paged.kv, paged.tables, slots, lens, starts, most
-    got = oracles.run(ops, "attention_prefill", place, q, *where, scale, *options, kv_scales)
+    reaches = [oracles.some_reach(*row) if with_reach else None for row in rows]
+    reach = torch.cat([*reaches, ints(0, 0)]) if with_reach else None
+    got = oracles.run(ops, "attention_prefill", place, q, *where, scale, *options, kv_scales, reach)
     assert torch.equal(got[-2:], torch.zeros(2, heads, d, dtype=dtype))
     for b, n in enumerate(counts):
         if n:
             tokens = slice(int(starts[b]), int(starts[b + 1]))
             args = (q[tokens], context[b], scale, *options)
-            oracles.check_error(got[tokens], oracles.attention(*args), oracles.attention(*args, naive=True))
+            want, naive = (oracles.attention(*args, naive=naive, reach=reaches[b]) for naive in (False, True))
+            oracles.check_error(got[tokens], want, naive)
 
 
 @tried(

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,8 @@ class ImageProcessor:
 
     image_token = "<image>"  # of which a chat template writes one for each image
     placeholder = ""  # an image in a message that is plain text; empty: `image_token`
+    row_token = ""  # stands for a row of an image; empty: `image_token`
+    mutual = False  # the tokens of an image see one another
     resample = Image.Resampling.BICUBIC
 
     def __init__(self, fields: Fields, config: Fields, encode: Callable[[str], list[int]]) -> None:
@@ -43,6 +46,7 @@ class ImageProcessor:
         if len(ids) != 1:
             raise ValueError(f"the tokenizer makes {len(ids)} tokens of {self.image_token!r}; it must be one")
         self.placeholder, self.placeholder_id = self.placeholder or self.image_token, ids[0]
+        self.row_id = self.encode(self.row_token)[0] if self.row_token else ids[0]
         self.resample = Image.Resampling(whole(fields, "resample", int(self.resample), 0, 5))
         self._require("do_resize", True)
         self._read(config, config.get("vision_config") or {})
@@ -69,11 +73,11 @@ class ImageProcessor:
         for text, count, grid in pieces:
             ids += self._text(text)
             spans.append(Span(len(ids), count, rows, *grid))
-            ids += [self.placeholder_id] * count
+            ids += [self.row_id] * count
             rows += count
         digest = blake2b(repr(shape).encode(), digest_size=16)
         digest.update(pixels)
-        return Prepared(digest.digest(), pixels, shape, rows, spans, ids + self._text(end))
+        return Prepared(digest.digest(), pixels, shape, rows, spans, token_ids=ids + self._text(end))
 
     def expand(self, ids: list[int], prepared: Sequence[Prepared]) -> tuple[list[int], list[Picture]]:
         """A prompt whose i-th placeholder has become the tokens of the i-th image, and the images with their places.
@@ -89,7 +93,8 @@ class ImageProcessor:
             expanded += ids[end:place]
             start = len(expanded)
             spans = [Span(start + s.begin, s.count, s.first, s.height, s.width) for s in image.spans]
-            pictures.append(Picture(image.digest, image.pixels, image.shape, image.num_rows, spans))
+            seeing = (spans[0].begin, spans[-1].begin + spans[-1].count) if self.mutual else (0, 0)
+            pictures.append(Picture(image.digest, image.pixels, image.shape, image.num_rows, spans, seeing))
             expanded += image.token_ids
             end = place + 1
         return expanded + ids[end:], pictures
@@ -310,6 +315,70 @@ class Pixtral(ImageProcessor):
         return [image], [("[IMG_BREAK]" if y else "", columns, (0, 0)) for y in range(rows)], "[IMG_END]"
 
 
+class Siglip(ImageProcessor):
+    """An image of one size, whose tokens see one another, and the newlines that its family puts into the text."""
+
+    mutual = True
+
+    def _read(self, config: Fields, vision: Fields) -> None:
+        self.size, side = self._edges("size", 224, SIDES), whole(vision, "image_size", 224)
+        if self.size != {"height": side, "width": side}:
+            raise ValueError(f"the image processor makes images of {self.size}; the tower takes {side} x {side}")
+        self.rows = (side // whole(vision, "patch_size", 16)) ** 2
+        runs = [self._text("\n" * i) for i in range(32)]
+        self.newlines = {run[0]: i for i, run in enumerate(runs) if len(run) == 1}  # how many each token is
+
+    def _cut(self, image: Image.Image) -> tuple[list[Image.Image], list[Piece], str]:
+        return [image.resize((self.size["width"], self.size["height"]), self.resample)], [("", self.rows, (0, 0))], ""
+
+    def _framed(self, ids: list[int], before: int, after: int) -> list[int]:
+        """A text with so many newlines before and after it; the tokenizer may join them with its own."""
+        low, high = 0, len(ids)
+        while low < high and ids[low] in self.newlines:
+            before, low = before + self.newlines[ids[low]], low + 1
+        while low < high and ids[high - 1] in self.newlines:
+            after, high = after + self.newlines[ids[high - 1]], high - 1
+        ends = (before, after) if low < high else (before + after, 0)
+        return self._text("\n" * ends[0]) + ids[low:high] + self._text("\n" * ends[1])
+
+
+class Gemma3(Siglip):
+    """Gemma 3, without its crops of wide images."""
+
+    image_token, row_token, resample = "<start_of_image>", "<image_soft_token>", Image.Resampling.BILINEAR
+
+    def _read(self, config: Fields, vision: Fields) -> None:
+        super()._read(config, vision)
+        self._require("do_pan_and_scan", False)
+        self.rows = whole(config, "mm_tokens_per_image", 256)
+
+    def _cut(self, image: Image.Image) -> tuple[list[Image.Image], list[Piece], str]:
+        tiles, _, _ = super()._cut(image)
+        return tiles, [(self.image_token, self.rows, (0, 0))], "<end_of_image>"
+
+    def expand(self, ids: list[int], prepared: Sequence[Prepared]) -> tuple[list[int], list[Picture]]:
+        places = [-1, *(i for i, token in enumerate(ids) if token == self.placeholder_id), len(ids)]
+        framed = list[int]()
+        for i, (low, high) in enumerate(pairwise(places)):
+            framed += self._framed(ids[low + 1 : high], 2 * (i > 0), 2 * (high < len(ids))) + ids[high : high + 1]
+        return super().expand(framed, prepared)
+
+
+class PaliGemma(Siglip):
+    """PaliGemma: the image, BOS, a text and a newline, which all see one another."""
+
+    def expand(self, ids: list[int], prepared: Sequence[Prepared]) -> tuple[list[int], list[Picture]]:
+        bos = self.encode("<bos>")
+        ids = ids[ids[:1] == bos :]
+        if len(prepared) > 1:
+            raise ValueError(f"the prompt has {len(prepared)} images; this model takes one")
+        end = ids.index(self.placeholder_id) + 1 if prepared and self.placeholder_id in ids else 0
+        ids, pictures = super().expand(ids[:end] + bos + self._framed(ids[end:], 0, 1), prepared)
+        for picture in pictures:
+            picture.seeing = 0, len(ids)
+        return ids, pictures
+
+
 FAMILIES: dict[str, type[ImageProcessor]] = {
     "LlavaForConditionalGeneration": Llava,
     "Idefics3ForConditionalGeneration": Idefics3,
@@ -322,4 +391,6 @@ FAMILIES: dict[str, type[ImageProcessor]] = {
     "Qwen3_5MoeForConditionalGeneration": QwenVL,
     "InternVLForConditionalGeneration": InternVL,
     "Mistral3ForConditionalGeneration": Pixtral,
+    "Gemma3ForConditionalGeneration": Gemma3,
+    "PaliGemmaForConditionalGeneration": PaliGemma,
 }

@@ -65,12 +65,17 @@ def test_attention_prefill_in_several_parts(
     q, starts = torch.randn(114, 4, 16), ints(0, 23, 83, 114)  # the last row is a whole prompt
     options = (0.25, window, soft_cap, torch.randn(4) if soft_cap else None, *more)
     args = (q, paged.kv, (paged.tables, ints(0, 1, 2), ints(60, 90, 31), starts, 60), *options)
-    spans = zip(starts, starts[1:], paged.context, strict=False)
+    spans = [*zip(starts, starts[1:], paged.context, strict=False)]
     wholes = [oracles.attention(q[a:b], c, *options) for a, b, c in spans]
     want = torch.cat(wholes).float()
     torch.testing.assert_close(cpu_ops.attention_prefill(*args), want)
+    reach = torch.cat([oracles.some_reach(37, 23), oracles.some_reach(30, 60), oracles.some_reach(0, 31)])
+    every = (*args, *(None, None, None, False, None)[len(options) - 2 :], reach)
+    seeing = [oracles.attention(q[a:b], c, *options, reach=reach[a:b]) for a, b, c in spans]
+    torch.testing.assert_close(cpu_ops.attention_prefill(*every), torch.cat(seeing).float())
     monkeypatch.setattr(cpu_ops, *limit)
     torch.testing.assert_close(cpu_ops.attention_prefill(*args), want)
+    torch.testing.assert_close(cpu_ops.attention_prefill(*every), torch.cat(seeing).float())
 
 
 def test_products_of_attention_over_prompts_have_few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:

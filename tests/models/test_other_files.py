@@ -260,6 +260,8 @@ def test_what_a_file_leaves_out_is_as_its_class_has_it() -> None:
         kv_lora_rank=32, q_lora_rank=None, qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=16, n_routed_experts=8,
         num_experts_per_tok=2, moe_intermediate_size=24, n_group=1))  # fmt: skip
     assert kimi.latent and kimi.experts and kimi.row.routing and kimi.row.routing.scoring == "sigmoid"
+    pali = {"text_config": shape(use_bidirectional_attention=True, num_image_tokens=4)}  # of prompts with images
+    assert not read("PaliGemmaForConditionalGeneration", **pali).row.encoder
     mllama = read("MllamaForConditionalGeneration", text_config={})
     assert (mllama.num_layers, next(i for i, n in enumerate(mllama.row.saved_layers()) if n == 39)) == (32, 31)
 
@@ -267,7 +269,6 @@ def test_what_a_file_leaves_out_is_as_its_class_has_it() -> None:
 @pytest.mark.parametrize(
     ("architecture", "text", "message"),
     [
-        ("PaliGemmaForConditionalGeneration", shape(), "attention in both directions; Manta has only"),
         ("LlavaForConditionalGeneration", {"model_type": "t5"}, "whose text is of 't5'; docs/families.md has the"),
         ("MllamaForConditionalGeneration", {"num_hidden_layers": 1, "cross_attention_layers": [0]},
          "num_hidden_layers is 0; it must be"),

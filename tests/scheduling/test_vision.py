@@ -28,16 +28,22 @@ def scheduler_of(image_rows: int = 24, **options) -> Scheduler:
     return Scheduler(config, options["num_gpu_blocks_override"], 400, 1000, [EOS], image_rows=image_rows)
 
 
-def group_of(name: str, parts: list[int | tuple[bytes, int]], **params) -> SequenceGroup:
-    """A request whose prompt has so many tokens of text, and images (digest, rows) between them."""
+def group_of(name: str, parts: list[int | tuple[bytes, int]], seeing: str = "", **params) -> SequenceGroup:
+    """A request whose prompt has so many tokens of text, and images (digest, rows) between them.
+
+    Tokens of each image, or of the prompt, may be `seeing` one another.
+    """
     prompt, pictures = [], []
     for part in parts:
         if isinstance(part, int):
             prompt += [1 + i % 5 for i in range(part)]
         else:
             digest, rows = part
-            pictures.append(Picture(digest, b"", (1, 1, 1), rows, [Span(len(prompt), rows, 0)]))
+            run = (len(prompt), len(prompt) + rows) if seeing == "image" else (0, 0)
+            pictures.append(Picture(digest, b"", (1, 1, 1), rows, [Span(len(prompt), rows, 0)], run))
             prompt += [IMAGE] * rows
+    for picture in pictures if seeing == "prompt" else ():
+        picture.seeing = 0, len(prompt)
     params = {"max_tokens": 3, "temperature": 0.0} | params
     return SequenceGroup(name, prompt, SamplingParams(**params), pictures=pictures)
 
@@ -84,6 +90,10 @@ class Device:
                         assert picture.digest in self.rows, "rows of an image are missing"
             else:
                 assert i not in told
+            runs = [picture.seeing for picture in seq.group.pictures]
+            assert not any(low < end < high for low, high in runs), "a row ends among tokens that see one another"
+            runs = [(max(low - begin, 0), high - begin) for low, high in runs if begin < high <= end]
+            assert runs == (vision.seeing.get(i, []) if vision else [])
             tokens.append(5 if end >= len(seq.delivered) else -1)
         scheduler.update(plan, StepResult(plan.step, tokens))
 
@@ -157,8 +167,40 @@ def test_an_image_that_is_too_large_is_refused() -> None:
     scheduler = scheduler_of(image_rows=9)
     with pytest.raises(ValueError, match="image 1 becomes 10 tokens; an image may have 9"):
         scheduler.add(group_of("a", [1, (b"x" * 16, 9), (b"y" * 16, 10)]))
-    with pytest.raises(ValueError, match="image 0 becomes 1 tokens; an image may have 0"):
-        ImageRows(0).settle(group_of("a", [(b"x" * 16, 1)]), 4)
+    with pytest.raises(ValueError, match="batch_invariant takes no images on a CPU"):
+        ImageRows(0).settle(group_of("a", [(b"x" * 16, 1)]), scheduler.config)
+    scheduler = scheduler_of(image_rows=24)
+    for group in group_of("a", [1, (b"x" * 16, 10)], "image"), group_of("a", [1, (b"x" * 16, 3), 6], "prompt"):
+        with pytest.raises(ValueError, match="10 tokens of image 0 see one another; a step has 9 for them"):
+            scheduler.add(group)
+    with pytest.raises(ValueError, match="prompt_logprobs is given"):
+        scheduler.add(group_of("a", [1, (b"x" * 16, 3)], "prompt", prompt_logprobs=0))
+
+
+def test_no_chunk_ends_among_tokens_that_see_one_another() -> None:
+    scheduler = scheduler_of(image_rows=40, max_num_seqs=4, max_num_batched_tokens=16, scheduling_policy="fair")
+    groups = [group_of(str(i), [i, (bytes([i]) * 16, 13), 5, (bytes([9 + i]) * 16, 12), 2], "image") for i in range(4)]
+    for i, group in enumerate(groups):
+        group.client = str(i % 2)
+        scheduler.add(group)
+    device = Device(scheduler)
+    device.run()
+    # The second image of the first one is cached to its middle.
+    group = group_of("again", [0, (bytes([0]) * 16, 13), 5, (bytes([9]) * 16, 12), 1], "image")
+    scheduler.add(group)
+    device.run()
+    assert group.num_cached == 28
+
+
+def test_text_that_sees_what_follows_is_cached_with_all_of_it() -> None:
+    scheduler, cached = scheduler_of(image_rows=40, max_num_batched_tokens=64), []
+    device = Device(scheduler)
+    for digest, end in ((b"x", 9), (b"x", 9), (b"x", 10), (b"y", 9)):
+        group = group_of(f"{digest}{len(cached)}", [(digest * 16, 10), end], "prompt", n=2)
+        scheduler.add(group)
+        device.run()
+        cached.append(group.num_cached)
+    assert cached == [0, 16, 0, 0]
 
 
 def test_positions_after_images_are_told_when_a_sequence_enters() -> None:
@@ -174,9 +216,10 @@ def test_positions_after_images_are_told_when_a_sequence_enters() -> None:
 def test_many_requests_with_images_end(seed: int) -> None:
     """Few blocks, few rows, samples, beams of one digest: preemptions and evictions; each token has its rows."""
     rng = random.Random(seed)
+    tokens = rng.choice((8, 16, 40))
     scheduler = scheduler_of(
         image_rows=rng.choice((12, 16, 30)), num_gpu_blocks_override=rng.choice((30, 60)),
-        max_num_batched_tokens=rng.choice((8, 16, 40)), enable_prefix_caching=rng.random() < 0.5,
+        max_num_batched_tokens=tokens, enable_prefix_caching=rng.random() < 0.5,
     )  # fmt: skip
     device = Device(scheduler)
     for i in range(25):
@@ -184,7 +227,8 @@ def test_many_requests_with_images_end(seed: int) -> None:
             rng.randrange(1, 9) if rng.random() < 0.5 else (bytes([rng.randrange(4)]) * 16, rng.randrange(1, 2) + 10)
             for _ in range(rng.randrange(1, 6))
         ]
-        scheduler.add(group_of(f"r{i}", parts, n=rng.choice((1, 1, 3)), max_tokens=rng.randrange(1, 9)))
+        seeing = "image" if tokens == 40 else ""
+        scheduler.add(group_of(f"r{i}", parts, seeing, n=rng.choice((1, 1, 3)), max_tokens=rng.randrange(1, 9)))
         for _ in range(rng.randrange(4)):
             if scheduler.has_work():
                 device.step()

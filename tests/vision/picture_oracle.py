@@ -8,6 +8,7 @@ pixels before they are scaled, and the text, where `<image>*3` are three in a ro
 `FOLDER/NAME.npz` has the scaled pixels by size.
 """
 
+import contextlib
 import functools
 import hashlib
 import importlib
@@ -93,7 +94,28 @@ def mistral3(image: Image.Image, fields: dict, config: dict, **raw: bool) -> tup
     return np.asarray(made["pixel_values"]), replace(self, made, 0)
 
 
+def gemma3(image: Image.Image, fields: dict, config: dict, **raw: bool) -> tuple[np.ndarray, str]:
+    made = from_module("gemma3.image_processing_pil_gemma3", "Gemma3ImageProcessorPil")(**fields)(image, **raw)
+    tokens = types.SimpleNamespace(boi_token="<start_of_image>", image_token="<image_soft_token>")
+    tokens.boi_token_id, tokens.eoi_token = 0, "<end_of_image>"
+    processor = from_module("gemma3.processing_gemma3", "Gemma3Processor")
+    self = types.SimpleNamespace()
+    with contextlib.suppress(TypeError):  # where it calls its base class, having made the sequence
+        processor.__init__(self, None, tokens, image_seq_length=config["mm_tokens_per_image"])
+    return np.asarray(made["pixel_values"]), processor.replace_image_token(self, made, 0)
+
+
+def paligemma(image: Image.Image, fields: dict, config: dict, **raw: bool) -> tuple[np.ndarray, str]:
+    made = from_module("siglip.image_processing_pil_siglip", "SiglipImageProcessorPil")(**fields)(image, **raw)
+    side = config["vision_config"]["image_size"] // config["vision_config"]["patch_size"]
+    self = types.SimpleNamespace(image_token="<image>", image_seq_length=side**2)
+    replace = from_module("paligemma.processing_paligemma", "PaliGemmaProcessor").replace_image_token
+    return np.asarray(made["pixel_values"]), replace(self, made, 0)
+
+
 MAKERS = {
+    "Gemma3ForConditionalGeneration": gemma3,
+    "PaliGemmaForConditionalGeneration": paligemma,
     "LlavaForConditionalGeneration": llava,
     "Idefics3ForConditionalGeneration": idefics3,
     "SmolVLMForConditionalGeneration": lambda *args, **raw: idefics3(*args, smol=True, **raw),
@@ -113,7 +135,9 @@ def answer(case: dict, width: int, height: int) -> tuple[list[str] | None, np.nd
         return None, None
     digest = hashlib.sha256(pixels.astype(np.uint8).tobytes()).hexdigest()[:32]
     text = re.sub(
-        r"(<image>|<IMG_CONTEXT>|<\|image_pad\|>|\[IMG\])\1*", lambda m: f"{m[1]}*{len(m[0]) // len(m[1])}", text
+        r"(<image>|<image_soft_token>|<IMG_CONTEXT>|<\|image_pad\|>|\[IMG\])\1*",
+        lambda m: f"{m[1]}*{len(m[0]) // len(m[1])}",
+        text,
     )
     return [digest, text], make(image, case["fields"], case["config"])[0]
 

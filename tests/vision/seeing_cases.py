@@ -30,10 +30,11 @@ QWEN = {"depth": 3, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2}
 def seeing(
     config: str, inputs: str, vision: dict[str, Any], images: list[tuple[int, int, int]], pixels: int,
     text: dict[str, Any] | None = None, token: str = "image_token_id", breaks: bool = False, axes: bool = False,
-    **more: Any,
+    mutual: str = "", **more: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """A case: a prompt with images, of which `pixels` along each side become a row. With `breaks` a token follows each
-    line of rows but the last; with `axes` positions are those of a grid."""
+    line of rows but the last; with `axes` positions are those of a grid; the tokens of each "image", or of the
+    "prompt", are `mutual` if they see one another."""
     rng, ids, pictures = random.Random(config), [3, 4, 5, 6, 7], []
     for tiles, height, width in images:
         rows, columns = height // pixels * tiles, width // pixels
@@ -42,11 +43,14 @@ def seeing(
             spans = [Span(len(ids), rows * columns, 0, rows * axes, columns * axes)]
         for span in spans:
             ids += [IMAGE] * span.count + [97] * (breaks and span is not spans[-1])
-        pictures.append(((tiles, height, width), rows * columns, spans))
+        seeing = (spans[0].begin, spans[0].begin + rows * columns) if mutual == "image" else (0, 0)
+        pictures.append(((tiles, height, width), rows * columns, spans, seeing))
         ids += [rng.randrange(1, 90) for _ in range(4)]
+    if mutual == "prompt":
+        pictures = [(*picture[:3], (0, len(ids))) for picture in pictures]
     fields = {"vision_config": vision, "text_config": shape(**text or {}), token: IMAGE, **more}
     return {"config": config, "shape": fields, "inputs": inputs, "images": images, "ids": ids, "pictures": pictures,
-            "new": NEW, "processor": PROCESSOR}  # fmt: skip
+            "new": NEW, "processor": PROCESSOR, "mutual": mutual}  # fmt: skip
 
 
 LLAMA, QWEN2 = {"model_type": "llama"}, {"model_type": "qwen2"}
@@ -62,6 +66,12 @@ TURNING = DELTA | {
     "rope_parameters": HALF_MROPE["rope_parameters"] | {"mrope_interleaved": True},
 }  # fmt: skip
 WIDE = [(1, 24, 40), (1, 16, 8)]
+SIGLIP = SIZES | {"model_type": "siglip_vision_model"}
+GEMMA = HEAD16 | {
+    "query_pre_attn_scalar": 24,
+    "sliding_window": 7,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
 PIXTRAL = SIZES | {"model_type": "pixtral", "head_dim": 16}
 CASES: dict[str, dict[str, Any]] = {
     "llava": seeing(
@@ -86,6 +96,15 @@ CASES: dict[str, dict[str, Any]] = {
     "internvl-6b": seeing(
         "InternVLConfig", "tiles", SIZES | {"image_size": [16, 16], "patch_size": [4, 4], "use_qk_norm": True,
             "norm_type": "rms_norm", "attention_bias": True, "use_mean_pooling": False}, [(2, 16, 16)], 8, QWEN2),
+    "gemma3": seeing(
+        "Gemma3Config", "tiles", SIGLIP | {"image_size": 24}, [(1, 24, 24)] * 2, 8, GEMMA | {
+            "model_type": "gemma3_text"}, "image_token_index", mutual="image", mm_tokens_per_image=9),
+    "paligemma": seeing(
+        "PaliGemmaConfig", "tiles", SIGLIP | {"image_size": 16, "vision_use_head": False}, [(1, 16, 16)], 4, HEAD16 | {
+            "model_type": "gemma"}, "image_token_index", mutual="prompt", projection_dim=64),
+    "paligemma2": seeing(
+        "PaliGemmaConfig", "tiles", SIGLIP | {"image_size": 12}, [(1, 12, 12)], 4, GEMMA | {
+            "model_type": "gemma2", "sliding_window": 18}, "image_token_index", mutual="prompt", projection_dim=64),
     "mistral3": seeing(
         "Mistral3Config", "sizes", PIXTRAL, WIDE, 8, {"model_type": "mistral"}, "image_token_index", breaks=True),
 }  # fmt: skip
@@ -119,8 +138,8 @@ def folder_of(name: str, shared: Path) -> Path:
 
 def pictures_of(case: dict[str, Any], oracle: dict[str, torch.Tensor]) -> list[Picture]:
     return [
-        Picture(bytes([i]), oracle[f"image{i}"].numpy().tobytes(), sizes, rows, spans)
-        for i, (sizes, rows, spans) in enumerate(case["pictures"])
+        Picture(bytes([i]), oracle[f"image{i}"].numpy().tobytes(), sizes, rows, spans, seeing)
+        for i, (sizes, rows, spans, seeing) in enumerate(case["pictures"])
     ]
 
 
@@ -130,8 +149,9 @@ def answer(
     """The logits of the prompt, which runs in chunks that end at these `cuts`, and NEW greedy tokens."""
     ids, seen, forward = case["ids"], list[torch.Tensor](), worker.model.forward
     worker.model.forward = lambda *args: seen.append(forward(*args)) or seen[-1]
-    _, _, per_seq = worker.state.block_tables.shape
-    new = [NewRow(slot=slot, token_ids=ids, blocks=[[*range(slot * per_seq, (slot + 1) * per_seq)]])]
+    kinds, _, per_seq = worker.state.block_tables.shape
+    blocks = [[*range(i * per_seq, (i + 1) * per_seq)] for i in range(slot * kinds, (slot + 1) * kinds)]
+    new = [NewRow(slot=slot, token_ids=ids, blocks=blocks)]
     images, left = [(picture.digest, picture.spans) for picture in pictures], [*pictures]
     last = pictures[-1].spans[-1]
     shifts, tokens = {slot: sum(span.shift for _, spans in images for span in spans)}, list[int]()
@@ -139,7 +159,9 @@ def answer(
         now = [picture for picture in left if picture.spans[0].begin < end]
         left = [picture for picture in left if picture not in now]
         rows = [(0, begin, images)] if begin < last.begin + last.count else []
-        vision = VisionPlan(False, [], now, rows, shifts if new else {})
+        runs = [picture.seeing for picture in pictures if begin < picture.seeing[1] <= end]
+        seeing = {0: [(max(low - begin, 0), high - begin) for low, high in runs]} if runs else {}
+        vision = VisionPlan(False, [], now, rows, shifts if new else {}, seeing)
         result = worker.step(StepPlan(step, rows=[(slot, end - begin)], new=new, vision=vision))
         assert result.error is None
         new = []

@@ -81,6 +81,8 @@ def make(name: str, case: dict, folder: Path) -> None:
     inputs |= {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if case["inputs"] == "qwen":
         inputs["mm_token_type_ids"] = (ids == config.image_token_id).int()
+    if case["mutual"]:
+        inputs["token_type_ids"] = (ids == config.image_token_id).int() * (case["mutual"] == "image")
     results = {f"image{i}": torch.from_numpy(image) for i, image in enumerate(pixels)}
     results["logits"] = model(**inputs).logits[0].contiguous()
     tokens = model.generate(**inputs, max_new_tokens=case["new"], do_sample=False, pad_token_id=0)

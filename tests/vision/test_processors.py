@@ -20,7 +20,7 @@ from PIL import Image
 from models.read_tower import read_vision
 from picture_oracle import picture
 from plan import Span
-from vision.processors import FAMILIES, ImageProcessor
+from vision.processors import FAMILIES, ImageProcessor, PaliGemma
 
 ORACLE, ANSWERS = Path(__file__).parent / "picture_oracle.py", Path(__file__).parent.parent / "data" / "pictures.json"
 SIZES = [[1, 1], [1, 50], [7, 5], [64, 64], [101, 99], [300, 200], [200, 301], [1000, 70], [50, 900], [3000, 2]]
@@ -36,7 +36,12 @@ CLIP, CROP = {"image_size": 56, "patch_size": 14}, {"height": 56, "width": 56}
 TILES, SIDES = {"size": {"longest_edge": 224}, "max_image_size": {"longest_edge": 56}}, {"height": 90, "width": 130}
 CLIP_MEANS = np.array([0.48145466, 0.4578275, 0.40821073]), np.array([0.26862954, 0.26130258, 0.27577711])
 INTERN = {"image_seq_length": 4, "downsample_ratio": 0.5}
+GEMMA = {"image_size": 56, "patch_size": 14}
 CASES = {
+    "gemma3": case("Gemma3", {"size": CROP}, GEMMA, mm_tokens_per_image=4),
+    "gemma3_default": case("Gemma3", {}, GEMMA | {"image_size": 224}, LARGE, mm_tokens_per_image=16),
+    "paligemma": case("PaliGemma", {"size": CROP, "resample": 1}, GEMMA),
+    "paligemma_default": case("PaliGemma", {}, GEMMA | {"image_size": 224}, LARGE),
     "llava": case("Llava", {"size": {"shortest_edge": 56}, "crop_size": CROP}, CLIP),
     "llava_numbers": case("Llava", {"size": 81, "crop_size": 56, "resample": 2}, CLIP),
     "llava_padded": case("Llava", {"size": {"shortest_edge": 31}, "crop_size": CROP}, CLIP),
@@ -61,7 +66,18 @@ CASES = {
     "mistral3_default": case("Mistral3", {}, {"patch_size": 14}, LARGE, spatial_merge_size=2),
 }  # fmt: skip
 SPECIAL = "<image> <fake_token_around_image> <global-img> <|vision_start|> <|image_pad|> <|vision_end|> <IMG_CONTEXT>"
-SPECIAL = [*SPECIAL.split(), "<img>", "</img>", "[IMG]", "[IMG_BREAK]", "[IMG_END]"]
+SPECIAL = [
+    *SPECIAL.split(),
+    "<start_of_image>",
+    "<image_soft_token>",
+    "<end_of_image>",
+    "<bos>",
+    "<img>",
+    "</img>",
+    "[IMG]",
+    "[IMG_BREAK]",
+    "[IMG_END]",
+]
 SPECIAL += [f"<row_{y}_col_{x}>" for y in range(1, 5) for x in range(1, 5)]
 
 
@@ -108,16 +124,23 @@ def check(case: dict, made: ImageProcessor, size: list[int], answer: list[str] |
     prepared = made.prepare(image)
     pixels = np.frombuffer(prepared.pixels, np.uint8).reshape(*prepared.shape, 3)
     assert hashlib.sha256(arranged(pixels, case).tobytes()).hexdigest()[:32] == answer[0], size
-    text = re.sub(f"({re.escape(made.image_token)})" + r"\*(\d+)", lambda m: m[1] * int(m[2]), answer[1])
-    prompt = f"User: a{made.image_token}\nb{made.image_token}{made.image_token}c"
-    ids, pictures = made.expand(encode(prompt), [prepared] * 3)
-    assert ids == encode(prompt.replace(made.image_token, text))
-    places = [i for i, token in enumerate(ids) if token == made.placeholder_id]
+    text = re.sub(
+        f"({re.escape(made.row_token or made.image_token)})" + r"\*(\d+)", lambda m: m[1] * int(m[2]), answer[1]
+    )
+    prompt, count = f"User: a{made.image_token}\nb{made.image_token}{made.image_token}c", 3
+    want = prompt.replace(made.image_token, text)
+    if isinstance(made, PaliGemma):
+        prompt, count, want = f"<bos>{made.image_token}c\n", 1, f"{text}<bos>c\n\n"
+    ids, pictures = made.expand(encode(prompt), [prepared] * count)
+    assert ids == encode(want)
+    places = [i for i, token in enumerate(ids) if token == made.row_id]
     assert places == [span.begin + i for p in pictures for span in p.spans for i in range(span.count)]
     for p in pictures:
         assert (p.digest, p.pixels, p.shape) == (prepared.digest, prepared.pixels, prepared.shape)
         rows = [span.first + i for span in p.spans for i in range(span.count)]
         assert rows == list(range(p.num_rows))
+        alone = made.mutual and (p.spans[0].begin, p.spans[0].begin + p.num_rows)
+        assert p.seeing == ((0, len(ids)) if isinstance(made, PaliGemma) else alone or (0, 0))
     return pixels
 
 
@@ -139,7 +162,7 @@ def test_transformers_still_says_so_and_scales_these_pixels(tmp_path):
         for size, answer in answers[name].items():
             pixels = check(case, made, [int(side) for side in size.split("x")], answer)
             if pixels is not None:
-                mean, std = (0.5, 0.5) if name.startswith(("smol", "idefics3")) else CLIP_MEANS
+                mean, std = CLIP_MEANS if not name.startswith(("smol", "idefics3", "gemma", "pali")) else (0.5, 0.5)
                 ours = arranged((pixels / 255.0 - mean) / std, case)
                 assert np.abs(ours.reshape(scaled[size].shape) - scaled[size]).max() < 1e-6
     kept = {name: {f"{w}x{h}": answers[name][f"{w}x{h}"] for w, h in case["sizes"]} for name, case in CASES.items()}
@@ -156,6 +179,8 @@ def planned_rows(case: dict) -> int:
         vision["image_size"] = side if isinstance(side, int) else max(side.values())
     if case["architecture"].startswith("Llava"):
         vision["model_type"] = "clip_vision_model"
+    if "Gemma" in case["architecture"]:
+        vision["model_type"] = "siglip_vision_model"
     config = case["config"] | {"vision_config": vision | case["config"]["vision_config"]}
     config.pop("vision_feature_select_strategy", None)
     return max(256, read_vision(config, fields).most_rows(1 << 20))
@@ -204,6 +229,8 @@ def test_what_has_no_processor_is_left_alone(tmp_path):
         ("internvl", {"size": SIDES}, "size is {'height': 90, 'width': 130}"),
         ("internvl", {"max_patches": 10**6}, "max_patches is 1000000; it must be a whole number of 1 to 256"),
         ("mistral3", {"do_center_crop": True}, "do_center_crop is True"),
+        ("gemma3", {"do_pan_and_scan": True}, "do_pan_and_scan is True; it must be False"),
+        ("gemma3", {"size": 60}, "makes images of {'height': 60, 'width': 60}; the tower takes 56 x 56"),
     ],
 )  # fmt: skip
 def test_fields_that_ask_for_something_else_are_named(tmp_path, name, fields, why):
@@ -223,6 +250,16 @@ def test_placeholders_must_be_as_many_as_images(tmp_path):
     count, grid = prepared.num_rows, (prepared.shape[1] // 28, prepared.shape[2] // 28)
     assert first.spans == [Span(3, count, 0, *grid)] and second.spans == [Span(5 + count, count, 0, *grid)]
     assert len(ids) == 6 + 2 * count and type(first) is not type(prepared)
+
+
+def test_newlines_of_a_text_join_those_around_images(tmp_path):
+    """As if all had been written before it became tokens."""
+    made = processor(tmp_path, CASES["gemma3"])
+    image, framed = made.prepare(picture(7, 5)), f"<start_of_image>{'<image_soft_token>' * 4}<end_of_image>"
+    for text in "", "\n", "\n\n\n":
+        prompt = f"a{text}{made.image_token}{text}{made.image_token}{text}\nb"
+        want = prompt.replace(made.image_token, f"\n\n{framed}\n\n")
+        assert made.expand(encode(prompt), [image] * 2)[0] == encode(want)
 
 
 def test_the_token_of_images_must_be_a_token(tmp_path):
