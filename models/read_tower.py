@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from models.config_fields import Fields, number, typed, whole
 from models.text_halves import FIELDS, wrapper_of
 from models.tower_rows import TOWERS, TowerRow, Vision
-from vision.preprocessor import read_preprocessor
+from vision.preprocessor import read_lined_tiles, read_pinpoints, read_preprocessor
 
 if TYPE_CHECKING:
     from model_config import ModelConfig
@@ -48,7 +48,7 @@ def read_vision(raw: dict[str, Any], processor: dict[str, Any]) -> Vision | None
     f, text = Fields(tower, row.fields), next((raw[name] for name in FIELDS if raw.get(name)), raw)
     layers, patch = f.whole("num_hidden_layers", 1, 1024), f.whole("patch_size", 1, 1024)
     feature = whole("vision_feature_layer", raw.get("vision_feature_layer"), -layers, layers, row.feature_layer)
-    strategy = raw.get("vision_feature_select_strategy") or "default"
+    strategy = raw.get("vision_feature_select_strategy") or row.strategy
     if row.strategy and strategy != row.strategy:
         raise ValueError(f"vision_feature_select_strategy is {strategy!r:.80}; Manta has {row.strategy!r} alone")
     merge = f.whole(row.merge, 1, 64, 1) if row.merge not in raw else number(row.merge, raw[row.merge], 0.01, 64)
@@ -77,6 +77,7 @@ def read_vision(raw: dict[str, Any], processor: dict[str, Any]) -> Vision | None
         window=f.whole("window_size", 0, 2**16, 0) // patch // max(1, int(merge)),
         full_layers=full,
         deep_layers=deep,
+        lined_tiles=read_lined_tiles(raw) if "newline" in row.names else 0,
         axes=axes_of(row, text.get("rope_parameters") or text.get("rope_scaling") or {}),
         **normalisation(processor),
     )
@@ -96,6 +97,8 @@ def most_patches(row: TowerRow, processor: dict[str, Any], patch: int, side: int
     tiles = 1
     if row.positions == "nearest":
         tiles = math.ceil((most or 1456) / (side * patch)) ** 2 + 1
+    elif row.positions == "own" and "newline" in row.names:
+        tiles = max(height * width for height, width in read_pinpoints(processor)) // (side * patch) ** 2 + 1
     elif row.tiled:
         tiles = whole("max_patches", processor.get("max_patches"), 1, 256, 12) + 1
     return tiles * side**2

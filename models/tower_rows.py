@@ -25,7 +25,7 @@ class TowerRow:
     """How a family sees: what its tensors are called, and where it departs from CLIP.
 
     Of the `names`, "root" comes before all but "projector" and "deep", DeepStack's projectors, which come before the
-    parts of a projector; and "layer" and a number come before the parts of a layer.
+    parts of a projector, and "newline"; and "layer" and a number come before the parts of a layer.
     """
 
     names: dict[str, str]  # without ".weight" and ".bias"; what a family has not is left out
@@ -70,6 +70,17 @@ CLIP = TowerRow(
     fields=Family(keys=UNREAD, fixed={"num_channels": 3}, defaults={
         "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
         "image_size": 224, "patch_size": 32, "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5}),
+)  # fmt: skip
+LLAVA_ONEVISION = TowerRow(
+    names=SIGLIP_LAYER | {
+        "root": "vision_tower", "patch": "embeddings.patch_embedding",
+        "positions": "embeddings.position_embedding.weight", "projector": "multi_modal_projector", "fc1": "linear_1",
+        "fc2": "linear_2", "newline": "image_newline"},
+    biases="patch qkv o up down project", kind="siglip_vision_model", positions="own", strategy="full", tiled=True,
+    fields=Family(keys=UNREAD, fixed={"num_channels": 3, "vision_use_head": False}, defaults={
+        "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
+        "image_size": 224, "patch_size": 16, "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6,
+        "vision_use_head": True}),
 )  # fmt: skip
 IDEFICS3 = TowerRow(
     names=SIGLIP_LAYER | {
@@ -143,6 +154,7 @@ TOWERS: dict[str, TowerRow] = {  # by `wrapper_of` the architecture
     "idefics3": IDEFICS3,
     "internvl": INTERNVL,
     "llava": CLIP,
+    "llavaonevision": LLAVA_ONEVISION,
     "mistral3": PIXTRAL,
     "qwen2vl": QWEN2VL,
     "qwen25vl": QWEN25VL,
@@ -176,6 +188,7 @@ class Vision:
     window: int = 0  # rows along a side of a window; 0: layers see all
     full_layers: tuple[int, ...] = ()  # that see all beside those with a window
     deep_layers: tuple[int, ...] = ()  # whose output is projected, too, and added in the text's first layers
+    lined_tiles: int = 0  # tiles whose rows fill an image's lines; if there are more, these shrink; 0: there are no lines
     # Of each frequency of the text's RoPE: whether it turns by a token's time, row or column (0, 1, 2); see M-RoPE in
     # Qwen2-VL (2024). Empty: positions have one axis.
     axes: tuple[int, ...] = ()
@@ -187,7 +200,10 @@ class Vision:
 
     def most_rows(self, max_model_len: int) -> int:
         """Rows of the largest image that fits the context."""
-        return min(max_model_len, -(-self.most_patches // self.merge**2))
+        rows = -(-self.most_patches // self.merge**2)
+        if self.lined_tiles:  # they shrink if their sides are more than 1.1 times as long as they may be
+            rows = min(rows, int((1 + 1.21 * self.lined_tiles) * self.side**2)) + rows // self.side
+        return min(max_model_len, rows)
 
     def shape(self, patches: int) -> tuple[int, int, int]:
         """Tiles, height and width of an image of about so many patches, or of what the table of positions has."""

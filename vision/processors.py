@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image
 
 from plan import Picture, Span
-from vision.preprocessor import read_preprocessor
+from vision.preprocessor import MAX_PIXELS, read_lined_tiles, read_pinpoints, read_preprocessor
 
 Fields = dict[str, Any]
 SIDES = "height", "width"
@@ -56,15 +56,16 @@ class ImageProcessor:
         """
         (architecture, *_) = config.get("architectures") or [""]
         tower = (config.get("vision_config") or {}).get("model_type", "clip_vision_model")
-        if architecture not in FAMILIES or (architecture.startswith("Llava") and tower != "clip_vision_model"):
+        if architecture not in FAMILIES or (FAMILIES[architecture] is Llava and tower != "clip_vision_model"):
             return None
         return FAMILIES[architecture](read_preprocessor(folder), config, encode)
 
-    def prepare(self, image: Image.Image) -> Prepared:
-        """Pixels and tokens of an RGB image; a ValueError if one side is too long for the other."""
-        tiles, pieces, end = self._cut(image)
+    def prepare(self, image: Image.Image, alone: bool = True) -> Prepared:
+        """Pixels and tokens of an RGB image, which may be `alone` in its prompt; a ValueError if one side is too long
+        for the other."""
+        tiles, pieces, end = self._cut(image) if alone else self._cut_one_of_several(image)
         array = np.stack([np.asarray(tile) for tile in tiles])
-        pixels, shape = array.tobytes(), array.shape[:3]
+        pixels, shape = array.tobytes(), array.shape[:3] + (self._lines(image) if alone else ())
         ids, spans, rows = list[int](), [], 0
         for text, count, grid in pieces:
             ids += self._text(text)
@@ -101,6 +102,14 @@ class ImageProcessor:
     def _cut(self, image: Image.Image) -> tuple[list[Image.Image], list[Piece], str]:
         """Tiles of one size, and the text that replaces the placeholder: pieces, and what ends it."""
         raise NotImplementedError
+
+    def _cut_one_of_several(self, image: Image.Image) -> tuple[list[Image.Image], list[Piece], str]:
+        """`_cut`, of an image that shares its prompt with others."""
+        return self._cut(image)
+
+    def _lines(self, image: Image.Image) -> tuple[int, ...]:
+        """What `Picture.shape` has beside tiles, height and width, for an image alone."""
+        return ()
 
     def _text(self, text: str) -> list[int]:
         """The tokens of a text after an image token, where no tokenizer takes it for the begin of a prompt."""
@@ -164,6 +173,70 @@ class Llava(ImageProcessor):
         width, height = self.crop["width"], self.crop["height"]
         left, top = (size[0] - width) // 2, (size[1] - height) // 2
         return [image.crop((left, top, left + width, top + height))], [("", self.rows, (0, 0))], ""
+
+
+class LlavaOnevision(ImageProcessor):
+    """LLaVA-OneVision: an image alone is seen whole, then as tiles, and lines of their rows end with a newline; one of
+    several is seen as a square."""
+
+    def _read(self, config: Fields, vision: Fields) -> None:
+        self._require("do_center_crop", False)
+        self.side = side = whole(vision, "image_size", 224 if vision else 384)
+        for name in "size", "crop_size":
+            whole(self.fields, name, 384 if name == "size" else side, side, side)
+        self.across, self.most = side // whole(vision, "patch_size", 16 if vision else 14), read_lined_tiles(config)
+        self.sizes, theirs = read_pinpoints(self.fields), read_pinpoints(config)
+        if self.sizes != theirs or any(height % side or width % side for height, width in theirs):
+            says = f"image_grid_pinpoints is {self.sizes!r:.80}, and in config.json {theirs!r:.80}"
+            raise ValueError(f"{says}; both must have the same multiples of {side}")
+        mean = self.fields.get("image_mean") or (0.48145466, 0.4578275, 0.40821073)
+        self.colour = int(mean[0] * 255), int(mean[1] * 255), int(mean[2] * 255)  # around an image on a square
+
+    def _size(self, width: int, height: int) -> list[int]:
+        """Height and width that tiles fill: they keep the most of an image, and of these have the least padding."""
+
+        def fit(size: list[int]) -> tuple[int, int]:
+            scale = min(size[1] / width, size[0] / height)
+            kept = min(int(width * scale) * int(height * scale), width * height)
+            return kept, kept - size[0] * size[1]
+
+        return max(self.sizes, key=fit)
+
+    def _lines(self, image: Image.Image) -> tuple[int, ...]:
+        """Tiles in a row of tiles; how many rows of the tower at the top are padding, and at the left; and how many
+        lines there are of how many rows, to which the rest shrinks if it is too large."""
+        (width, height), (high, wide) = image.size, self._size(*image.size)
+        lines, length, top, left = high // self.side * self.across, wide // self.side * self.across, 0, 0
+        if width / height > length / lines:
+            top = (lines - int(round(height * (length / width), 7))) // 2
+        else:
+            left = (length - int(round(width * (lines / height), 7))) // 2
+        lines, length = lines - 2 * top, length - 2 * left
+        if (ratio := math.sqrt(lines * length / (self.most * self.across**2))) > 1.1:
+            lines, length = int(lines // ratio), int(length // ratio)
+        return wide // self.side, top, left, lines, length
+
+    def _cut(self, image: Image.Image) -> tuple[list[Image.Image], list[Piece], str]:
+        (width, height), (high, wide) = image.size, self._size(*image.size)
+        across, down = wide / width, high / height
+        if across < down:
+            size = wide, min(math.ceil(height * across), high)
+        else:
+            size = min(math.ceil(width * down), wide), high
+        padded = Image.new("RGB", (wide, high))
+        padded.paste(image.resize(size, self.resample), ((wide - size[0]) // 2, (high - size[1]) // 2))
+        tiles = [image.resize((self.side, self.side), self.resample), *cells(padded, self.side)]
+        *_, lines, length = self._lines(image)
+        return tiles, [("", self.across**2 + lines * (length + 1), (0, 0))], ""
+
+    def _cut_one_of_several(self, image: Image.Image) -> tuple[list[Image.Image], list[Piece], str]:
+        (width, height), side = image.size, max(image.size)
+        if side**2 > 2 * MAX_PIXELS:
+            limit = f"beside others a square around it may have at most {2 * MAX_PIXELS} pixels"
+            raise ValueError(f"the image has {width} x {height} pixels; {limit}")
+        square = Image.new("RGB", (side, side), self.colour)
+        square.paste(image, ((side - width) // 2, (side - height) // 2))
+        return [square.resize((self.side, self.side), self.resample)], [("", self.across**2 + 1, (0, 0))], ""
 
 
 class Idefics3(ImageProcessor):
@@ -312,6 +385,7 @@ class Pixtral(ImageProcessor):
 
 FAMILIES: dict[str, type[ImageProcessor]] = {
     "LlavaForConditionalGeneration": Llava,
+    "LlavaOnevisionForConditionalGeneration": LlavaOnevision,
     "Idefics3ForConditionalGeneration": Idefics3,
     "SmolVLMForConditionalGeneration": Idefics3,
     "Qwen2VLForConditionalGeneration": QwenVL,

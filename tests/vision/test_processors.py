@@ -36,12 +36,17 @@ CLIP, CROP = {"image_size": 56, "patch_size": 14}, {"height": 56, "width": 56}
 TILES, SIDES = {"size": {"longest_edge": 224}, "max_image_size": {"longest_edge": 56}}, {"height": 90, "width": 130}
 CLIP_MEANS = np.array([0.48145466, 0.4578275, 0.40821073]), np.array([0.26862954, 0.26130258, 0.27577711])
 INTERN = {"image_seq_length": 4, "downsample_ratio": 0.5}
+POINTS = {"image_grid_pinpoints": [[56 * y, 56 * x] for y in range(1, 5) for x in range(1, 5) if x * y < 9]}
+ANYRES: dict = {"vision_aspect_ratio": "anyres_max_3", "tokens": 16}
 CASES = {
     "llava": case("Llava", {"size": {"shortest_edge": 56}, "crop_size": CROP}, CLIP),
     "llava_numbers": case("Llava", {"size": 81, "crop_size": 56, "resample": 2}, CLIP),
     "llava_padded": case("Llava", {"size": {"shortest_edge": 31}, "crop_size": CROP}, CLIP),
     "llava_square": case("Llava", {"size": CROP, "do_center_crop": False}, CLIP, vision_feature_select_strategy="full"),
     "llava_default": case("Llava", {}, {"image_size": 224, "patch_size": 32}, SIZES[:4] + LARGE),
+    "onevision": case("LlavaOnevision", POINTS | {"size": CROP}, CLIP, SIZES + LARGE, **ANYRES, **POINTS),
+    "onevision_more": case("LlavaOnevision", POINTS | {"size": 56, "image_mean": [0.5] * 3}, CLIP, SIZES + LARGE, images=2, **ANYRES, **POINTS),
+    "onevision_default": case("LlavaOnevision", {}, {"image_size": 384, "patch_size": 14}, LARGE + [[2500, 1999]], tokens=729, vision_aspect_ratio="anyres_max_9"),
     "idefics3": case("Idefics3", TILES, {"patch_size": 14}, scale_factor=2),
     "idefics3_odd": case("Idefics3", TILES | {"size": {"longest_edge": 223}}, {"patch_size": 14}, scale_factor=4),
     "idefics3_sides": case("Idefics3", TILES | {"size": SIDES}, {"patch_size": 14}, scale_factor=2),
@@ -105,8 +110,8 @@ def check(case: dict, made: ImageProcessor, size: list[int], answer: list[str] |
         with pytest.raises(ValueError, match=r"the image has \d+ x \d+ pixels; "):
             made.prepare(image)
         return None
-    prepared = made.prepare(image)
-    pixels = np.frombuffer(prepared.pixels, np.uint8).reshape(*prepared.shape, 3)
+    prepared = made.prepare(image, alone="images" not in case["config"])
+    pixels = np.frombuffer(prepared.pixels, np.uint8).reshape(*prepared.shape[:3], 3)
     assert hashlib.sha256(arranged(pixels, case).tobytes()).hexdigest()[:32] == answer[0], size
     text = re.sub(f"({re.escape(made.image_token)})" + r"\*(\d+)", lambda m: m[1] * int(m[2]), answer[1])
     prompt = f"User: a{made.image_token}\nb{made.image_token}{made.image_token}c"
@@ -140,6 +145,7 @@ def test_transformers_still_says_so_and_scales_these_pixels(tmp_path):
             pixels = check(case, made, [int(side) for side in size.split("x")], answer)
             if pixels is not None:
                 mean, std = (0.5, 0.5) if name.startswith(("smol", "idefics3")) else CLIP_MEANS
+                mean = case["fields"].get("image_mean", mean)
                 ours = arranged((pixels / 255.0 - mean) / std, case)
                 assert np.abs(ours.reshape(scaled[size].shape) - scaled[size]).max() < 1e-6
     kept = {name: {f"{w}x{h}": answers[name][f"{w}x{h}"] for w, h in case["sizes"]} for name, case in CASES.items()}
@@ -155,7 +161,8 @@ def planned_rows(case: dict) -> int:
         side = fields.get("size", 384)
         vision["image_size"] = side if isinstance(side, int) else max(side.values())
     if case["architecture"].startswith("Llava"):
-        vision["model_type"] = "clip_vision_model"
+        is_siglip = "Onevision" in case["architecture"]
+        vision |= {"model_type": "siglip_vision_model", "vision_use_head": False} if is_siglip else {"model_type": "clip_vision_model"}
     config = case["config"] | {"vision_config": vision | case["config"]["vision_config"]}
     config.pop("vision_feature_select_strategy", None)
     return max(256, read_vision(config, fields).most_rows(1 << 20))
