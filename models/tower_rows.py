@@ -57,40 +57,36 @@ class TowerRow:
         return dataclasses.replace(self, **changes | {"names": self.names | changes.get("names", {})})
 
 
-SIGLIP_LAYER = {
+SIGLIP = {
+    "patch": "embeddings.patch_embedding", "positions": "embeddings.position_embedding.weight",
     "layer": "encoder.layers", "norm1": "layer_norm1", "norm2": "layer_norm2", "q": "self_attn.q_proj",
     "k": "self_attn.k_proj", "v": "self_attn.v_proj", "o": "self_attn.out_proj", "up": "mlp.fc1", "down": "mlp.fc2",
 }  # fmt: skip
 CLIP = TowerRow(
-    names=SIGLIP_LAYER | {
-        "root": "vision_tower", "patch": "embeddings.patch_embedding", "class": "embeddings.class_embedding",
-        "positions": "embeddings.position_embedding.weight", "pre": "pre_layrnorm",
+    names=SIGLIP | {
+        "root": "vision_tower", "class": "embeddings.class_embedding", "pre": "pre_layrnorm",
         "projector": "multi_modal_projector", "fc1": "linear_1", "fc2": "linear_2"},
     biases="qkv o up down project", kind="clip_vision_model", positions="own", feature_layer=-2, strategy="default",
     fields=Family(keys=UNREAD, fixed={"num_channels": 3}, defaults={
         "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
         "image_size": 224, "patch_size": 32, "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5}),
 )  # fmt: skip
-LLAVA_ONEVISION = TowerRow(
-    names=SIGLIP_LAYER | {
-        "root": "vision_tower", "patch": "embeddings.patch_embedding",
-        "positions": "embeddings.position_embedding.weight", "projector": "multi_modal_projector", "fc1": "linear_1",
-        "fc2": "linear_2", "newline": "image_newline"},
-    biases="patch qkv o up down project", kind="siglip_vision_model", positions="own", strategy="full", tiled=True,
-    fields=Family(keys=UNREAD, fixed={"num_channels": 3, "vision_use_head": False}, defaults={
-        "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
-        "image_size": 224, "patch_size": 16, "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6,
-        "vision_use_head": True}),
-)  # fmt: skip
 IDEFICS3 = TowerRow(
-    names=SIGLIP_LAYER | {
-        "root": "vision_model", "patch": "embeddings.patch_embedding",
-        "positions": "embeddings.position_embedding.weight", "last": "post_layernorm",
-        "projector": "connector", "merge": "modality_projection.proj"},
+    names=SIGLIP | {
+        "root": "vision_model", "last": "post_layernorm", "projector": "connector",
+        "merge": "modality_projection.proj"},
     biases="patch qkv o up down", positions="nearest", merge="scale_factor", tiled=True,
     fields=Family(keys=UNREAD, fixed={"num_channels": 3}, defaults={
         "hidden_size": 1152, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 16,
         "image_size": 224, "patch_size": 32, "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6}),
+)  # fmt: skip
+LLAVA_ONEVISION = TowerRow(
+    names=SIGLIP | {
+        "root": "vision_tower", "projector": "multi_modal_projector", "fc1": "linear_1", "fc2": "linear_2",
+        "newline": "image_newline"},
+    biases="patch qkv o up down project", kind="siglip_vision_model", positions="own", strategy="full", tiled=True,
+    fields=IDEFICS3.fields.but(fixed={"num_channels": 3, "vision_use_head": False}, defaults={
+        "hidden_size": 768, "num_attention_heads": 12, "patch_size": 16, "vision_use_head": True}),
 )  # fmt: skip
 QWEN_FIELDS = {"depth": "num_hidden_layers", "num_heads": "num_attention_heads", "in_chans": "in_channels", **UNREAD}
 QWEN2VL = TowerRow(
@@ -188,7 +184,7 @@ class Vision:
     window: int = 0  # rows along a side of a window; 0: layers see all
     full_layers: tuple[int, ...] = ()  # that see all beside those with a window
     deep_layers: tuple[int, ...] = ()  # whose output is projected, too, and added in the text's first layers
-    lined_tiles: int = 0  # tiles whose rows fill an image's lines; if there are more, these shrink; 0: there are no lines
+    lined_tiles: int = 0  # tiles whose rows an image's lines have at most, about, or else shrink; 0: there are no lines
     # Of each frequency of the text's RoPE: whether it turns by a token's time, row or column (0, 1, 2); see M-RoPE in
     # Qwen2-VL (2024). Empty: positions have one axis.
     axes: tuple[int, ...] = ()

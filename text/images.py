@@ -40,8 +40,7 @@ class ImageReader:
         return processor
 
     def prepare(self, source: Any, max_bytes: int = MAX_BYTES, alone: bool = True) -> tuple[Prepared, int]:
-        """The image of a URL, of a file's bytes or of Pillow's, which may be `alone` in its prompt, and how many bytes
-        it had; or a ValueError."""
+        """The image of a URL, bytes or Pillow, `alone` in its prompt or not, and its size in bytes; or a ValueError."""
         from vision.fetch import load_image_bytes
         from vision.pictures import open_picture
 

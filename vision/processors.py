@@ -20,6 +20,7 @@ SIDES = "height", "width"
 MOST_ASPECT = 200  # how many times as long as its other side one of an image may be, where its pixels depend on that
 # (text, image tokens after it, height and width of their grid where it gives them positions)
 Piece = tuple[str, int, tuple[int, int]]
+Cut = tuple[list[Image.Image], list[Piece], str, tuple[int, ...]]  # the last: of `Picture.shape`, about lines
 
 
 @dataclass(slots=True)
@@ -61,11 +62,10 @@ class ImageProcessor:
         return FAMILIES[architecture](read_preprocessor(folder), config, encode)
 
     def prepare(self, image: Image.Image, alone: bool = True) -> Prepared:
-        """Pixels and tokens of an RGB image, which may be `alone` in its prompt; a ValueError if one side is too long
-        for the other."""
-        tiles, pieces, end = self._cut(image) if alone else self._cut_one_of_several(image)
+        """Pixels and tokens of an RGB image, `alone` in its prompt or not; a ValueError if a side is too long."""
+        tiles, pieces, end, lines = self._cut(image, alone)
         array = np.stack([np.asarray(tile) for tile in tiles])
-        pixels, shape = array.tobytes(), array.shape[:3] + (self._lines(image) if alone else ())
+        pixels, shape = array.tobytes(), array.shape[:3] + lines
         ids, spans, rows = list[int](), [], 0
         for text, count, grid in pieces:
             ids += self._text(text)
@@ -99,17 +99,9 @@ class ImageProcessor:
         """Take what the family needs of the fields, config.json and its vision_config."""
         raise NotImplementedError
 
-    def _cut(self, image: Image.Image) -> tuple[list[Image.Image], list[Piece], str]:
-        """Tiles of one size, and the text that replaces the placeholder: pieces, and what ends it."""
+    def _cut(self, image: Image.Image, alone: bool) -> Cut:
+        """Tiles of one size, and the text that replaces the placeholder: pieces, and what ends it; and the lines."""
         raise NotImplementedError
-
-    def _cut_one_of_several(self, image: Image.Image) -> tuple[list[Image.Image], list[Piece], str]:
-        """`_cut`, of an image that shares its prompt with others."""
-        return self._cut(image)
-
-    def _lines(self, image: Image.Image) -> tuple[int, ...]:
-        """What `Picture.shape` has beside tiles, height and width, for an image alone."""
-        return ()
 
     def _text(self, text: str) -> list[int]:
         """The tokens of a text after an image token, where no tokenizer takes it for the begin of a prompt."""
@@ -161,7 +153,7 @@ class Llava(ImageProcessor):
         patches = side // whole(vision, "patch_size", 32 if vision else 14)
         self.rows = patches**2 + (config.get("vision_feature_select_strategy") == "full")  # with the class token's
 
-    def _cut(self, image: Image.Image) -> tuple[list[Image.Image], list[Piece], str]:
+    def _cut(self, image: Image.Image, alone: bool) -> Cut:
         width, height = size = image.size
         if edge := self.size.get("shortest_edge"):
             check_aspect(image)
@@ -172,7 +164,7 @@ class Llava(ImageProcessor):
         image = image.resize(size, self.resample)
         width, height = self.crop["width"], self.crop["height"]
         left, top = (size[0] - width) // 2, (size[1] - height) // 2
-        return [image.crop((left, top, left + width, top + height))], [("", self.rows, (0, 0))], ""
+        return [image.crop((left, top, left + width, top + height))], [("", self.rows, (0, 0))], "", ()
 
 
 class LlavaOnevision(ImageProcessor):
@@ -182,8 +174,8 @@ class LlavaOnevision(ImageProcessor):
     def _read(self, config: Fields, vision: Fields) -> None:
         self._require("do_center_crop", False)
         self.side = side = whole(vision, "image_size", 224 if vision else 384)
-        for name in "size", "crop_size":
-            whole(self.fields, name, 384 if name == "size" else side, side, side)
+        for name, default in ("size", 384), ("crop_size", side):
+            whole(self.fields, name, default, side, side)
         self.across, self.most = side // whole(vision, "patch_size", 16 if vision else 14), read_lined_tiles(config)
         self.sizes, theirs = read_pinpoints(self.fields), read_pinpoints(config)
         if self.sizes != theirs or any(height % side or width % side for height, width in theirs):
@@ -202,41 +194,35 @@ class LlavaOnevision(ImageProcessor):
 
         return max(self.sizes, key=fit)
 
-    def _lines(self, image: Image.Image) -> tuple[int, ...]:
-        """Tiles in a row of tiles; how many rows of the tower at the top are padding, and at the left; and how many
-        lines there are of how many rows, to which the rest shrinks if it is too large."""
-        (width, height), (high, wide) = image.size, self._size(*image.size)
-        lines, length, top, left = high // self.side * self.across, wide // self.side * self.across, 0, 0
+    def _cut(self, image: Image.Image, alone: bool) -> Cut:
+        (width, height), side, across = image.size, self.side, self.across
+        if not alone:
+            return [self._square(image)], [("", across**2 + 1, (0, 0))], "", ()
+        high, wide = self._size(width, height)
+        scale = min(wide / width, high / height)
+        size = min(math.ceil(width * scale), wide), min(math.ceil(height * scale), high)
+        padded = Image.new("RGB", (wide, high))
+        padded.paste(image.resize(size, self.resample), ((wide - size[0]) // 2, (high - size[1]) // 2))
+        tiles = [image.resize((side, side), self.resample), *cells(padded, side)]
+        lines, length, top, left = high // side * across, wide // side * across, 0, 0
         if width / height > length / lines:
             top = (lines - int(round(height * (length / width), 7))) // 2
         else:
             left = (length - int(round(width * (lines / height), 7))) // 2
         lines, length = lines - 2 * top, length - 2 * left
-        if (ratio := math.sqrt(lines * length / (self.most * self.across**2))) > 1.1:
+        if (ratio := math.sqrt(lines * length / (self.most * across**2))) > 1.1:
             lines, length = int(lines // ratio), int(length // ratio)
-        return wide // self.side, top, left, lines, length
+        shape = wide // side, top, left, lines, length
+        return tiles, [("", across**2 + lines * (length + 1), (0, 0))], "", shape
 
-    def _cut(self, image: Image.Image) -> tuple[list[Image.Image], list[Piece], str]:
-        (width, height), (high, wide) = image.size, self._size(*image.size)
-        across, down = wide / width, high / height
-        if across < down:
-            size = wide, min(math.ceil(height * across), high)
-        else:
-            size = min(math.ceil(width * down), wide), high
-        padded = Image.new("RGB", (wide, high))
-        padded.paste(image.resize(size, self.resample), ((wide - size[0]) // 2, (high - size[1]) // 2))
-        tiles = [image.resize((self.side, self.side), self.resample), *cells(padded, self.side)]
-        *_, lines, length = self._lines(image)
-        return tiles, [("", self.across**2 + lines * (length + 1), (0, 0))], ""
-
-    def _cut_one_of_several(self, image: Image.Image) -> tuple[list[Image.Image], list[Piece], str]:
+    def _square(self, image: Image.Image) -> Image.Image:
         (width, height), side = image.size, max(image.size)
         if side**2 > 2 * MAX_PIXELS:
             limit = f"beside others a square around it may have at most {2 * MAX_PIXELS} pixels"
             raise ValueError(f"the image has {width} x {height} pixels; {limit}")
         square = Image.new("RGB", (side, side), self.colour)
         square.paste(image, ((side - width) // 2, (side - height) // 2))
-        return [square.resize((self.side, self.side), self.resample)], [("", self.across**2 + 1, (0, 0))], ""
+        return square.resize((self.side, self.side), self.resample)
 
 
 class Idefics3(ImageProcessor):
@@ -254,7 +240,7 @@ class Idefics3(ImageProcessor):
         self.splits = self.fields.get("do_image_splitting") in (None, True)
         self.rows = shuffled(self.side, whole(vision, "patch_size", 32), whole(config, "scale_factor", 2))
 
-    def _cut(self, image: Image.Image) -> tuple[list[Image.Image], list[Piece], str]:
+    def _cut(self, image: Image.Image, alone: bool) -> Cut:
         side, fake = self.side, "<fake_token_around_image>"
         longest = self.size.get("longest_edge")
         size = scaled(image.size, longest, 2) if longest else (self.size["width"], self.size["height"])
@@ -270,7 +256,7 @@ class Idefics3(ImageProcessor):
                     pieces.append((f"{line}{fake}<row_{i // across + 1}_col_{i % across + 1}>", self.rows, (0, 0)))
                 line = "\n\n"
         tiles.append(image.resize((side, side), self.resample))
-        return tiles, [*pieces, (f"{line}{fake}<global-img>", self.rows, (0, 0))], fake
+        return tiles, [*pieces, (f"{line}{fake}<global-img>", self.rows, (0, 0))], fake, ()
 
 
 def cells(image: Image.Image, side: int) -> list[Image.Image]:
@@ -314,7 +300,7 @@ class QwenVL(ImageProcessor):
         }
         self.least, self.longest = (whole(size, name, 0) for name in older)
 
-    def _cut(self, image: Image.Image) -> tuple[list[Image.Image], list[Piece], str]:
+    def _cut(self, image: Image.Image, alone: bool) -> Cut:
         (width, height), factor = image.size, self.factor
         check_aspect(image)
         rows, columns = round(height / factor), round(width / factor)
@@ -325,7 +311,7 @@ class QwenVL(ImageProcessor):
             beta = math.sqrt(self.least / (height * width))
             rows, columns = (math.ceil(side * beta / factor) for side in (height, width))
         image = image.resize((columns * factor, rows * factor), self.resample)
-        return [image], [("", rows * columns, (rows, columns))], ""
+        return [image], [("", rows * columns, (rows, columns))], "", ()
 
 
 class InternVL(ImageProcessor):
@@ -352,12 +338,12 @@ class InternVL(ImageProcessor):
                 nearest, best = off, (x, y)
         return best
 
-    def _cut(self, image: Image.Image) -> tuple[list[Image.Image], list[Piece], str]:
+    def _cut(self, image: Image.Image, alone: bool) -> Cut:
         side, (columns, rows) = self.side, self._grid(*image.size)
         tiles = [image.resize((side, side), self.resample)]
         if columns * rows > 1:
             tiles = cells(image.resize((columns * side, rows * side), self.resample), side) + tiles
-        return tiles, [("<img>", self.rows * len(tiles), (0, 0))], "</img>"
+        return tiles, [("<img>", self.rows * len(tiles), (0, 0))], "</img>", ()
 
 
 class Pixtral(ImageProcessor):
@@ -371,7 +357,7 @@ class Pixtral(ImageProcessor):
         self.patch = whole(vision, "patch_size", 16 if vision else 14) * whole(config, "spatial_merge_size", 2)
         self.height, self.width = (self.size.get(name) or self.size["longest_edge"] for name in SIDES)
 
-    def _cut(self, image: Image.Image) -> tuple[list[Image.Image], list[Piece], str]:
+    def _cut(self, image: Image.Image, alone: bool) -> Cut:
         width, height = image.size
         if (ratio := max(height / self.height, width / self.width)) > 1:
             width, height = math.floor(width / ratio), math.floor(height / ratio)
@@ -380,7 +366,7 @@ class Pixtral(ImageProcessor):
             raise ValueError(f"the image has {image.size[0]} x {image.size[1]} pixels; {limit}")
         columns, rows = ((side - 1) // self.patch + 1 for side in (width, height))
         image = image.resize((columns * self.patch, rows * self.patch), self.resample)
-        return [image], [("[IMG_BREAK]" if y else "", columns, (0, 0)) for y in range(rows)], "[IMG_END]"
+        return [image], [("[IMG_BREAK]" if y else "", columns, (0, 0)) for y in range(rows)], "[IMG_END]", ()
 
 
 FAMILIES: dict[str, type[ImageProcessor]] = {

@@ -52,7 +52,11 @@ def llava_onevision(image: Image.Image, fields: dict, config: dict, **raw: bool)
     made = processor([[image] * config.get("images", 1)], **raw)
     kind = from_module("llava_onevision.processing_llava_onevision", "LlavaOnevisionProcessor")
     self = kind.__new__(kind)
-    self.image_processor, self.image_token, self.vision_aspect_ratio = processor, "<image>", config["vision_aspect_ratio"]
+    self.image_processor, self.image_token, self.vision_aspect_ratio = (
+        processor,
+        "<image>",
+        config["vision_aspect_ratio"],
+    )
     self.num_image_tokens, self.vision_feature_select_strategy = config["tokens"], "full"
     return np.asarray(made["pixel_values"])[:1], self.replace_image_token(made, 0)
 

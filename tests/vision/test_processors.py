@@ -45,8 +45,12 @@ CASES = {
     "llava_square": case("Llava", {"size": CROP, "do_center_crop": False}, CLIP, vision_feature_select_strategy="full"),
     "llava_default": case("Llava", {}, {"image_size": 224, "patch_size": 32}, SIZES[:4] + LARGE),
     "onevision": case("LlavaOnevision", POINTS | {"size": CROP}, CLIP, SIZES + LARGE, **ANYRES, **POINTS),
-    "onevision_more": case("LlavaOnevision", POINTS | {"size": 56, "image_mean": [0.5] * 3}, CLIP, SIZES + LARGE, images=2, **ANYRES, **POINTS),
-    "onevision_default": case("LlavaOnevision", {}, {"image_size": 384, "patch_size": 14}, LARGE + [[2500, 1999]], tokens=729, vision_aspect_ratio="anyres_max_9"),
+    "onevision_several": case(
+        "LlavaOnevision", POINTS | {"size": 56, "image_mean": [0.5] * 3}, CLIP, SIZES + LARGE, images=2, **ANYRES,
+        **POINTS),
+    "onevision_default": case(
+        "LlavaOnevision", {}, {"image_size": 384, "patch_size": 14}, [*LARGE, [2500, 1999]], tokens=729,
+        vision_aspect_ratio="anyres_max_9"),
     "idefics3": case("Idefics3", TILES, {"patch_size": 14}, scale_factor=2),
     "idefics3_odd": case("Idefics3", TILES | {"size": {"longest_edge": 223}}, {"patch_size": 14}, scale_factor=4),
     "idefics3_sides": case("Idefics3", TILES | {"size": SIDES}, {"patch_size": 14}, scale_factor=2),
@@ -161,8 +165,8 @@ def planned_rows(case: dict) -> int:
         side = fields.get("size", 384)
         vision["image_size"] = side if isinstance(side, int) else max(side.values())
     if case["architecture"].startswith("Llava"):
-        is_siglip = "Onevision" in case["architecture"]
-        vision |= {"model_type": "siglip_vision_model", "vision_use_head": False} if is_siglip else {"model_type": "clip_vision_model"}
+        kind = "siglip_vision_model" if "Onevision" in case["architecture"] else "clip_vision_model"
+        vision |= {"model_type": kind, "vision_use_head": False}
     config = case["config"] | {"vision_config": vision | case["config"]["vision_config"]}
     config.pop("vision_feature_select_strategy", None)
     return max(256, read_vision(config, fields).most_rows(1 << 20))
