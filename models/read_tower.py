@@ -56,7 +56,7 @@ def read_vision(raw: dict[str, Any], processor: dict[str, Any]) -> Vision | None
     if f.whole("head_dim", 1, 1024, dim := hidden_size // heads) * heads != hidden_size or (row.rope and dim % 4):
         raise ValueError(f"vision_config: hidden_size is {hidden_size}, which {heads} heads must share")
     rope = {"rope_theta": f.get("rope_theta")} | (f.value("rope_parameters", dict) or {})
-    side = f.whole("image_size", patch, 2**16) // patch if row.positions in ("own", "nearest") else 0
+    size = f.whole("image_size", patch, 2**16) if row.positions in ("own", "nearest") else 0
     listed = ("fullatt_block_indexes", "deepstack_visual_indexes")
     full, deep = (tuple(whole(name, i, 0, layers - 1) for i in f.value(name, list) or ()) for name in listed)
     vision = Vision(
@@ -67,13 +67,13 @@ def read_vision(raw: dict[str, Any], processor: dict[str, Any]) -> Vision | None
         saved_layers=layers,
         heads=heads,
         patch=patch,
-        side=math.isqrt(f.whole("num_position_embeddings", 1, 2**24)) if row.positions == "linear" else side,
+        side=math.isqrt(f.whole("num_position_embeddings", 1, 2**24)) if row.positions == "linear" else size // patch,
         merge=round(merge if merge >= 1 else 1 / merge),  # InternVL has the share of rows that is left
         eps=f.number("layer_norm_eps", 1e-20, 1),
         activation=activation(f.value("hidden_act", str)),
         projector_activation=activation(raw.get("projector_hidden_act") or "gelu"),
         theta=number("rope_theta", rope["rope_theta"], 2, 1e15, 10000),
-        most_patches=most_patches(row, processor, patch, side),
+        most_patches=most_patches(row, processor, patch, size),
         window=f.whole("window_size", 0, 2**16, 0) // patch // max(1, int(merge)),
         full_layers=full,
         deep_layers=deep,
@@ -85,23 +85,24 @@ def read_vision(raw: dict[str, Any], processor: dict[str, Any]) -> Vision | None
     return vision
 
 
-def most_patches(row: TowerRow, processor: dict[str, Any], patch: int, side: int) -> int:
-    """The patches of the largest image that the image processor makes for a tower."""
+def most_patches(row: TowerRow, processor: dict[str, Any], patch: int, tile: int) -> int:
+    """The patches of the largest image that the image processor makes for a tower, whose tiles have sides of `tile`
+    pixels if they must have one size."""
     size = processor.get("max_pixels") or processor.get("size")
     sizes = [*size.values()] if isinstance(size, dict) else [size]
     most = max([whole("the image processor's size", number, 1, 2**28) for number in sizes if number], default=0)
     if row.frames:  # Qwen's is of pixels
         return (most or 28 * 28 * 1280) // patch**2
-    if not side:
+    if not tile:
         return ((most or 1024) // patch + 1) ** 2
     tiles = 1
     if row.positions == "nearest":
-        tiles = math.ceil((most or 1456) / (side * patch)) ** 2 + 1
-    elif row.positions == "own" and "newline" in row.names:
-        tiles = max(height * width for height, width in read_pinpoints(processor)) // (side * patch) ** 2 + 1
+        tiles = math.ceil((most or 1456) / tile) ** 2 + 1
+    elif "newline" in row.names:
+        tiles = max(height * width for height, width in read_pinpoints(processor)) // tile**2 + 1
     elif row.tiled:
         tiles = whole("max_patches", processor.get("max_patches"), 1, 256, 12) + 1
-    return tiles * side**2
+    return tiles * (tile // patch) ** 2
 
 
 def settled(row: TowerRow, f: Fields, raw: dict[str, Any], last: bool) -> TowerRow:
