@@ -80,7 +80,7 @@ class Picture:
 
     digest: bytes  # of its pixels and their shape
     pixels: bytes  # [tiles, height, width, 3] uint8
-    shape: tuple[int, ...]  # tiles, height and width; and how their rows become lines, where the family has these
+    shape: tuple[int, ...]  # tiles, height and width; and of LLaVA-OneVision, how their rows become lines
     num_rows: int  # embeddings that the tower makes of it
     spans: list[Span] = field(default_factory=list)  # the tokens that these stand for
 

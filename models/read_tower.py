@@ -86,8 +86,7 @@ def read_vision(raw: dict[str, Any], processor: dict[str, Any]) -> Vision | None
 
 
 def most_patches(row: TowerRow, processor: dict[str, Any], patch: int, tile: int) -> int:
-    """The patches of the largest image that the image processor makes for a tower, whose tiles have sides of `tile`
-    pixels if they must have one size."""
+    """The patches of the largest image that the image processor makes; if 0, `tile` is no side of its tiles."""
     size = processor.get("max_pixels") or processor.get("size")
     sizes = [*size.values()] if isinstance(size, dict) else [size]
     most = max([whole("the image processor's size", number, 1, 2**28) for number in sizes if number], default=0)

@@ -16,7 +16,7 @@ from models.family_row import Family
 SMALL = 64  # patches, or one tile: an image that warms the tower up
 UNREAD = dict.fromkeys(  # fields of a tower's config that change nothing here
     ("projection_dim", "vocab_size", "max_image_size", "size", "spatial_patch_size", "tokens_per_second",
-     "use_base_siglip", "max_position_embeddings", "out_hidden_size", "drop_path_rate"), ""
+     "use_base_siglip", "max_position_embeddings", "out_hidden_size", "drop_path_rate", "tie_word_embeddings"), ""
 )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ SIDES = "height", "width"
 MOST_ASPECT = 200  # how many times as long as its other side one of an image may be, where its pixels depend on that
 # (text, image tokens after it, height and width of their grid where it gives them positions)
 Piece = tuple[str, int, tuple[int, int]]
-Cut = tuple[list[Image.Image], list[Piece], str, tuple[int, ...]]  # the last: of `Picture.shape`, about lines
+Cut = tuple[list[Image.Image], list[Piece], str, tuple[int, ...]]  # see `ImageProcessor._cut`
 
 
 @dataclass(slots=True)
@@ -100,7 +100,7 @@ class ImageProcessor:
         raise NotImplementedError
 
     def _cut(self, image: Image.Image, alone: bool) -> Cut:
-        """Tiles of one size, and the text that replaces the placeholder: pieces, and what ends it; and the lines."""
+        """Tiles of one size; pieces, and what ends the text that replaces the placeholder; and the rest of a shape."""
         raise NotImplementedError
 
     def _text(self, text: str) -> list[int]:
@@ -168,21 +168,20 @@ class Llava(ImageProcessor):
 
 
 class LlavaOnevision(ImageProcessor):
-    """LLaVA-OneVision: an image alone is seen whole, then as tiles, and lines of their rows end with a newline; one of
-    several is seen as a square."""
+    """LLaVA-OneVision: an image alone, whole, and then as tiles, whose rows make lines; one of several, on a square."""
 
     def _read(self, config: Fields, vision: Fields) -> None:
         self._require("do_center_crop", False)
         self.side = side = whole(vision, "image_size", 224 if vision else 384)
         for name, default in ("size", 384), ("crop_size", side):
-            whole(self.fields, name, default, side, side)
+            whole({name: self._edges(name, default, SIDES, ("shortest_edge",))}, name, default, side, side)
         self.across, self.most = side // whole(vision, "patch_size", 16 if vision else 14), read_lined_tiles(config)
         self.sizes, theirs = read_pinpoints(self.fields), read_pinpoints(config)
         if self.sizes != theirs or any(height % side or width % side for height, width in theirs):
             says = f"image_grid_pinpoints is {self.sizes!r:.80}, and in config.json {theirs!r:.80}"
             raise ValueError(f"{says}; both must have the same multiples of {side}")
         mean = self.fields.get("image_mean") or (0.48145466, 0.4578275, 0.40821073)
-        self.colour = int(mean[0] * 255), int(mean[1] * 255), int(mean[2] * 255)  # around an image on a square
+        self.colour = tuple(int(part * 255) for part in mean)  # around an image on a square
 
     def _size(self, width: int, height: int) -> list[int]:
         """Height and width that tiles fill: they keep the most of an image, and of these have the least padding."""
@@ -211,7 +210,7 @@ class LlavaOnevision(ImageProcessor):
             left = (length - int(round(width * (lines / height), 7))) // 2
         lines, length = lines - 2 * top, length - 2 * left
         if (ratio := math.sqrt(lines * length / (self.most * across**2))) > 1.1:
-            lines, length = int(lines // ratio), int(length // ratio)
+            lines, length = max(1, int(lines // ratio)), max(1, int(length // ratio))
         shape = wide // side, top, left, lines, length
         return tiles, [("", across**2 + lines * (length + 1), (0, 0))], "", shape
 

@@ -1,4 +1,4 @@
-"""Published models are taken, or refused by name, by the fields of their files that decide it: tests/vision/published.json."""
+"""Published models are taken, or refused by name, by the fields of their files that decide it (published.json)."""
 
 from __future__ import annotations
 
@@ -37,6 +37,23 @@ def test_these_see(tmp_path: Path, name: str) -> None:
     assert [vision.window, *vision.full_layers, *vision.deep_layers] == [
         model.get("window", 0), *model.get("full", ()), *model.get("deep", ())]  # fmt: skip
     assert vision.mean == tuple(model["preprocessor"]["image_mean"])
+
+
+@pytest.mark.parametrize("name", SEEING)
+def test_what_every_config_of_transformers_may_have_changes_nothing(tmp_path: Path, name: str) -> None:
+    model, vision = MODELS[name], MODELS[name]["config"]["vision_config"]
+    nothing = {"id2label": {"0": "LABEL_0"}, "length_penalty": 1.0, "max_length": 20, "num_beams": 1, "top_k": 50}
+    nothing |= {"tie_word_embeddings": True, "torch_dtype": "bfloat16", "initializer_range": 0.02, "typical_p": 1.0}
+    nothing |= {"in_channels": 3} if "depth" in vision else {"num_channels": 3}
+    want = ModelConfig.from_folder(folder_of(tmp_path, model)).vision
+    for key in "size", "max_image_size", "crop_size":
+        if isinstance(sides := model["preprocessor"].get(key), dict):
+            nulls = {"height": None, "width": None, "longest_edge": None, "shortest_edge": None}
+            model = model | {"preprocessor": model["preprocessor"] | {key: nulls | sides}}
+    model = model | {"config": model["config"] | {"vision_config": nothing | vision}}
+    folder = folder_of(tmp_path, model)
+    assert want and ModelConfig.from_folder(folder).vision == want
+    assert ImageProcessor.from_folder(folder, model["config"], lambda text: [7])
 
 
 @pytest.mark.parametrize("name", sorted(MODELS.keys() - {*SEEING}))
