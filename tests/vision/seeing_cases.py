@@ -87,7 +87,7 @@ CASES: dict[str, dict[str, Any]] = {
     "llava": seeing(
         "LlavaConfig", "tiles", SIZES | {"model_type": "clip_vision_model", "image_size": 16}, [(1, 16, 16)] * 2, 4,
         LLAMA, "image_token_index", image_seq_length=16),
-    "llava-onevision": onevision([(20, 36), (22, 15)], True, 9),
+    "llava-onevision": onevision([(20, 36), (60, 9)], True, 9),
     "llava-onevision-shrunk": onevision([(31, 60), (60, 20)], True, 2),
     "llava-onevision-several": onevision([(61, 60), (20, 30)], False, 9),
     "smolvlm": seeing(
