@@ -80,7 +80,7 @@ class Picture:
 
     digest: bytes  # of its pixels and their shape
     pixels: bytes  # [tiles, height, width, 3] uint8
-    shape: tuple[int, int, int]  # tiles, height and width
+    shape: tuple[int, ...]  # tiles, height and width; and of LLaVA-OneVision, how their rows become lines
     num_rows: int  # embeddings that the tower makes of it
     spans: list[Span] = field(default_factory=list)  # the tokens that these stand for
     seeing: tuple[int, int] = (0, 0)  # begin and end of a run of the prompt's tokens that all see one another

@@ -52,7 +52,7 @@ class Images:
         left, tokens, limit = self.max_bytes, 0, self.facts["max_model_len"]
         for part in parts:
             source, part["source"] = part["source"], None
-            image = self.threads.apply(self._prepare, (source, left))
+            image = self.threads.apply(self._prepare, (source, left, count == 1))
             if isinstance(image, str):
                 raise image_error(part["place"], image)
             images.append(image[0])
@@ -62,10 +62,10 @@ class Images:
         self.reader.show(parts)
         return images
 
-    def _prepare(self, source: Any, left: int) -> tuple[Prepared, int] | str:
+    def _prepare(self, source: Any, left: int, alone: bool) -> tuple[Prepared, int] | str:
         """An image of at most `left` bytes and its size; or what is wrong, because gevent would show what is raised."""
         try:
-            return self.reader.prepare(source, left)
+            return self.reader.prepare(source, left, alone)
         except ValueError as error:
             return str(error)
 

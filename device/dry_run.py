@@ -144,7 +144,8 @@ def largest_image(model: Transformer) -> tuple[int, int, int]:
     """Tiles, height and width of the largest image that fits the context."""
     assert model.tower
     vision = model.tower.vision
-    return vision.shape(vision.most_rows(model.max_model_len) * vision.merge**2)
+    rows = vision.most_rows(model.max_model_len)
+    return vision.shape(vision.most_patches if vision.lined_tiles else rows * vision.merge**2)
 
 
 def count_tower(dry: Worker) -> int:

@@ -48,7 +48,7 @@ def add_vision(w: Worker) -> None:
         if tower and plan and plan.compute:
             w.mark("tower")
             for picture in plan.compute:
-                w.images[picture.digest] = tower(pixels_of(picture, w.device))
+                w.images[picture.digest] = tower(pixels_of(picture, w.device), *picture.shape[3:])
                 assert len(w.images[picture.digest]) == picture.num_rows
         if plan and plan.seeing:
             batch.reach = reach_of(batch, run.plan, plan)
@@ -70,7 +70,7 @@ def rows_of(plan: StepPlan, images: VisionPlan) -> list[ImageRow]:
 
 def pixels_of(picture: Picture, device: str) -> torch.Tensor:
     """An image's pixels [tiles, height, width, 3] uint8 on the device."""
-    return to_device(np.frombuffer(bytearray(picture.pixels), np.uint8).reshape(*picture.shape, 3), device)
+    return to_device(np.frombuffer(bytearray(picture.pixels), np.uint8).reshape(*picture.shape[:3], 3), device)
 
 
 def embeddings_of(

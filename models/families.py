@@ -61,7 +61,8 @@ ROUTED = {"num_local_experts": "n_routed_experts"}
 OLD = dict.fromkeys(("head_dim", "num_key_value_heads", "intermediate_size", "hidden_act", "layer_norm_eps"), "")
 GEMMA = BIASED.but(
     unit_offset=True, embed_scale="sqrt", activation="gelu_pytorch_tanh", keys={"hidden_activation": "hidden_act"},
-    defaults={"tie_word_embeddings": True, "head_dim": 256, "num_key_value_heads": 16},
+    defaults={
+        "tie_word_embeddings": True, "head_dim": 256, "num_key_value_heads": 16, "max_position_embeddings": 8192},
     fixed={"use_bidirectional_attention": False, "hidden_act": ("gelu", "gelu_pytorch_tanh")},
 )  # fmt: skip
 OUTPUT_NORMS = {

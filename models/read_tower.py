@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from models.config_fields import Fields, number, typed, whole
 from models.text_halves import FIELDS, wrapper_of
 from models.tower_rows import TOWERS, TowerRow, Vision
-from vision.preprocessor import read_preprocessor
+from vision.preprocessor import read_lined_tiles, read_pinpoints, read_preprocessor
 
 if TYPE_CHECKING:
     from model_config import ModelConfig
@@ -48,7 +48,7 @@ def read_vision(raw: dict[str, Any], processor: dict[str, Any]) -> Vision | None
     f, text = Fields(tower, row.fields), next((raw[name] for name in FIELDS if raw.get(name)), raw)
     layers, patch = f.whole("num_hidden_layers", 1, 1024), f.whole("patch_size", 1, 1024)
     feature = whole("vision_feature_layer", raw.get("vision_feature_layer"), -layers, layers, row.feature_layer)
-    strategy = raw.get("vision_feature_select_strategy") or "default"
+    strategy = raw.get("vision_feature_select_strategy") or row.strategy
     if row.strategy and strategy != row.strategy:
         raise ValueError(f"vision_feature_select_strategy is {strategy!r:.80}; Manta has {row.strategy!r} alone")
     merge = 1.0
@@ -58,8 +58,9 @@ def read_vision(raw: dict[str, Any], processor: dict[str, Any]) -> Vision | None
     if f.whole("head_dim", 1, 1024, dim := hidden_size // heads) * heads != hidden_size or (row.rope and dim % 4):
         raise ValueError(f"vision_config: hidden_size is {hidden_size}, which {heads} heads must share")
     rope = {"rope_theta": f.get("rope_theta")} | (f.value("rope_parameters", dict) or {})
-    side = f.whole("image_size", patch, 2**16) // patch if row.positions in ("own", "nearest") else 0
+    size = f.whole("image_size", patch, 2**16) if row.positions in ("own", "nearest") else 0
     if row.pooled:
+        side = size // patch
         merge = side / math.sqrt(tokens := whole(row.merge, raw.get(row.merge), 1, side**2, 256))
         if merge % 1:
             raise ValueError(f"{row.merge} is {tokens}; Manta makes as many equal squares of {side} x {side} patches")
@@ -73,16 +74,17 @@ def read_vision(raw: dict[str, Any], processor: dict[str, Any]) -> Vision | None
         saved_layers=layers,
         heads=heads,
         patch=patch,
-        side=math.isqrt(f.whole("num_position_embeddings", 1, 2**24)) if row.positions == "linear" else side,
+        side=math.isqrt(f.whole("num_position_embeddings", 1, 2**24)) if row.positions == "linear" else size // patch,
         merge=round(merge if merge >= 1 else 1 / merge),  # InternVL has the share of rows that is left
         eps=f.number("layer_norm_eps", 1e-20, 1),
         activation=activation(f.value("hidden_act", str)),
         projector_activation=activation(raw.get("projector_hidden_act") or "gelu"),
         theta=number("rope_theta", rope["rope_theta"], 2, 1e15, 10000),
-        most_patches=most_patches(row, processor, patch, side),
+        most_patches=most_patches(row, processor, patch, size),
         window=f.whole("window_size", 0, 2**16, 0) // patch // max(1, int(merge)),
         full_layers=full,
         deep_layers=deep,
+        lined_tiles=read_lined_tiles(raw) if "newline" in row.names else 0,
         axes=axes_of(row, text.get("rope_parameters") or text.get("rope_scaling") or {}),
         **normalisation(processor),
     )
@@ -90,21 +92,23 @@ def read_vision(raw: dict[str, Any], processor: dict[str, Any]) -> Vision | None
     return vision
 
 
-def most_patches(row: TowerRow, processor: dict[str, Any], patch: int, side: int) -> int:
-    """The patches of the largest image that the image processor makes for a tower."""
+def most_patches(row: TowerRow, processor: dict[str, Any], patch: int, tile: int) -> int:
+    """The patches of the largest image that the image processor makes; if 0, `tile` is no side of its tiles."""
     size = processor.get("max_pixels") or processor.get("size")
     sizes = [*size.values()] if isinstance(size, dict) else [size]
     most = max([whole("the image processor's size", number, 1, 2**28) for number in sizes if number], default=0)
     if row.frames:  # Qwen's is of pixels
         return (most or 28 * 28 * 1280) // patch**2
-    if not side:
+    if not tile:
         return ((most or 1024) // patch + 1) ** 2
     tiles = 1
     if row.positions == "nearest":
-        tiles = math.ceil((most or 1456) / (side * patch)) ** 2 + 1
+        tiles = math.ceil((most or 1456) / tile) ** 2 + 1
+    elif "newline" in row.names:
+        tiles = max(height * width for height, width in read_pinpoints(processor)) // tile**2 + 1
     elif row.tiled:
         tiles = whole("max_patches", processor.get("max_patches"), 1, 256, 12) + 1
-    return tiles * side**2
+    return tiles * (tile // patch) ** 2
 
 
 def settled(row: TowerRow, f: Fields, raw: dict[str, Any], last: bool) -> TowerRow:

@@ -41,6 +41,7 @@ class Tower(Owner):
         self.fill("positions", root, ("positions",), (*ones, v.side**2 + self.has_class, size))
         self.take_norm("pre", root, "pre", size, row.norm)
         self.take_norm("last", root, "last", size, "layer")
+        self.fill("newline", "", ("newline",), (c.hidden_size,))
         for i in range(v.layers):
             self.take_layer(f"{i}.", f"{root}{self.names['layer']}.{i}.")
         self.take_projector("", f"{self.names['projector']}.", row.wide_norm, c.hidden_size)
@@ -119,9 +120,9 @@ class Tower(Owner):
 
     # --- an image -----------------------------------------------------------------------------------------------------
 
-    def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
+    def __call__(self, pixels: torch.Tensor, *lines: int) -> torch.Tensor:
         """The rows [n, hidden * levels] of an image's pixels [tiles, height, width, 3] uint8: each row has embeddings
-        for the text's first layer, and for the levels of DeepStack."""
+        for the text's first layer, and for the levels of DeepStack. `lines` is the rest of `Picture.shape`."""
         v, weights, device, tiles = self.vision, self.weights, pixels.device, len(pixels)
         rows, columns = pixels.shape[1] // v.patch, pixels.shape[2] // v.patch
         order, blocks, windows = (torch.from_numpy(x).to(device) for x in patch_order(rows, columns, v.merge, v.window))
@@ -150,7 +151,7 @@ class Tower(Owner):
         result = torch.cat((self.project(x, ""), *levels), 1)
         if v.window:
             result = torch.empty_like(result).index_copy_(0, blocks, result)
-        return result
+        return self.lined(result, lines) if "newline" in weights else result
 
     def patches(self, pixels: torch.Tensor) -> torch.Tensor:
         """The normalised patches [tiles, n, numbers] of an image, in the order of the convolution's weights."""
@@ -223,6 +224,21 @@ class Tower(Owner):
         if "fc1" not in self.names:
             return x
         return self.product(self.act(self.product(x, f"{part}fc1"), v.projector_activation), f"{part}fc2")
+
+    def lined(self, rows: torch.Tensor, lines: tuple[int, ...]) -> torch.Tensor:
+        """The rows [n, hidden] of the first tile; and those of the others as lines without padding, each with a newline
+        after it. Without `lines`, see `LlavaOnevision` in vision/processors.py, one newline is at the end."""
+        newline, side = self.weights["newline"], self.vision.side
+        if not lines:
+            return torch.cat((rows, newline[None]))
+        tiles_across, top, left, height, width = lines
+        x = rows[side**2 :].view(-1, tiles_across, side, side, len(newline)).permute(4, 0, 2, 1, 3)
+        x = x.flatten(3).flatten(1, 2)  # [hidden, lines, rows of a line]
+        x = x[:, top : x.shape[1] - top, left : x.shape[2] - left]
+        if x.shape[1:] != (height, width):
+            x = F.interpolate(x[None], (height, width), mode="bilinear")[0]
+        x = torch.cat((x, newline[:, None, None].expand(-1, height, 1)), 2)
+        return torch.cat((rows[: side**2], x.flatten(1).T))
 
     def product(self, x: torch.Tensor, part: str) -> torch.Tensor:
         """x W^T + bias."""

@@ -17,7 +17,7 @@ SMALL = 64  # patches, or one tile: an image that warms the tower up
 UNREAD = dict.fromkeys(  # fields of a tower's config that change nothing here
     ("projection_dim", "vocab_size", "max_image_size", "size", "spatial_patch_size", "tokens_per_second",
      "use_base_siglip", "max_position_embeddings", "out_hidden_size", "drop_path_rate", "vision_use_head",
-     "num_image_tokens", "projector_hidden_act"), ""
+     "num_image_tokens", "num_positions", "projector_hidden_act", "tie_word_embeddings"), ""
 )  # fmt: skip
 
 
@@ -26,7 +26,7 @@ class TowerRow:
     """How a family sees: what its tensors are called, and where it departs from CLIP.
 
     Of the `names`, "root" comes before all but "projector" and "deep", DeepStack's projectors, which come before the
-    parts of a projector; and "layer" and a number come before the parts of a layer.
+    parts of a projector, and "newline"; and "layer" and a number come before the parts of a layer.
     """
 
     names: dict[str, str]  # without ".weight" and ".bias"; what a family has not is left out
@@ -60,14 +60,14 @@ class TowerRow:
         return dataclasses.replace(self, **changes | {"names": self.names | changes.get("names", {})})
 
 
-SIGLIP_LAYER = {
+SIGLIP = {
+    "patch": "embeddings.patch_embedding", "positions": "embeddings.position_embedding.weight",
     "layer": "encoder.layers", "norm1": "layer_norm1", "norm2": "layer_norm2", "q": "self_attn.q_proj",
     "k": "self_attn.k_proj", "v": "self_attn.v_proj", "o": "self_attn.out_proj", "up": "mlp.fc1", "down": "mlp.fc2",
 }  # fmt: skip
 CLIP = TowerRow(
-    names=SIGLIP_LAYER | {
-        "root": "vision_tower", "patch": "embeddings.patch_embedding", "class": "embeddings.class_embedding",
-        "positions": "embeddings.position_embedding.weight", "pre": "pre_layrnorm",
+    names=SIGLIP | {
+        "root": "vision_tower", "class": "embeddings.class_embedding", "pre": "pre_layrnorm",
         "projector": "multi_modal_projector", "fc1": "linear_1", "fc2": "linear_2"},
     biases="qkv o up down project", kind="clip_vision_model", positions="own", feature_layer=-2, strategy="default",
     fields=Family(keys=UNREAD, fixed={"num_channels": 3}, defaults={
@@ -75,10 +75,9 @@ CLIP = TowerRow(
         "image_size": 224, "patch_size": 32, "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5}),
 )  # fmt: skip
 IDEFICS3 = TowerRow(
-    names=SIGLIP_LAYER | {
-        "root": "vision_model", "patch": "embeddings.patch_embedding",
-        "positions": "embeddings.position_embedding.weight", "last": "post_layernorm",
-        "projector": "connector", "merge": "modality_projection.proj"},
+    names=SIGLIP | {
+        "root": "vision_model", "last": "post_layernorm", "projector": "connector",
+        "merge": "modality_projection.proj"},
     biases="patch qkv o up down", positions="nearest", merge="scale_factor", tiled=True,
     fields=Family(keys=UNREAD, fixed={"num_channels": 3}, defaults={
         "hidden_size": 1152, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 16,
@@ -93,6 +92,13 @@ PALIGEMMA = IDEFICS3.but(
 GEMMA3 = PALIGEMMA.but(
     names={"merge": "mm_input_projection_weight", "projector_norm": "mm_soft_emb_norm"}, biases="patch qkv o up down",
     merge="mm_tokens_per_image", pooled=True,
+)  # fmt: skip
+LLAVA_ONEVISION = TowerRow(
+    names=SIGLIP | {
+        "root": "vision_tower", "projector": "multi_modal_projector", "fc1": "linear_1", "fc2": "linear_2",
+        "newline": "image_newline"},
+    biases="patch qkv o up down project", kind="siglip_vision_model", positions="own", strategy="full", tiled=True,
+    fields=IDEFICS3.fields.but(defaults={"hidden_size": 768, "num_attention_heads": 12, "patch_size": 16}),
 )  # fmt: skip
 QWEN_FIELDS = {"depth": "num_hidden_layers", "num_heads": "num_attention_heads", "in_chans": "in_channels", **UNREAD}
 QWEN2VL = TowerRow(
@@ -157,6 +163,7 @@ TOWERS: dict[str, TowerRow] = {  # by `wrapper_of` the architecture
     "idefics3": IDEFICS3,
     "internvl": INTERNVL,
     "llava": CLIP,
+    "llavaonevision": LLAVA_ONEVISION,
     "mistral3": PIXTRAL,
     "paligemma": PALIGEMMA,
     "qwen2vl": QWEN2VL,
@@ -191,6 +198,7 @@ class Vision:
     window: int = 0  # rows along a side of a window; 0: layers see all
     full_layers: tuple[int, ...] = ()  # that see all beside those with a window
     deep_layers: tuple[int, ...] = ()  # whose output is projected, too, and added in the text's first layers
+    lined_tiles: int = 0  # tiles whose rows an image's lines have at most, about, or else shrink; 0: there are no lines
     # Of each frequency of the text's RoPE: whether it turns by a token's time, row or column (0, 1, 2); see M-RoPE in
     # Qwen2-VL (2024). Empty: positions have one axis.
     axes: tuple[int, ...] = ()
@@ -202,7 +210,10 @@ class Vision:
 
     def most_rows(self, max_model_len: int) -> int:
         """Rows of the largest image that fits the context."""
-        return min(max_model_len, -(-self.most_patches // self.merge**2))
+        rows = -(-self.most_patches // self.merge**2)
+        if self.lined_tiles:  # they shrink if their sides are more than 1.1 times as long as they may be
+            rows = min(rows, int((1 + 1.21 * self.lined_tiles) * self.side**2)) + rows // self.side
+        return min(max_model_len, rows)
 
     def shape(self, patches: int) -> tuple[int, int, int]:
         """Tiles, height and width of an image of about so many patches, or of what the table of positions has."""

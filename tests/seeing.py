@@ -42,6 +42,17 @@ def new_folder(folder: Path, template: str | None = None) -> str:
     return str(folder)
 
 
+def lined_folder(folder: Path) -> str:
+    """The files of a model whose images have lines of rows where they are alone in a prompt."""
+    new_folder(folder, TALK)
+    points = {"image_grid_pinpoints": [[16, 32], [32, 16]]}
+    vision = {"model_type": "siglip_vision_model", "image_size": 16, "patch_size": 8}
+    config = {"architectures": ["LlavaOnevisionForConditionalGeneration"], "vision_config": vision}
+    for name, content in ("config", config | points), ("preprocessor_config", {"size": 16, **points}):
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return str(folder)
+
+
 def png(colour: str, width: int = 20, height: int = 16) -> bytes:
     """The file of a picture of one colour."""
     Image.new("RGB", (width, height), colour).save(data := io.BytesIO(), "PNG")

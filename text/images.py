@@ -39,15 +39,15 @@ class ImageReader:
             raise ValueError(BLIND)
         return processor
 
-    def prepare(self, source: Any, max_bytes: int = MAX_BYTES) -> tuple[Prepared, int]:
-        """The image of a URL, of a file's bytes or of Pillow's, and how many bytes it had; or a ValueError."""
+    def prepare(self, source: Any, max_bytes: int = MAX_BYTES, alone: bool = True) -> tuple[Prepared, int]:
+        """The image of a URL, bytes or Pillow, `alone` in its prompt or not, and its size in bytes; or a ValueError."""
         from vision.fetch import load_image_bytes
         from vision.pictures import open_picture
 
         if isinstance(source, str):
             source = load_image_bytes(source, self.domains, max_bytes, FETCH_SECONDS)
         picture = open_picture(source, self.max_pixels)
-        return self.processor.prepare(picture), len(source) if isinstance(source, bytes) else 0
+        return self.processor.prepare(picture, alone), len(source) if isinstance(source, bytes) else 0
 
     def show(self, parts: list[dict[str, Any]]) -> None:
         """Have chat templates write the model's placeholder for each of these image parts."""

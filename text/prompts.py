@@ -156,7 +156,8 @@ class InputProcessor:
         """A prompt's tokens with those of its images, and these."""
         if not self.facts.get("vision"):
             raise ValueError(f"multi_modal_data has {len(images)} images; {BLIND}")
-        return self.images.processor.expand(ids, [self.images.prepare(image)[0] for image in images])
+        prepared = [self.images.prepare(image, alone=len(images) == 1)[0] for image in images]
+        return self.images.processor.expand(ids, prepared)
 
     def request(
         self,

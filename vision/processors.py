@@ -14,13 +14,14 @@ import numpy as np
 from PIL import Image
 
 from plan import Picture, Span
-from vision.preprocessor import read_preprocessor
+from vision.preprocessor import MAX_PIXELS, read_lined_tiles, read_pinpoints, read_preprocessor
 
 Fields = dict[str, Any]
 SIDES = "height", "width"
 MOST_ASPECT = 200  # how many times as long as its other side one of an image may be, where its pixels depend on that
 # (text, image tokens after it, height and width of their grid where it gives them positions)
 Piece = tuple[str, int, tuple[int, int]]
+Cut = tuple[list[Image.Image], list[Piece], str, tuple[int, ...]]  # see `ImageProcessor._cut`
 
 
 @dataclass(slots=True)
@@ -60,15 +61,15 @@ class ImageProcessor:
         """
         (architecture, *_) = config.get("architectures") or [""]
         tower = (config.get("vision_config") or {}).get("model_type", "clip_vision_model")
-        if architecture not in FAMILIES or (architecture.startswith("Llava") and tower != "clip_vision_model"):
+        if architecture not in FAMILIES or (FAMILIES[architecture] is Llava and tower != "clip_vision_model"):
             return None
         return FAMILIES[architecture](read_preprocessor(folder), config, encode)
 
-    def prepare(self, image: Image.Image) -> Prepared:
-        """Pixels and tokens of an RGB image; a ValueError if one side is too long for the other."""
-        tiles, pieces, end = self._cut(image)
+    def prepare(self, image: Image.Image, alone: bool = True) -> Prepared:
+        """Pixels and tokens of an RGB image, `alone` in its prompt or not; a ValueError if a side is too long."""
+        tiles, pieces, end, lines = self._cut(image, alone)
         array = np.stack([np.asarray(tile) for tile in tiles])
-        pixels, shape = array.tobytes(), array.shape[:3]
+        pixels, shape = array.tobytes(), array.shape[:3] + lines
         ids, spans, rows = list[int](), [], 0
         for text, count, grid in pieces:
             ids += self._text(text)
@@ -103,8 +104,8 @@ class ImageProcessor:
         """Take what the family needs of the fields, config.json and its vision_config."""
         raise NotImplementedError
 
-    def _cut(self, image: Image.Image) -> tuple[list[Image.Image], list[Piece], str]:
-        """Tiles of one size, and the text that replaces the placeholder: pieces, and what ends it."""
+    def _cut(self, image: Image.Image, alone: bool) -> Cut:
+        """Tiles of one size; pieces, and what ends the text that replaces the placeholder; and the rest of a shape."""
         raise NotImplementedError
 
     def _text(self, text: str) -> list[int]:
@@ -157,7 +158,7 @@ class Llava(ImageProcessor):
         patches = side // whole(vision, "patch_size", 32 if vision else 14)
         self.rows = patches**2 + (config.get("vision_feature_select_strategy") == "full")  # with the class token's
 
-    def _cut(self, image: Image.Image) -> tuple[list[Image.Image], list[Piece], str]:
+    def _cut(self, image: Image.Image, alone: bool) -> Cut:
         width, height = size = image.size
         if edge := self.size.get("shortest_edge"):
             check_aspect(image)
@@ -168,7 +169,64 @@ class Llava(ImageProcessor):
         image = image.resize(size, self.resample)
         width, height = self.crop["width"], self.crop["height"]
         left, top = (size[0] - width) // 2, (size[1] - height) // 2
-        return [image.crop((left, top, left + width, top + height))], [("", self.rows, (0, 0))], ""
+        return [image.crop((left, top, left + width, top + height))], [("", self.rows, (0, 0))], "", ()
+
+
+class LlavaOnevision(ImageProcessor):
+    """LLaVA-OneVision: an image alone, whole, and then as tiles, whose rows make lines; one of several, on a square."""
+
+    def _read(self, config: Fields, vision: Fields) -> None:
+        self._require("do_center_crop", False)
+        self.side = side = whole(vision, "image_size", 224 if vision else 384)
+        for name, default in ("size", 384), ("crop_size", side):
+            whole({name: self._edges(name, default, SIDES, ("shortest_edge",))}, name, default, side, side)
+        self.across, self.most = side // whole(vision, "patch_size", 16 if vision else 14), read_lined_tiles(config)
+        self.sizes, theirs = read_pinpoints(self.fields), read_pinpoints(config)
+        if self.sizes != theirs or any(height % side or width % side for height, width in theirs):
+            says = f"image_grid_pinpoints is {self.sizes!r:.80}, and in config.json {theirs!r:.80}"
+            raise ValueError(f"{says}; both must have the same multiples of {side}")
+        mean = self.fields.get("image_mean") or (0.48145466, 0.4578275, 0.40821073)
+        self.colour = tuple(int(part * 255) for part in mean)  # around an image on a square
+
+    def _size(self, width: int, height: int) -> list[int]:
+        """Height and width that tiles fill: they keep the most of an image, and of these have the least padding."""
+
+        def fit(size: list[int]) -> tuple[int, int]:
+            scale = min(size[1] / width, size[0] / height)
+            kept = min(int(width * scale) * int(height * scale), width * height)
+            return kept, kept - size[0] * size[1]
+
+        return max(self.sizes, key=fit)
+
+    def _cut(self, image: Image.Image, alone: bool) -> Cut:
+        (width, height), side, across = image.size, self.side, self.across
+        if not alone:
+            return [self._square(image)], [("", across**2 + 1, (0, 0))], "", ()
+        high, wide = self._size(width, height)
+        scale = min(wide / width, high / height)
+        size = min(math.ceil(width * scale), wide), min(math.ceil(height * scale), high)
+        padded = Image.new("RGB", (wide, high))
+        padded.paste(image.resize(size, self.resample), ((wide - size[0]) // 2, (high - size[1]) // 2))
+        tiles = [image.resize((side, side), self.resample), *cells(padded, side)]
+        lines, length, top, left = high // side * across, wide // side * across, 0, 0
+        if width / height > length / lines:
+            top = (lines - int(round(height * (length / width), 7))) // 2
+        else:
+            left = (length - int(round(width * (lines / height), 7))) // 2
+        lines, length = lines - 2 * top, length - 2 * left
+        if (ratio := math.sqrt(lines * length / (self.most * across**2))) > 1.1:
+            lines, length = max(1, int(lines // ratio)), max(1, int(length // ratio))
+        shape = wide // side, top, left, lines, length
+        return tiles, [("", across**2 + lines * (length + 1), (0, 0))], "", shape
+
+    def _square(self, image: Image.Image) -> Image.Image:
+        (width, height), side = image.size, max(image.size)
+        if side**2 > 2 * MAX_PIXELS:
+            limit = f"beside others a square around it may have at most {2 * MAX_PIXELS} pixels"
+            raise ValueError(f"the image has {width} x {height} pixels; {limit}")
+        square = Image.new("RGB", (side, side), self.colour)
+        square.paste(image, ((side - width) // 2, (side - height) // 2))
+        return square.resize((self.side, self.side), self.resample)
 
 
 class Idefics3(ImageProcessor):
@@ -186,7 +244,7 @@ class Idefics3(ImageProcessor):
         self.splits = self.fields.get("do_image_splitting") in (None, True)
         self.rows = shuffled(self.side, whole(vision, "patch_size", 32), whole(config, "scale_factor", 2))
 
-    def _cut(self, image: Image.Image) -> tuple[list[Image.Image], list[Piece], str]:
+    def _cut(self, image: Image.Image, alone: bool) -> Cut:
         side, fake = self.side, "<fake_token_around_image>"
         longest = self.size.get("longest_edge")
         size = scaled(image.size, longest, 2) if longest else (self.size["width"], self.size["height"])
@@ -202,7 +260,7 @@ class Idefics3(ImageProcessor):
                     pieces.append((f"{line}{fake}<row_{i // across + 1}_col_{i % across + 1}>", self.rows, (0, 0)))
                 line = "\n\n"
         tiles.append(image.resize((side, side), self.resample))
-        return tiles, [*pieces, (f"{line}{fake}<global-img>", self.rows, (0, 0))], fake
+        return tiles, [*pieces, (f"{line}{fake}<global-img>", self.rows, (0, 0))], fake, ()
 
 
 def cells(image: Image.Image, side: int) -> list[Image.Image]:
@@ -246,7 +304,7 @@ class QwenVL(ImageProcessor):
         }
         self.least, self.longest = (whole(size, name, 0) for name in older)
 
-    def _cut(self, image: Image.Image) -> tuple[list[Image.Image], list[Piece], str]:
+    def _cut(self, image: Image.Image, alone: bool) -> Cut:
         (width, height), factor = image.size, self.factor
         check_aspect(image)
         rows, columns = round(height / factor), round(width / factor)
@@ -257,7 +315,7 @@ class QwenVL(ImageProcessor):
             beta = math.sqrt(self.least / (height * width))
             rows, columns = (math.ceil(side * beta / factor) for side in (height, width))
         image = image.resize((columns * factor, rows * factor), self.resample)
-        return [image], [("", rows * columns, (rows, columns))], ""
+        return [image], [("", rows * columns, (rows, columns))], "", ()
 
 
 class InternVL(ImageProcessor):
@@ -284,12 +342,12 @@ class InternVL(ImageProcessor):
                 nearest, best = off, (x, y)
         return best
 
-    def _cut(self, image: Image.Image) -> tuple[list[Image.Image], list[Piece], str]:
+    def _cut(self, image: Image.Image, alone: bool) -> Cut:
         side, (columns, rows) = self.side, self._grid(*image.size)
         tiles = [image.resize((side, side), self.resample)]
         if columns * rows > 1:
             tiles = cells(image.resize((columns * side, rows * side), self.resample), side) + tiles
-        return tiles, [("<img>", self.rows * len(tiles), (0, 0))], "</img>"
+        return tiles, [("<img>", self.rows * len(tiles), (0, 0))], "</img>", ()
 
 
 class Pixtral(ImageProcessor):
@@ -303,7 +361,7 @@ class Pixtral(ImageProcessor):
         self.patch = whole(vision, "patch_size", 16 if vision else 14) * whole(config, "spatial_merge_size", 2)
         self.height, self.width = (self.size.get(name) or self.size["longest_edge"] for name in SIDES)
 
-    def _cut(self, image: Image.Image) -> tuple[list[Image.Image], list[Piece], str]:
+    def _cut(self, image: Image.Image, alone: bool) -> Cut:
         width, height = image.size
         if (ratio := max(height / self.height, width / self.width)) > 1:
             width, height = math.floor(width / ratio), math.floor(height / ratio)
@@ -312,7 +370,7 @@ class Pixtral(ImageProcessor):
             raise ValueError(f"the image has {image.size[0]} x {image.size[1]} pixels; {limit}")
         columns, rows = ((side - 1) // self.patch + 1 for side in (width, height))
         image = image.resize((columns * self.patch, rows * self.patch), self.resample)
-        return [image], [("[IMG_BREAK]" if y else "", columns, (0, 0)) for y in range(rows)], "[IMG_END]"
+        return [image], [("[IMG_BREAK]" if y else "", columns, (0, 0)) for y in range(rows)], "[IMG_END]", ()
 
 
 class Siglip(ImageProcessor):
@@ -328,8 +386,9 @@ class Siglip(ImageProcessor):
         runs = [self._text("\n" * i) for i in range(32)]
         self.newlines = {run[0]: i for i, run in enumerate(runs) if len(run) == 1}  # how many each token is
 
-    def _cut(self, image: Image.Image) -> tuple[list[Image.Image], list[Piece], str]:
-        return [image.resize((self.size["width"], self.size["height"]), self.resample)], [("", self.rows, (0, 0))], ""
+    def _cut(self, image: Image.Image, alone: bool) -> Cut:
+        image = image.resize((self.size["width"], self.size["height"]), self.resample)
+        return [image], [("", self.rows, (0, 0))], "", ()
 
     def _framed(self, ids: list[int], before: int, after: int) -> list[int]:
         """A text with so many newlines before and after it; the tokenizer may join them with its own."""
@@ -352,9 +411,9 @@ class Gemma3(Siglip):
         self._require("do_pan_and_scan", False)
         self.rows = whole(config, "mm_tokens_per_image", 256)
 
-    def _cut(self, image: Image.Image) -> tuple[list[Image.Image], list[Piece], str]:
-        tiles, _, _ = super()._cut(image)
-        return tiles, [(self.image_token, self.rows, (0, 0))], "<end_of_image>"
+    def _cut(self, image: Image.Image, alone: bool) -> Cut:
+        tiles, *_ = super()._cut(image, alone)
+        return tiles, [(self.image_token, self.rows, (0, 0))], "<end_of_image>", ()
 
     def expand(self, ids: list[int], prepared: Sequence[Prepared]) -> tuple[list[int], list[Picture]]:
         places = [-1, *(i for i, token in enumerate(ids) if token == self.placeholder_id), len(ids)]
@@ -381,6 +440,7 @@ class PaliGemma(Siglip):
 
 FAMILIES: dict[str, type[ImageProcessor]] = {
     "LlavaForConditionalGeneration": Llava,
+    "LlavaOnevisionForConditionalGeneration": LlavaOnevision,
     "Idefics3ForConditionalGeneration": Idefics3,
     "SmolVLMForConditionalGeneration": Idefics3,
     "Qwen2VLForConditionalGeneration": QwenVL,

@@ -21,7 +21,7 @@ from processes.child import Board
 from processes.suspects import Suspects
 from sampling_params import SamplingParams
 from scripted import CHAT, FACTS, ScriptedClient, error_of, events, post, refusal
-from seeing import IMAGE_ID, ROWS, TALK, TEXTS, USERS, data_url, new_folder, png, shown
+from seeing import IMAGE_ID, ROWS, TALK, TEXTS, USERS, data_url, lined_folder, new_folder, png, shown
 from server import create_app
 from text.images import BLIND, ImageReader
 from text.messages import chat_messages
@@ -206,6 +206,14 @@ def test_a_text_cannot_take_the_place_of_an_image_that_the_template_drops(
     dropped = [{"role": "assistant", "content": [text("a"), chat_part(RED)]}]
     refusal(post(http_client, CHAT, messages=dropped + user(text("b <image> c"))))
     assert not engine.added
+
+
+def test_an_image_alone_may_be_seen_as_several_are_not(served: Served, engine: ScriptedClient, tmp_path: Path) -> None:
+    http_client = served()
+    lined_folder(tmp_path)
+    for parts, shapes in ([RED], [(3, 16, 16, 2, 0, 1, 2, 2)]), ([RED, BLUE], [(1, 16, 16)] * 2):
+        assert post(http_client, CHAT, messages=user(*map(chat_part, parts))).status_code == 200
+        assert [picture.shape for picture in engine.pictures[-1]] == shapes
 
 
 def test_images_are_not_cut_and_must_fit(served: Served, engine: ScriptedClient) -> None:

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from sampling_params import SamplingParams
-from seeing import IMAGE_ID, ROWS, TALK, data_url, new_folder, png, shown
+from seeing import IMAGE_ID, ROWS, TALK, data_url, lined_folder, new_folder, png, shown
 from text.images import BLIND
 from text.prompts import InputProcessor, Prompt
 from tokenizer import NoTokenizer, Tokenizer
@@ -51,6 +51,14 @@ def test_a_conversation_has_images_where_its_parts_are(inputs: InputProcessor) -
     assert shown(request.prompt_token_ids) == "<|user|>*a**<|end|>"
     first, second, third = (picture.digest for picture in request.pictures)
     assert first == third != second
+
+
+def test_an_image_alone_may_be_seen_as_several_are_not(tmp_path: Path) -> None:
+    inputs = InputProcessor(Tokenizer(lined_folder(tmp_path)), FACTS)
+    for images, shapes in ([RED], [(3, 16, 16, 2, 0, 1, 2, 2)]), ([RED, BLUE], [(1, 16, 16)] * 2):
+        prompt: Prompt = {"prompt": "<image>" * len(images), "multi_modal_data": {"image": images}}
+        request, _ = inputs.request("1", prompt, SamplingParams())
+        assert [picture.shape for picture in request.pictures] == shapes
 
 
 @pytest.mark.parametrize(

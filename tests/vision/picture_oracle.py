@@ -46,6 +46,22 @@ def llava(image: Image.Image, fields: dict, config: dict, **raw: bool) -> tuple[
     return np.asarray(pixels["pixel_values"]), replace(self, pixels, 0)
 
 
+def llava_onevision(image: Image.Image, fields: dict, config: dict, **raw: bool) -> tuple[np.ndarray, str]:
+    name = "llava_onevision.image_processing_pil_llava_onevision"
+    processor = from_module(name, "LlavaOnevisionImageProcessorPil")(**fields)
+    # An image twice in a prompt is one of several.
+    made = processor([[image] * config.get("images", 1)], **raw)
+    kind = from_module("llava_onevision.processing_llava_onevision", "LlavaOnevisionProcessor")
+    self = kind.__new__(kind)
+    self.image_processor, self.image_token, self.vision_aspect_ratio = (
+        processor,
+        "<image>",
+        config["vision_aspect_ratio"],
+    )
+    self.num_image_tokens, self.vision_feature_select_strategy = config["tokens"], "full"
+    return np.asarray(made["pixel_values"])[:1], self.replace_image_token(made, 0)
+
+
 def idefics3(image: Image.Image, fields: dict, config: dict, smol: bool = False, **raw: bool) -> tuple[np.ndarray, str]:
     name = "smolvlm.image_processing_pil_smolvlm" if smol else "idefics3.image_processing_pil_idefics3"
     make = from_module(name, "SmolVLMImageProcessorPil" if smol else "Idefics3ImageProcessorPil")
@@ -117,6 +133,7 @@ MAKERS = {
     "Gemma3ForConditionalGeneration": gemma3,
     "PaliGemmaForConditionalGeneration": paligemma,
     "LlavaForConditionalGeneration": llava,
+    "LlavaOnevisionForConditionalGeneration": llava_onevision,
     "Idefics3ForConditionalGeneration": idefics3,
     "SmolVLMForConditionalGeneration": lambda *args, **raw: idefics3(*args, smol=True, **raw),
     "Qwen2VLForConditionalGeneration": qwen,

@@ -8,14 +8,17 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 
 from plan import NewRow, Picture, Span, StepPlan, VisionPlan
 from random_checkpoints import DATA, DELTA, HALF_MROPE, HEAD16, MROPE, once, shape
+from vision.processors import LlavaOnevision
 from worker import Worker
 
 NEW, IMAGE = 4, 98  # tokens after each prompt; the token that stands for a row of an image
@@ -28,23 +31,23 @@ QWEN = {"depth": 3, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2}
 
 
 def seeing(
-    config: str, inputs: str, vision: dict[str, Any], images: list[tuple[int, int, int]], pixels: int,
+    config: str, inputs: str, vision: dict[str, Any], images: Sequence[tuple[int, ...]], pixels: int,
     text: dict[str, Any] | None = None, token: str = "image_token_id", breaks: bool = False, axes: bool = False,
-    mutual: str = "", **more: Any,
+    mutual: str = "", counts: Sequence[int] = (), **more: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """A case: a prompt with images, of which `pixels` along each side become a row. With `breaks` a token follows each
-    line of rows but the last; with `axes` positions are those of a grid; the tokens of each "image", or of the
-    "prompt", are `mutual` if they see one another."""
+    line of rows but the last; with `axes` positions are those of a grid. `counts` has an image's rows, if
+    newlines are among them. The tokens of each "image", or of the "prompt", are `mutual` if they see one another."""
     rng, ids, pictures = random.Random(config), [3, 4, 5, 6, 7], []
-    for tiles, height, width in images:
-        rows, columns = height // pixels * tiles, width // pixels
+    for i, (tiles, height, width, *_) in enumerate(images):
+        rows, columns = (1, counts[i]) if counts else (height // pixels * tiles, width // pixels)
         spans = [Span(len(ids) + i * (columns + 1), columns, i * columns) for i in range(rows)]
         if not breaks:
             spans = [Span(len(ids), rows * columns, 0, rows * axes, columns * axes)]
         for span in spans:
             ids += [IMAGE] * span.count + [97] * (breaks and span is not spans[-1])
         seeing = (spans[0].begin, spans[0].begin + rows * columns) if mutual == "image" else (0, 0)
-        pictures.append(((tiles, height, width), rows * columns, spans, seeing))
+        pictures.append((images[i], rows * columns, spans, seeing))
         ids += [rng.randrange(1, 90) for _ in range(4)]
     if mutual == "prompt":
         pictures = [(*picture[:3], (0, len(ids))) for picture in pictures]
@@ -54,6 +57,22 @@ def seeing(
 
 
 LLAMA, QWEN2 = {"model_type": "llama"}, {"model_type": "qwen2"}
+
+
+def onevision(sizes: list[tuple[int, int]], alone: bool, most: int) -> dict[str, Any]:
+    """A case of LLaVA-OneVision with images of these widths and heights, each as if `alone`, or as one of several."""
+    vision = SIZES | {"model_type": "siglip_vision_model", "image_size": 18, "vision_use_head": False}
+    points = {"image_grid_pinpoints": [[18 * y, 18 * x] for y in (1, 2, 3) for x in (1, 2, 3)]}
+    more = points | {"vision_aspect_ratio": f"anyres_max_{most}"}
+    processor = LlavaOnevision(points | {"size": 18}, {"vision_config": vision, **more}, lambda text: [IMAGE])
+    made = [processor.prepare(Image.new("RGB", size), alone) for size in sizes]
+    images, counts = [image.shape for image in made], [image.num_rows for image in made]
+    more |= {"token": "image_token_index", "counts": counts}
+    case = seeing("LlavaOnevisionConfig", "tiles", vision, images, 4, QWEN2, **more)
+    groups = [1] * len(sizes) if alone else [len(sizes)]
+    return case | {"more": {"image_sizes": [size[::-1] for size in sizes], "batch_num_images": groups}}
+
+
 WINDOWS = QWEN | {
     "hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 64, "window_size": 16, "fullatt_block_indexes": [1],
 }  # fmt: skip
@@ -77,6 +96,9 @@ CASES: dict[str, dict[str, Any]] = {
     "llava": seeing(
         "LlavaConfig", "tiles", SIZES | {"model_type": "clip_vision_model", "image_size": 16}, [(1, 16, 16)] * 2, 4,
         LLAMA, "image_token_index", image_seq_length=16),
+    "llava-onevision": onevision([(20, 36), (60, 9)], True, 9),
+    "llava-onevision-shrunk": onevision([(31, 60), (60, 20)], True, 2),
+    "llava-onevision-several": onevision([(61, 60), (20, 30)], False, 9),
     "smolvlm": seeing(
         "SmolVLMConfig", "nested", SIZES | {"image_size": 24}, [(3, 24, 24), (1, 24, 24)], 8, LLAMA, scale_factor=2),
     "idefics3": seeing("Idefics3Config", "nested", SIZES | {"image_size": 28}, [(2, 28, 28)], 28, LLAMA,

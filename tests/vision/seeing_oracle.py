@@ -72,13 +72,14 @@ def make(name: str, case: dict, folder: Path) -> None:
     model = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     (folder / "preprocessor_config.json").write_text(json.dumps(case["processor"]))
     pixels = [
-        np.random.default_rng(i).integers(0, 256, (*shape, 3), np.uint8) for i, shape in enumerate(case["images"])
+        np.random.default_rng(i).integers(0, 256, (*shape[:3], 3), np.uint8) for i, shape in enumerate(case["images"])
     ]
     images, ids = [normalised(image, case["processor"]) for image in pixels], torch.tensor([case["ids"]])
     inputs = {
         key: torch.from_numpy(x) for key, x in INPUTS[case["inputs"]](images, case["shape"]["vision_config"]).items()
     }
     inputs |= {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    inputs |= {key: torch.tensor(numbers) for key, numbers in case.get("more", {}).items()}
     if case["inputs"] == "qwen":
         inputs["mm_token_type_ids"] = (ids == config.image_token_id).int()
     if case["mutual"]:

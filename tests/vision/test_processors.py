@@ -37,6 +37,8 @@ TILES, SIDES = {"size": {"longest_edge": 224}, "max_image_size": {"longest_edge"
 CLIP_MEANS = np.array([0.48145466, 0.4578275, 0.40821073]), np.array([0.26862954, 0.26130258, 0.27577711])
 INTERN = {"image_seq_length": 4, "downsample_ratio": 0.5}
 GEMMA = {"image_size": 56, "patch_size": 14}
+POINTS = {"image_grid_pinpoints": [[56 * y, 56 * x] for y in range(1, 5) for x in range(1, 5) if x * y < 9]}
+ANYRES: dict = {"vision_aspect_ratio": "anyres_max_3", "tokens": 16}
 CASES = {
     "gemma3": case("Gemma3", {"size": CROP}, GEMMA, mm_tokens_per_image=4),
     "gemma3_default": case("Gemma3", {}, GEMMA | {"image_size": 224}, LARGE, mm_tokens_per_image=16),
@@ -47,6 +49,13 @@ CASES = {
     "llava_padded": case("Llava", {"size": {"shortest_edge": 31}, "crop_size": CROP}, CLIP),
     "llava_square": case("Llava", {"size": CROP, "do_center_crop": False}, CLIP, vision_feature_select_strategy="full"),
     "llava_default": case("Llava", {}, {"image_size": 224, "patch_size": 32}, SIZES[:4] + LARGE),
+    "onevision": case("LlavaOnevision", POINTS | {"size": CROP}, CLIP, SIZES + LARGE, **ANYRES, **POINTS),
+    "onevision_several": case(
+        "LlavaOnevision", POINTS | {"size": 56, "image_mean": [0.5] * 3}, CLIP, SIZES + LARGE, images=2, **ANYRES,
+        **POINTS),
+    "onevision_default": case(
+        "LlavaOnevision", {}, {"image_size": 384, "patch_size": 14}, [*LARGE, [2500, 1999]], tokens=729,
+        vision_aspect_ratio="anyres_max_9"),
     "idefics3": case("Idefics3", TILES, {"patch_size": 14}, scale_factor=2),
     "idefics3_odd": case("Idefics3", TILES | {"size": {"longest_edge": 223}}, {"patch_size": 14}, scale_factor=4),
     "idefics3_sides": case("Idefics3", TILES | {"size": SIDES}, {"patch_size": 14}, scale_factor=2),
@@ -121,8 +130,8 @@ def check(case: dict, made: ImageProcessor, size: list[int], answer: list[str] |
         with pytest.raises(ValueError, match=r"the image has \d+ x \d+ pixels; "):
             made.prepare(image)
         return None
-    prepared = made.prepare(image)
-    pixels = np.frombuffer(prepared.pixels, np.uint8).reshape(*prepared.shape, 3)
+    prepared = made.prepare(image, alone="images" not in case["config"])
+    pixels = np.frombuffer(prepared.pixels, np.uint8).reshape(*prepared.shape[:3], 3)
     assert hashlib.sha256(arranged(pixels, case).tobytes()).hexdigest()[:32] == answer[0], size
     text = re.sub(
         f"({re.escape(made.row_token or made.image_token)})" + r"\*(\d+)", lambda m: m[1] * int(m[2]), answer[1]
@@ -162,7 +171,8 @@ def test_transformers_still_says_so_and_scales_these_pixels(tmp_path):
         for size, answer in answers[name].items():
             pixels = check(case, made, [int(side) for side in size.split("x")], answer)
             if pixels is not None:
-                mean, std = CLIP_MEANS if not name.startswith(("smol", "idefics3", "gemma", "pali")) else (0.5, 0.5)
+                mean, std = (0.5, 0.5) if name.startswith(("smol", "idefics3", "gemma", "pali")) else CLIP_MEANS
+                mean = case["fields"].get("image_mean", mean)
                 ours = arranged((pixels / 255.0 - mean) / std, case)
                 assert np.abs(ours.reshape(scaled[size].shape) - scaled[size]).max() < 1e-6
     kept = {name: {f"{w}x{h}": answers[name][f"{w}x{h}"] for w, h in case["sizes"]} for name, case in CASES.items()}
@@ -178,7 +188,8 @@ def planned_rows(case: dict) -> int:
         side = fields.get("size", 384)
         vision["image_size"] = side if isinstance(side, int) else max(side.values())
     if case["architecture"].startswith("Llava"):
-        vision["model_type"] = "clip_vision_model"
+        kind = "siglip_vision_model" if "Onevision" in case["architecture"] else "clip_vision_model"
+        vision["model_type"] = kind
     if "Gemma" in case["architecture"]:
         vision["model_type"] = "siglip_vision_model"
     config = case["config"] | {"vision_config": vision | case["config"]["vision_config"]}
@@ -219,6 +230,9 @@ def test_what_has_no_processor_is_left_alone(tmp_path):
         ("llava", {"size": {"shortest_edge": "big"}}, "shortest_edge is 'big'"),
         ("llava", {"size": [56, 57]}, r"shortest_edge is \[56, 57\]"),
         ("llava", {"crop_size": 57}, "makes images of {'height': 57, 'width': 57}; the tower takes 56 x 56"),
+        ("onevision", {"image_grid_pinpoints": [[56, 60]]}, "both must have the same multiples of 56"),
+        ("onevision", {"image_grid_pinpoints": [[56, 5000]]}, "it must have pairs of whole numbers up to 4096"),
+        ("onevision", {"crop_size": 50}, "crop_size is .*; it must be a whole number of 56 to 56"),
         ("idefics3", {"size": {"longest_edge": 5000}}, "no side may be above 4096"),
         ("idefics3", {"max_image_size": {"longest_edge": 44}}, "3 patches across, which the tower cannot join by 2"),
         ("qwen2", {"patch_size": 16}, "patch_size is 16; the tower's is 14"),
