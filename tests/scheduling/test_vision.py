@@ -173,6 +173,8 @@ def test_an_image_that_is_too_large_is_refused() -> None:
     for group in group_of("a", [1, (b"x" * 16, 10)], "image"), group_of("a", [1, (b"x" * 16, 3), 6], "prompt"):
         with pytest.raises(ValueError, match="10 tokens of image 0 see one another; a step has 9 for them"):
             scheduler.add(group)
+    with pytest.raises(ValueError, match="the prompt has 9 tokens; with an image it may have 8, a layer's window"):
+        ImageRows(24, (0, 8)).settle(group_of("a", [(b"x" * 16, 3), 6], "prompt"), scheduler.config)
     with pytest.raises(ValueError, match="prompt_logprobs is given"):
         scheduler.add(group_of("a", [1, (b"x" * 16, 3)], "prompt", prompt_logprobs=0))
 

@@ -13,6 +13,8 @@ import torch
 from PIL import Image
 from transformers import AutoConfig, AutoModelForMultimodalLM, PreTrainedTokenizerFast, logging
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 from transformers.models.llava.processing_llava import LlavaProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
@@ -29,6 +31,13 @@ if config.model_type == "llava":
         vision_feature_select_strategy="default", image_token="<image>", num_additional_image_tokens=1,
     )  # fmt: skip
     inputs = {**processor(images=images, text=text, return_tensors="pt")}
+elif config.model_type == "gemma3":
+    for name, token in ("boi", "<start_of_image>"), ("image", "<image_soft_token>"), ("eoi", "<end_of_image>"):
+        setattr(tokenizer, f"{name}_token", token)
+        setattr(tokenizer, f"{name}_token_id", tokenizer.convert_tokens_to_ids(token))
+    maker = Gemma3ImageProcessorPil.from_pretrained(folder)
+    processor = Gemma3Processor(maker, tokenizer, image_seq_length=config.mm_tokens_per_image)
+    inputs = {**processor(images=[images], text=text, return_tensors="pt")}
 else:
     parts = types.SimpleNamespace(image_token="<|image_pad|>")
     parts.image_processor = Qwen2VLImageProcessorPil.from_pretrained(folder)
@@ -37,7 +46,8 @@ else:
         text = text.replace("<|image_pad|>", Qwen3VLProcessor.replace_image_token(parts, made, i).replace("|", "^"), 1)
     inputs = {**made, **tokenizer(text.replace("^", "|"), return_tensors="pt")}
     inputs["mm_token_type_ids"] = (inputs["input_ids"] == config.image_token_id).int()
-inputs.pop("token_type_ids", None)
+if config.model_type != "gemma3":
+    inputs.pop("token_type_ids", None)
 kind = AutoModelForMultimodalLM
 model = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
 model.generation_config.eos_token_id = None

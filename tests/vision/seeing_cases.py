@@ -130,7 +130,7 @@ CASES: dict[str, dict[str, Any]] = {
     "mistral3": seeing(
         "Mistral3Config", "sizes", PIXTRAL, WIDE, 8, {"model_type": "mistral"}, "image_token_index", breaks=True),
 }  # fmt: skip
-KEPT = ("llava", "qwen2.5-vl", "qwen3-vl")  # whose checkpoints and answers lie in tests/data
+KEPT = ("gemma3", "llava", "qwen2.5-vl", "qwen3-vl")  # whose checkpoints and answers lie in tests/data
 
 
 def made(shared: Path, names: tuple[str, ...] = tuple(CASES)) -> Path:

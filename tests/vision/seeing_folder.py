@@ -12,26 +12,35 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from config import DEMO
-from random_checkpoints import DATA, once
+from random_checkpoints import once
 from seeing import IMAGE_ID, TALK, new_folder
+from seeing_cases import folder_of
 
 QWEN = ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>"]
-PLACES = {"llava": "<image>", "qwen2.5-vl": "".join(QWEN), "qwen3-vl": "".join(QWEN)}  # of an image in a prompt
+GEMMA = ["<start_of_image>", "<image_soft_token>", "<end_of_image>"]
+PLACES = {
+    "gemma3": GEMMA[0],
+    "llava": "<image>",
+    "paligemma": "<image>",
+    "qwen2.5-vl": "".join(QWEN),
+    "qwen3-vl": "".join(QWEN),
+}  # of an image in a prompt
 
 
 def seeing_folder(shared: Path, name: str, patch: int = 4, max_pixels: int = 1024, anew: bool = False) -> str:
-    """The folder of a case of tests/data/seeing, made once a run. Its weights are random if they are too small for the
+    """The folder of a case of seeing_cases.py, made once a run. Its weights are random if they are too small for the
     demo's tokenizer, or for patches of this many pixels a side; with `anew` all matrices are."""
 
     def make(folder: Path) -> None:
         new_folder(folder, TALK.replace("<image>", PLACES[name]))
-        source, generator, is_qwen = DATA / "seeing" / name, torch.Generator().manual_seed(7 + anew), name != "llava"
+        source, generator, is_qwen = folder_of(name, shared), torch.Generator().manual_seed(7 + anew), "qwen" in name
         tokenizer = json.loads((folder / "tokenizer.json").read_text())
         config = json.loads((source / "config.json").read_text())
         image = tokenizer["added_tokens"][-1]
-        tokenizer["added_tokens"] += [image | {"id": IMAGE_ID + i, "content": x} for i, x in enumerate(QWEN, 1)]
+        names = QWEN if is_qwen else GEMMA if name == "gemma3" else ["<bos>", "<loc>", "<seg>"]
+        tokenizer["added_tokens"] += [image | {"id": IMAGE_ID + i, "content": x} for i, x in enumerate(names, 1)]
         config["text_config"] |= {"vocab_size": IMAGE_ID + 4, "max_position_embeddings": 2048}
-        config["image_token_id" if is_qwen else "image_token_index"] = IMAGE_ID + 2 * is_qwen
+        config["image_token_id" if is_qwen else "image_token_index"] = IMAGE_ID + 2 * (PLACES[name] != "<image>")
         config["vision_config"]["patch_size"] = patch
         tensors = load_file(source / "model.safetensors")
         for key, tensor in tensors.items():
@@ -42,6 +51,7 @@ def seeing_folder(shared: Path, name: str, patch: int = 4, max_pixels: int = 102
         save_file(tensors, folder / "model.safetensors")
         sizes = {"min_pixels": 64, "max_pixels": max_pixels, "patch_size": patch, "merge_size": 2}
         own = sizes if is_qwen else json.loads((folder / "preprocessor_config.json").read_text())
+        own |= {"size": config["vision_config"]["image_size"]} if "gemma" in name else {}
         processor = own | json.loads((source / "preprocessor_config.json").read_text())
         for file, content in (("preprocessor_config", processor), ("config", config), ("tokenizer", tokenizer)):
             (folder / f"{file}.json").write_text(json.dumps(content))

@@ -62,7 +62,9 @@ class Seeing:
         return LLM(self.folder, **SIZES | fields)
 
 
-@pytest.fixture(scope="module", params=["qwen2.5-vl", "llava", pytest.param("qwen3-vl", marks=pytest.mark.full)])
+@pytest.fixture(
+    scope="module", params=["qwen2.5-vl", "llava", "gemma3", pytest.param("qwen3-vl", marks=pytest.mark.full)]
+)
 def seeing(shared: Path, request: pytest.FixtureRequest) -> Seeing:
     return Seeing(shared, request.param)
 
@@ -101,6 +103,11 @@ WAYS: dict[str, dict[str, Any]] = {  # a budget of 16 tokens keeps the rows of o
     "stages that swap": FEW | {"pipeline_parallel_size": 2, "preemption_mode": "swap", "swap_space": 0.01},
 }
 FULL = [*WAYS][5:]
+NEVER = {  # with tokens that see one another, or in the second case with two kinds of layers
+    "batch invariant": "batch_invariant takes no images on a CPU",
+    "draft model": "they must see as many as each other",
+    "small chunks": "9 tokens of image 0 see one another; a step has 1 for them",
+}
 
 
 @pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.full] * (way in FULL)) for way in WAYS])
@@ -108,6 +115,12 @@ def test_same_answers_however_they_are_computed(seeing: Seeing, way: str) -> Non
     fields = dict(WAYS[way])
     if drafts := fields.get("speculative_config"):
         fields["speculative_config"] = json.dumps(drafts | ({"model": seeing.folder} if drafts is DRAFTS else {}))
+    if seeing.name == "gemma3" and "num_gpu_blocks_override" in fields:  # the layers with windows have their own
+        fields["num_gpu_blocks_override"] = 60
+    if seeing.name == "gemma3" and way in NEVER:
+        with pytest.raises(ValueError, match=NEVER[way]), seeing.llm(**fields) as llm:
+            run(llm, seeing.name)
+        return
     with seeing.llm(**fields) as llm:
         llm.core.scheduler.drafting.row_seconds = ()  # drafts cost nothing, so there are some
         assert run(llm, seeing.name) == seeing.answers
@@ -133,6 +146,31 @@ def test_towers_run_once_for_each_image(seeing: Seeing, towers: list[bytes]) -> 
         assert 12 <= output.num_cached_tokens < 32 and len(towers) == 11
         with seeing.llm() as fresh:
             assert tokens(fresh.generate(other, GREEDY, use_tqdm=False)) == tokens([output]) != seeing.answers[:1]
+
+
+@pytest.mark.full
+def test_prompts_whose_text_sees_what_follows(shared: Path) -> None:
+    """They share blocks with equal prompts alone."""
+    folder, texts = seeing_folder(shared, "paligemma"), ["What is it?", "What is it? No", "To be", "What is it?"]
+    prompts: list[Any] = [
+        {"prompt": f"<image>{text}", "multi_modal_data": {"image": picture(i % 3, 20, 30)}}
+        for i, text in enumerate(texts)
+    ]
+    params = [GREEDY, SEEDED, replace(SEEDED, n=2, logprobs=1), replace(SEEDED, n=3)]
+    with LLM(folder, **SIZES, enable_prefix_caching=False) as llm:
+        answers = [tokens(llm.generate(*one, use_tqdm=False))[0] for one in zip(prompts, params, strict=True)]
+        with pytest.raises(ValueError, match="the prompt has 2 images; this model takes one"):
+            llm.generate(prompts[0] | {"multi_modal_data": {"image": [picture(1, 9, 9)] * 2}}, GREEDY)
+        with pytest.raises(ValueError, match="prompt_logprobs is given"):
+            llm.generate(prompts[0], replace(GREEDY, prompt_logprobs=0))
+    few = FEW | {"num_gpu_blocks_override": 30, "preemption_mode": "recompute"}
+    for fields in {}, few, {"max_num_batched_tokens": 40}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}:
+        with LLM(folder, **SIZES | fields) as llm:
+            for cached in (0, 20):
+                outputs = llm.generate(prompts, params, use_tqdm=False)
+                assert tokens(outputs) == answers
+                assert fields is few or outputs[0].num_cached_tokens >= cached
+            assert (llm.get_metrics()["num_preemptions_total"] > 0) == (fields is few)
 
 
 def test_after_a_sleep_and_other_weights(seeing: Seeing, shared: Path) -> None:
