@@ -15,7 +15,7 @@ from text.images import BLIND
 from text.prompts import InputProcessor, Prompt
 from tokenizer import NoTokenizer, Tokenizer
 
-FACTS = {"vision": True, "max_model_len": 512}
+FACTS = {"vision": True, "max_model_len": 512, "max_image_pixels": 320}
 RED, BLUE = png("red"), png("blue")
 
 
@@ -57,6 +57,7 @@ def test_a_conversation_has_images_where_its_parts_are(inputs: InputProcessor) -
     ("media", "words"),
     [
         (5, "multi_modal_data is 5"), ({"video": []}, "a dict of image alone"), ({"image": 5}, "the image is a int"),
+        ({"image": png("red", 20, 17)}, "20 x 17 pixels; it must have 1 to 320"),
         ({"image": [RED, RED]}, "2 images"), ({"image": b"no"}, "2 bytes"), ({"image": "/a.png"}, "must be a data:"),
         ({"image": "https://example.com/a"}, "example.com"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +181,18 @@ def folder_with(tmp_path: Path, name: str, changes: dict[str, Any], tower: dict[
 def test_a_tower_that_we_have_not_is_a_note(tmp_path: Path, name: str, changes: Any, tower: Any, why: str) -> None:
     config = ModelConfig.from_folder(folder_with(tmp_path, name, changes, tower))
     assert config.vision is None and why in config.notes[-1] and "images are refused" in config.notes[-1]
+
+
+def test_a_processor_that_we_have_not_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = Path(folder_with(tmp_path, "llava", {}, {}), "preprocessor_config.json")
+    assert ModelConfig.from_folder(str(file.parent)).vision
+    file.write_text(json.dumps(json.loads(text := file.read_text()) | {"do_resize": False}))
+    assert "the image processor's do_resize is False" in ModelConfig.from_folder(str(file.parent)).notes[-1]
+    file.write_text(text)
+    monkeypatch.delitem(sys.modules, "vision.processors")
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    config = ModelConfig.from_folder(str(file.parent))
+    assert config.vision is None and "the text is served: import of PIL halted" in config.notes[-1]
 
 
 def test_axes_are_those_of_the_texts_rope(tmp_path: Path) -> None:
