@@ -172,6 +172,7 @@ def folder_with(tmp_path: Path, name: str, changes: dict[str, Any], tower: dict[
         ("llava", {"projector_hidden_act": "mish"}, {}, "the activation is 'mish'; towers have gelu"),
         ("llava", {}, {"model_type": "siglip_vision_model"}, "Manta has no tower of 'siglip_vision_model' for Llava"),
         ("llava", {}, {"num_channels": 4}, "num_channels is 4; Manta has 3 alone"),
+        ("llava", {}, {"image_size": 24}, "the image processor makes images of {'height': 16, 'width': 16}; the tower"),
         ("llava", {}, {"registers": 4}, "'registers' is 4, and Manta does not know that field"),
         ("llava", {}, {"num_attention_heads": 3}, "hidden_size is 32, which 3 heads must share"),
         ("qwen3-vl", {}, {"deepstack_visual_indexes": [3]}, "deepstack_visual_indexes is 3; it must be a whole number"),
@@ -183,15 +184,10 @@ def test_a_tower_that_we_have_not_is_a_note(tmp_path: Path, name: str, changes: 
     assert config.vision is None and why in config.notes[-1] and "images are refused" in config.notes[-1]
 
 
-def test_a_processor_that_we_have_not_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = Path(folder_with(tmp_path, "llava", {}, {}), "preprocessor_config.json")
-    assert ModelConfig.from_folder(str(file.parent)).vision
-    file.write_text(json.dumps(json.loads(text := file.read_text()) | {"do_resize": False}))
-    assert "the image processor's do_resize is False" in ModelConfig.from_folder(str(file.parent)).notes[-1]
-    file.write_text(text)
+def test_without_pillow_the_text_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "vision.processors")
     monkeypatch.setitem(sys.modules, "PIL", None)
-    config = ModelConfig.from_folder(str(file.parent))
+    config = ModelConfig.from_folder(str(DATA / "seeing" / "llava"))
     assert config.vision is None and "the text is served: import of PIL halted" in config.notes[-1]
 
 
