@@ -133,6 +133,7 @@ class EngineConfig:
     load_format: Literal["auto", "dummy"] = option("auto", "auto reads the safetensors; dummy makes up the weights")
     model_plugin: tuple[str, ...] = option((), "modules that add model families, parts of layers or weight schemes")
     skip_tokenizer_init: bool = option(False, "load no tokenizer: prompts and outputs are token ids alone")
+    max_image_pixels: int = option(40_000_000, "width times height of one image", 1, 89_478_485)  # Pillow warns beyond
     task: Literal["auto", "generate", "embed", "score", "classify"] = option(
         "auto",
         "what prompts are turned into; auto: classify for a model with a classification head, embed for a folder of "

@@ -62,7 +62,7 @@ LARGE_VOCABULARY = 2**15  # tokens; llguidance takes seconds to read so many
 
 def client_facts(config: EngineConfig, model_config: ModelConfig, of_workers: dict[str, Any]) -> dict[str, Any]:
     """What clients need to know about the engine: what its workers measured, and what follows from its options."""
-    options = "model", "scheduling_policy", "max_logprobs", "data_parallel_size", "max_num_seqs"
+    options = "model", "scheduling_policy", "max_logprobs", "data_parallel_size", "max_num_seqs", "max_image_pixels"
     return of_workers | {
         "max_num_batched_tokens": step_tokens(config, of_workers["max_num_batched_tokens"], of_workers["step_seconds"]),
         "architecture": model_config.architecture,

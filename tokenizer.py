@@ -22,6 +22,7 @@ import tokenizers
 from config import read_json
 from sampling_params import SamplingParams
 from text.messages import CONTINUE_TAG, described, show_messages, show_open
+from text.parts import images_of, without_token
 from text.templates import ChatTemplate, TemplateEnvironment, read_template
 from text.vocabularies import BYTE_OF_CHAR, READERS, SPACE, convert, special_tokens
 
@@ -223,7 +224,7 @@ class Tokenizer:
         """The prompt for a conversation. Encode it with `add_special_tokens=False`: templates write their own.
 
         Args:
-            messages: dicts with `role` and `content`, in order; not changed.
+            messages: dicts with `role` and `content`, in order; not changed. No text stands for an image.
             add_generation_prompt: end with what opens the assistant's turn.
             continue_final_message: leave the last message open, so that the model goes on with it.
             tools: JSON schemas, for templates that know of tools.
@@ -235,6 +236,11 @@ class Tokenizer:
             ValueError: there is no template, it failed or refused the conversation, or it wrote or took too much.
         """
         template = self.template(chat_template, "tool_use" if tools else "default")
+        if images := images_of(messages):
+            texts = [messages, tools, documents, chat_template_kwargs]
+            messages, tools, documents, chat_template_kwargs = without_token(
+                texts, images[0]["token"], {*map(id, images)}
+            )
         variables = {**self.special_tokens, **chat_template_kwargs, "documents": documents}
         variables["tools"] = [*map(described, tools)] if tools else tools
         variables["add_generation_prompt"] = add_generation_prompt

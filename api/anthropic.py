@@ -46,7 +46,7 @@ def count_tokens(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, 
     """How many tokens the prompt of such a request has."""
     with renamed(prompt="messages"):
         chat = turns_as_chat(api, fields)
-        return {"input_tokens": len(api.prompts.conversation(chat)[0][1])}
+        return {"input_tokens": len(api.prompts.conversation(chat, caller)[0][1])}
 
 
 def turns_as_chat(api: Api, fields: dict[str, Any]) -> dict[str, Any]:

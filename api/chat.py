@@ -136,7 +136,7 @@ def setting_of(fields: dict[str, Any], names: Sequence[str]) -> Any:
 def conversation(api: Api, fields: dict[str, Any], caller: Caller) -> tuple[Prompt, Reading | None]:
     """The prompt for a conversation with its tokens, and how the answers to it are read."""
     special, output = bool(fields["add_special_tokens"]), api.prompts.least_output(fields, None)
-    prompt, text, caller.pictures = api.prompts.conversation(fields, special, output)
+    prompt, text, caller.pictures = api.prompts.conversation(fields, caller, special, output)
     end = api.tokenizer.turn_end(fields["chat_template"])
     if end is not None and end not in api.facts["eos_token_ids"] and not fields["ignore_eos"]:
         fields["stop_token_ids"] = [*(fields["stop_token_ids"] or ()), end]  # trainers often name it nowhere else

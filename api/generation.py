@@ -59,6 +59,19 @@ class Caller:
     lora: LoRARequest | None = None  # the adapter that it has named as its model
     retention: int = 0  # see `EngineCoreRequest`
     pictures: list[Picture] = field(default_factory=list)  # the images of its prompt
+    begun: float = field(default_factory=time.monotonic)
+    held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # is closed when the request has ended
+    hold: Callable[[Caller, int], None] = lambda caller, size: None  # `hold_pixels` of the request
+
+    def check_presence(self, timeout: float) -> None:
+        """Raise `ClientGone` if the client has hung up, or an `ApiError` after `timeout` seconds."""
+        if time.monotonic() > self.begun + timeout:
+            raise ApiError(400, f"the request waited for its images more than {timeout} s (request_timeout)")
+        with gevent.Timeout(0, False):  # it has sent nothing more, as while it waits
+            with contextlib.suppress(OSError):
+                if self.sock is None or self.sock.recv(1, socket.MSG_PEEK):
+                    return
+            raise ClientGone
 
 
 class ClientGone(Exception):
@@ -229,11 +242,30 @@ def log_request(
 # --- making texts -----------------------------------------------------------------------------------------------------
 
 
-def check_room(in_flight: ClientShares, answers: int, caller: Caller) -> None:
-    """Refuse a request if the server has no room for so many answers more."""
-    if not in_flight.has_room(caller.client, answers):
-        message = f"{sum(in_flight.counts)} answers are in flight and {answers} would come"
-        raise ApiError(429, f"{message}; at most {in_flight.limit} (max_queue)")
+def check_room(room: ClientShares, more: int, caller: Caller, kind: str = "answers", option: str = "max_queue") -> None:
+    """Refuse a request if the server has no room for so many answers more, or others of which an option has a limit."""
+    if not room.has_room(caller.client, more):
+        message = f"{sum(room.counts)} {kind} are in flight and {more} would come"
+        raise ApiError(429, f"{message}; at most {room.limit} ({option})")
+
+
+def number_of_answers(fields: dict[str, Any]) -> int:
+    """How many answers a request seems to ask for, before its prompts are read."""
+    prompts: Any = fields.get("prompt") or fields.get("input")
+    several = isinstance(prompts, list) and not any(isinstance(each, dict) for each in prompts[:1])  # no conversation
+    return (len(prompts) if several else 1) * max(fields.get(name) or 1 for name in ("n", "beam_width"))
+
+
+def hold_pixels(api: Api, answers: int, caller: Caller, size: int) -> None:
+    """Count so many bytes of pixels until a request ends that asks for so many answers; 0 before work on an image.
+
+    An `ApiError` if there is no room for the bytes or the answers, or the time is up; `ClientGone` as from `run`.
+    """
+    caller.check_presence(api.config.request_timeout)
+    check_room(api.answers, answers, caller)
+    check_room(api.pixels, size, caller, "bytes of images' pixels", "max_pixel_bytes_in_flight")
+    api.pixels.take(caller.client, size)
+    caller.held.callback(api.pixels.take, caller.client, -size)
 
 
 @contextlib.contextmanager
@@ -263,7 +295,7 @@ def generate(
         caller.retention = max(RETENTION, caller.retention)
     if api.config.api_key and not api.config.share_prefix_cache:
         fields["cache_salt"] = api.board.tag("salt", caller.client, fields["cache_salt"])
-    with contextlib.ExitStack() as stack:
+    with caller.held.pop_all() as stack:
         stack.enter_context(admitted(api, len(prompts) * params[0].num_sequences, caller))
         requests = [
             Choices(f"{caller.id}-{i}", text, ids, params[i], api.tokenizer) for i, (text, ids) in enumerate(prompts)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
+from gevent.lock import Semaphore
 from gevent.threadpool import ThreadPool
 
 from api.checks import ApiError, too_long
@@ -15,9 +17,11 @@ from text.parts import images_of
 from tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from api.generation import Caller
     from vision.processors import Prepared
 
 IMAGE_THREADS = 2  # of each API process; each holds one image at a time
+MOST_KEPT_BYTES = 2**28  # of pixels of images that may come again, in each API process
 NO_IMAGE = "The image data you provided does not represent a valid image"  # the words by which Codex knows it
 
 
@@ -32,12 +36,16 @@ class Images:
     """Reads the images of conversations. For `facts` see `Api`."""
 
     def __init__(self, tokenizer: Tokenizer, facts: dict[str, Any], config: ServerConfig):
-        self.facts, self.max_bytes = facts, config.max_body_bytes
-        self.most = int(re.findall(r"\d+", config.limit_mm_per_prompt)[0])
-        self.reader = ImageReader(tokenizer, config.max_image_pixels, config.allowed_media_domains)
-        self.threads = ThreadPool(IMAGE_THREADS)
+        self.facts, self.max_bytes, self.most_pixels = facts, config.max_body_bytes, config.max_pixel_bytes_in_flight
+        limits = config.limit_mm_per_prompt + ServerConfig.limit_mm_per_prompt  # the second where the first has none
+        self.most = int(re.findall(r"\bimage\W+(\d+)", limits)[0])
+        self.reader = ImageReader(tokenizer, facts["max_image_pixels"], config.allowed_media_domains)
+        self.kept: dict[
+            tuple[str, bool, bytes], tuple[Prepared, int]
+        ] = {}  # by client and URL's digest, the latest last
+        self.threads, self.free = ThreadPool(IMAGE_THREADS), Semaphore(IMAGE_THREADS)
 
-    def read(self, fields: dict[str, Any]) -> list[Prepared]:
+    def read(self, fields: dict[str, Any], caller: Caller) -> list[Prepared]:
         """The images of a conversation, in their order. Its messages keep only what a template writes of them."""
         if not (parts := images_of(fields["messages"])):
             return []
@@ -49,25 +57,40 @@ class Images:
             message = f"truncate_prompt_tokens is {keep}; with images, which cannot be cut, it must be left out"
             raise ApiError(400, message, "truncate_prompt_tokens")
         images: list[Prepared] = []
-        left, tokens, limit = self.max_bytes, 0, self.facts["max_model_len"]
+        left, tokens, pixels, limit = self.max_bytes, 0, 0, self.facts["max_model_len"]
         for part in parts:
             source, part["source"] = part["source"], None
-            image = self.threads.apply(self._prepare, (source, left, count == 1))
+            with self.free:
+                caller.hold(caller, 0)
+                key, image = self.threads.apply(self._prepare, (source, left, count == 1, caller.client))
             if isinstance(image, str):
                 raise image_error(part["place"], image)
+            if key:
+                self.kept[key] = self.kept.pop(key, image)
+                while len(self.kept) > 1000 or sum(len(one.pixels) for one, _ in self.kept.values()) > MOST_KEPT_BYTES:
+                    del self.kept[next(iter(self.kept))]
             images.append(image[0])
             left, tokens = left - image[1], tokens + len(image[0].token_ids)
+            pixels += (size := len(image[0].pixels))
             if tokens > limit:
                 raise too_long(limit, f"the prompt is too long: its images have {tokens} or more", "messages")
+            if pixels > self.most_pixels:
+                message = f"messages has images of {pixels} bytes of pixels or more; at most {self.most_pixels}"
+                raise ApiError(400, f"{message} (max_pixel_bytes_in_flight)", "messages")
+            caller.hold(caller, size)
         self.reader.show(parts)
         return images
 
-    def _prepare(self, source: Any, left: int, alone: bool) -> tuple[Prepared, int] | str:
-        """An image of at most `left` bytes and its size; or what is wrong, because gevent would show what is raised."""
+    def _prepare(self, source: Any, left: int, alone: bool, client: str) -> tuple[Any, tuple[Prepared, int] | str]:
+        """Where to keep an image, and it and its size, at most `left` bytes; or what is wrong: gevent shows errors."""
+        is_data = isinstance(source, str) and source[:5].lower() == "data:"  # of others it may change
+        key = (client, alone, blake2b(source.encode(errors="replace")).digest()) if is_data else None
         try:
-            return self.reader.prepare(source, left, alone)
+            if key and (kept := self.kept.get(key)) and kept[1] <= left:
+                return key, kept
+            return key, self.reader.prepare(source, left, alone)
         except ValueError as error:
-            return str(error)
+            return key, str(error)
 
     def insert(self, ids: list[int], images: list[Prepared]) -> tuple[list[int], list[Picture]]:
         """A prompt with the tokens of its images, and these; an `ApiError` if it has other placeholders than theirs."""

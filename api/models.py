@@ -29,7 +29,7 @@ from gevent.lock import RLock
 
 from api.adapters import AdapterNames
 from api.checks import ApiError, Face, without_folders
-from api.generation import Caller, ClientGone, EngineClient, Events, as_api_error, check_room, watch
+from api.generation import Caller, ClientGone, EngineClient, Events, as_api_error, check_room, number_of_answers, watch
 from api.options import ServerConfig
 from api.replies import sse, typed_event
 from api.routes import Api, check_task, no_model
@@ -412,13 +412,6 @@ class ModelsApi(Api):
     def live(self, client: str, name: str | None = None) -> Events:
         latest = max(self._models_of(client), key=lambda model: model.row.begun * (model.row.state == READY))
         return self._model_of(name or latest.name, client).viewers.watch(client)
-
-
-def number_of_answers(fields: dict[str, Any]) -> int:
-    """How many answers a request seems to ask for, before its prompts are read."""
-    prompts: Any = fields.get("prompt") or fields.get("input")
-    several = isinstance(prompts, list) and not any(isinstance(each, dict) for each in prompts[:1])  # no conversation
-    return (len(prompts) if several else 1) * max(fields.get(name) or 1 for name in ("n", "beam_width"))
 
 
 def late_events(

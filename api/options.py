@@ -10,16 +10,15 @@ from pathlib import Path
 from typing import ClassVar
 
 from config import check_fields, option
-from vision.preprocessor import MAX_PIXELS
 
 FORMS = (  # of options that are texts
     ("allowed_origins", r"\*|null|[a-z][a-z0-9+.-]*://[^/\s*]+",
      "be * or an origin as browsers send it, like https://example.com:8443, without a path"),
     ("allowed_hosts", r"\*|[a-z0-9._-]+", "be * or a name in small letters, without a port"),
     ("root_path", r"(?a)(/[\w.~-]+)*", "be like /llm, without a slash at its end"),
-    ("limit_mm_per_prompt", r'image=\d{1,4}|\{\s*"image"\s*:\s*\d{1,4}\s*(,\s*"(video|audio)"\s*:\s*0\s*)*\}',
-     'be like {"image": 4} or image=4'),
-    ("allowed_media_domains", r"[a-z0-9._-]+", "be a name in small letters, without a port"),
+    ("limit_mm_per_prompt", r'\w+=\d{1,4}|\{(\s*"\w+"\s*:\s*\d{1,4}\s*(,|(?=\})))+\}',
+     'be like {"image": 4} or image=4, with numbers from 0 to 9999'),
+    ("allowed_media_domains", r"[a-z0-9._-]+(:[1-9]\d{0,4})?", "be a name in small letters, or NAME:PORT"),
     ("metrics_prefix", r"(?a)([a-zA-Z_:][\w:]*)?", "have only letters, digits, _ and :, and not begin with a digit"),
 )  # fmt: skip
 
@@ -91,6 +90,7 @@ class ServerConfig:
     max_queue: int = option(4096, "answers in flight before 429; each sample or beam of a prompt is one", 1)
     max_body_bytes: int = option(32 * 2**20, "size of a request's body", 1024)
     max_body_bytes_in_flight: int = option(64 * 2**20, "bodies that arrive or are parsed at a time, before 429", 1024)
+    max_pixel_bytes_in_flight: int = option(2**31, "images of requests that run, as pixels, before 429", 1024)
     max_json_depth: int = option(32, "nesting of a request's JSON", 4, 200)
     max_prompts: int = option(1024, "prompts in one request", 1)
     max_choices: int = option(1024, "prompts times n or beam_width of one request", 1)
@@ -105,9 +105,8 @@ class ServerConfig:
         2**22, "log-probabilities of prompts that one reply may hold, counted with the likeliest tokens and n", 1
     )
     limit_mm_per_prompt: str = option('{"image": 16}', "images in one conversation, as JSON, or like image=16")
-    max_image_pixels: int = option(MAX_PIXELS, "width times height of one image", 1, 89_478_485)  # beyond, Pillow warns
     allowed_media_domains: tuple[str, ...] = option(
-        (), "host, or several, from which images may be fetched; none: an image must be in the request, as a data URL"
+        (), "host, or several, at which images may be (ports 80 and 443), or HOST:PORT; none: they must be data URLs"
     )
     max_output_logprobs: int = option(2**22, "log-probabilities of answers in one reply, counted by max_tokens", 1)
     max_token_numbers: int = option(2**22, "numbers in one reply's vectors of tokens (/pooling, /embed_all)", 1)

@@ -14,7 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gevent.threadpool import ThreadPool
 
@@ -35,6 +35,9 @@ from text.tools import (
     tool_parser_of,
 )
 from tokenizer import LONG_TEXT, Tokenizer
+
+if TYPE_CHECKING:
+    from api.generation import Caller
 
 CUT_MARGIN = 64  # tokens of a text beyond the ones that are kept, so that the place of the cut changes none of them
 TEXT_THREADS = 2  # of each API process, that turn long texts into tokens
@@ -58,10 +61,10 @@ class Prompts:
         self.unshared = 0  # characters that became tokens since others were served
 
     def conversation(
-        self, fields: dict[str, Any], special: bool = False, output: int = 0
+        self, fields: dict[str, Any], caller: Caller, special: bool = False, output: int = 0
     ) -> tuple[Prompt, str, list[Picture]]:
         """The prompt of a conversation, the text that the chat template writes, and the images. See `encode`."""
-        images = self.images.read(fields)
+        images = self.images.read(fields, caller)
         shown, ids = self.encode(fields, text := self.render(fields), special, output)
         ids, pictures = self.images.insert(ids, images) if images else (ids, [])
         return (shown, ids), text, pictures

@@ -87,7 +87,7 @@ def count_input(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, A
     """How many tokens the prompt of such a request has."""
     with renamed(**IN_CHAT):
         _, chat = as_chat_fields(api, fields, caller)
-        ids = api.prompts.conversation(chat)[0][1]
+        ids = api.prompts.conversation(chat, caller)[0][1]
         return {"object": "response.input_tokens", "input_tokens": len(ids)}
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from api.adapters import AdapterNames, Module, request_of
 from api.checks import ApiError, CheckContext, Face, read_fields, without_folders
-from api.generation import Caller, EngineClient, Events
+from api.generation import Caller, EngineClient, Events, hold_pixels, number_of_answers
 from api.options import ServerConfig
 from api.prompts import Parsers, Prompts
 from api.response_store import Store
@@ -23,7 +23,7 @@ from processes.child import Board, ClientShares
 from tokenizer import Tokenizer
 
 MOST_LISTED = 16  # names of models in an error
-SHARED = ("store", "answers", "bodies", "watching")  # by several models
+SHARED = ("store", "answers", "bodies", "pixels", "watching")  # by several models
 
 
 class Api:
@@ -58,6 +58,7 @@ class Api:
         self.store = Store(config)
         self.answers = ClientShares(config.max_queue, board, board.answers, config.api_server_count)
         self.bodies = ClientShares(config.max_body_bytes_in_flight, board, board.bytes, config.api_server_count)
+        self.pixels = ClientShares(config.max_pixel_bytes_in_flight, board, board.pixels, config.api_server_count)
         self.watching = ClientShares(config.max_live_viewers, board, [0] * board.PLACES)  # of this process alone
 
     def answer(self, face: Face, body: dict[str, Any], caller: Caller) -> dict[str, Any] | list[Any] | Events:
@@ -84,7 +85,9 @@ class Api:
         if face.tasks and fields["priority"] and policy != "priority":
             words = f"priority is {fields['priority']}; under the policy {policy} it must be 0"
             raise ApiError(400, words, "priority")
-        reply: dict[str, Any] | list[Any] | Events = face.answer(self, fields, caller)
+        caller.hold = lambda by, size: hold_pixels(self, number_of_answers(fields) if face.tasks else 0, by, size)
+        with caller.held:
+            reply: dict[str, Any] | list[Any] | Events = face.answer(self, fields, caller)
         return reply
 
     def for_model(self, name: str | None, client: str) -> Api:

@@ -15,7 +15,7 @@ def tokenize(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any]
     """The tokens of a text or a conversation."""
     special = fields["add_special_tokens"]
     if fields["messages"] is not None:
-        ids = api.prompts.conversation(fields, bool(special))[0][1]
+        ids = api.prompts.conversation(fields, caller, bool(special))[0][1]
     elif fields["prompt"] is not None and isinstance(fields["prompt"][0], str) and len(fields["prompt"]) == 1:
         ids = api.prompts.encode(fields, fields["prompt"][0], special is not False)[1]
     else:

@@ -28,7 +28,7 @@ LINES_PER_SEQUENCE = 2  # lines in flight for each sequence that runs, so that t
 HTTP_ONLY = (
     *(name for name in option_groups(ServerConfig)["server"] if name != "served_model_name"),
     *option_groups(ServerConfig)["several models"],
-    "max_queue", "body_timeout", "write_timeout",
+    "max_queue", "max_pixel_bytes_in_flight", "body_timeout", "write_timeout",
 )  # fmt: skip
 SERVER_ONLY = ("headless", "data_parallel_start_rank", "data_parallel_external_lb", "data_parallel_rank")
 
@@ -51,7 +51,8 @@ def read_flags(flags: argparse.Namespace) -> tuple[EngineConfig, ServerConfig]:
     engine_config, config = read_configs(flags)
     engine_config = dataclasses.replace(engine_config, disable_log_stats=True)  # the progress bar tells as much
     # Lines wait for their turn here, so that none is ever refused because of others.
-    return with_policy(engine_config, config), dataclasses.replace(config, max_queue=sys.maxsize)
+    config = dataclasses.replace(config, max_queue=sys.maxsize, max_pixel_bytes_in_flight=sys.maxsize)
+    return with_policy(engine_config, config), config
 
 
 def open_files(source: str, target: str) -> tuple[BinaryIO, Answers]:

@@ -26,7 +26,12 @@ def with_vision(config: ModelConfig, raw: dict[str, Any], folder: str) -> ModelC
         vision = read_vision(raw, read_preprocessor(folder))
         if vision and vision.axes and any(rope.dim != 2 * len(vision.axes) for rope in config.ropes):
             raise ValueError(f"mrope_section has {len(vision.axes)} frequencies, and RoPE {config.ropes[0].dim // 2}")
-    except ValueError as error:
+        if vision:
+            from vision.processors import ImageProcessor  # with Pillow, for models that see alone
+
+            if not ImageProcessor.from_folder(folder, raw, lambda text: [0]):  # the tokenizer is not known here
+                raise ValueError(f"Manta has no image processor of {config.architecture}")
+    except (ImportError, ValueError) as error:  # the first where there is no Pillow
         return dataclasses.replace(config, notes=(*config.notes, f"images are refused, the text is served: {error}"))
     return dataclasses.replace(config, vision=vision)
 

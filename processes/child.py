@@ -451,13 +451,14 @@ class Board(ctypes.Structure):
 
     Attributes:
         draining: whether the server is about to end, and takes no new requests.
-        answers, bytes: how many answers are in flight, and bytes of bodies that are being read or parsed.
+        answers, bytes, pixels: answers in flight, bytes of bodies that are being read or parsed, and of their images.
         names, counts: what each process has counted by `count`, in the order in which it came first.
     """
 
     PLACES, MOST_NAMES, MOST_NAME = 256, 2**10, 64
     _fields_ = (
         ("draining", ctypes.c_bool), ("answers", ctypes.c_int64 * PLACES), ("bytes", ctypes.c_int64 * PLACES),
+        ("pixels", ctypes.c_int64 * PLACES),
         ("counts", ctypes.c_int64 * MOST_NAMES * PLACES), ("names", ctypes.c_char * MOST_NAME * MOST_NAMES * PLACES),
     )  # fmt: skip
 
@@ -483,7 +484,8 @@ class Board(ctypes.Structure):
 
     def clear(self, age: int) -> None:
         """The API process number `age` is gone, with all it had in flight."""
-        self.answers[age % self.PLACES] = self.bytes[age % self.PLACES] = 0
+        at = age % self.PLACES
+        self.answers[at] = self.bytes[at] = self.pixels[at] = 0
 
     def count(self, name: str) -> None:
         """Count one more of this name; there may be few names."""

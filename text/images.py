@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from config import read_json
 from tokenizer import NoTokenizer, Tokenizer
-from vision.preprocessor import MAX_PIXELS
 
 if TYPE_CHECKING:
     from vision.processors import ImageProcessor, Prepared
@@ -23,7 +22,7 @@ BLIND = "this model reads text alone"
 class ImageReader:
     """Makes pixels and tokens of images for the model of a tokenizer. URLs may lead to `domains`, if there are any."""
 
-    def __init__(self, tokenizer: Tokenizer, max_pixels: int = MAX_PIXELS, domains: tuple[str, ...] = ()):
+    def __init__(self, tokenizer: Tokenizer, max_pixels: int, domains: tuple[str, ...] = ()):
         self.tokenizer, self.max_pixels, self.domains = tokenizer, max_pixels, domains
 
     @functools.cached_property

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from text.json_mending import mend
-from text.parts import IMAGE_PARTS, image_part, image_source, images_of, merged, text_of, text_part
+from text.parts import IMAGE_PARTS, image_part, image_source, images_of, merged, text_of, text_part, without_token
 from text.templates import ChatTemplate, run_template
 from text.tools import REASONING_PARSERS
 
@@ -150,13 +150,18 @@ def show_messages(template: ChatTemplate, messages: list[dict[str, Any]], variab
     for i, message in enumerate(messages):
         if (role := message["role"]) not in roles:
             raise ValueError(f"message {i} has the role {role!r:.80}; it must be one of {', '.join(roles)}")
-    trouble = None
+
+    def write(form: list[dict[str, Any]], taken: ChatTemplate) -> str:
+        return run_template(template.template, variables | {"messages": [expected(message, taken) for message in form]})
+
+    trouble, token = None, next((image["token"] for image in images_of(messages)), "")
     only_text = template._replace(takes_parts=False, takes_text=True)  # it may go through other things than it seems
     for form in forms(messages, template):
         for taken in dict.fromkeys((template, only_text)):
-            shown = [expected(message, taken) for message in form]
             try:
-                text = run_template(template.template, variables | {"messages": shown})
+                text = write(form, taken)
+                if token and token in write(without_token(form, token, {*map(id, images_of(form))}, True), taken):
+                    raise ValueError(f"chat template: it writes {token!r}, which stands for an image, of texts")
                 if shows(text, form):
                     return text
             except ValueError as error:
@@ -209,10 +214,8 @@ def one_call_each(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def shows(text: str, messages: list[dict[str, Any]]) -> bool:
     """Whether a text has all images, and all system messages but a first one; some templates leave them out."""
     place, images = 0, images_of(messages)
-    if images:
-        token, contents = images[0]["token"], [text_of(message) for message in messages if message.get("content")]
-        if text.count(token) < sum(content.count(token) for content in contents):  # a text may have it, too
-            return False
+    if images and text.count(images[0]["token"]) < len(images):
+        return False
     for message in messages[1:]:
         if message["role"] in SYSTEM_ROLES:
             content = message["content"]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 # Types of parts with an image: OpenAI's chats', Responses', and two of vLLM's library, whose images may be Pillow's.
 IMAGE_PARTS = ("image_url", "input_image", "image", "image_pil")
+NO_WIDTH = "\u200b"  # a space without width
 
 
 def text_part(text: str) -> dict[str, Any]:
@@ -35,6 +36,17 @@ def images_of(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The image parts of messages, in their order."""
     contents = (message["content"] for message in messages if isinstance(message.get("content"), list))
     return [part for content in contents for part in content if "source" in part]
+
+
+def without_token(value: Any, token: str, images: Collection[int], hide: bool = False) -> Any:
+    """A JSON value in whose texts a space breaks the token of images, with these (by `id`), or where `hide` a space."""
+    if id(value) in images:
+        return text_part(NO_WIDTH) if hide else value
+    if isinstance(value, dict):
+        return {key: without_token(item, token, images, hide) for key, item in value.items()}
+    if isinstance(value, list):
+        return [without_token(item, token, images, hide) for item in value]
+    return value.replace(token, token[0] + NO_WIDTH + token[1:]) if isinstance(value, str) else value
 
 
 def merged(contents: Iterable[str | list[dict[str, Any]]]) -> str | list[dict[str, Any]]:

@@ -140,7 +140,7 @@ class InputProcessor:
 
     def __init__(self, tokenizer: Tokenizer, facts: Mapping[str, Any]):
         self.tokenizer, self.facts = tokenizer, facts
-        self.images = ImageReader(tokenizer)
+        self.images = ImageReader(tokenizer, facts["max_image_pixels"])
 
     def conversation(self, messages: list[dict[str, Any]], *fixed: Any, **variables: Any) -> Prompt:
         """The prompt of a conversation; for the arguments see `Tokenizer.render`. A ValueError if it cannot be one."""

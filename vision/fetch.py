@@ -14,6 +14,7 @@ from urllib.parse import SplitResult, quote, urljoin, urlsplit
 MOST_REDIRECTS = 3
 MOST_HEAD = 256  # characters of a data: URL before its comma
 ESCAPED = {b"%2B": b"+", b"%2b": b"+", b"%2F": b"/", b"%2f": b"/", b"%3D": b"=", b"%3d": b"="}  # of base64 in a URL
+PORTS = {"http": 80, "https": 443}
 NAT64 = ipaddress.ip_network("64:ff9b::/96")  # its addresses end with one of IPv4
 
 
@@ -21,7 +22,7 @@ def load_image_bytes(url: str, allowed_domains: Collection[str], max_bytes: int,
     """Return the bytes in a data: URL, or load those at an http(s) URL of an allowed host.
 
     Args:
-        allowed_domains: names of hosts, in lower case; those that they redirect to must be among them, too.
+        allowed_domains: hosts in lower case, for `PORTS`, or HOST:PORT; also those that they redirect to must be there.
         max_bytes: the largest answer.
         timeout: seconds for all but looking names up, for which the system has a limit.
 
@@ -81,9 +82,10 @@ def _checked(url: str, allowed_domains: Collection[str]) -> SplitResult:
         usable = False
     if not usable:
         raise ValueError(f"the image is at {url[:200]!r}; it must be a data:, http: or https: URL, with no user in it")
-    if parts.hostname not in allowed_domains:
+    port = parts.port or PORTS[parts.scheme]
+    if not {f"{parts.hostname}:{port}", parts.hostname if port in PORTS.values() else ""} & {*allowed_domains}:
         names = ", ".join(sorted(allowed_domains)) or "none"
-        raise ValueError(f"the image is at the host {parts.hostname!r}; --allowed-media-domains allows {names}")
+        raise ValueError(f"the image is at the host {parts.netloc[:200]!r}; --allowed-media-domains allows {names}")
     return parts
 
 
@@ -111,7 +113,7 @@ def _get(parts: SplitResult, max_bytes: int, deadline: float) -> tuple[str, byte
     import ssl
 
     host, secure = parts.hostname or "", parts.scheme == "https"
-    port = parts.port or (443 if secure else 80)
+    port = parts.port or PORTS[parts.scheme]
     sock, connection = _connect(host, port, deadline), http.client.HTTPConnection(host, port)
     connection.auto_open = 0  # it would look the name up
     stopper = sock.dup()  # which ends also what comes byte for byte

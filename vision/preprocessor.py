@@ -7,8 +7,6 @@ from typing import Any
 
 from config import read_json
 
-MAX_PIXELS = 40_000_000  # of an image, by default
-
 
 def read_preprocessor(folder: str) -> dict[str, Any]:
     """The fields of an image processor: a part of processor_config.json, or the older preprocessor_config.json."""

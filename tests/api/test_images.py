@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
-import gevent
+import gevent.socket
 import pytest
 from flask.testing import FlaskClient
 
 from api.checks import ApiError
+from api.generation import Caller, ClientGone
 from api.images import NO_IMAGE, Images
 from api.options import ServerConfig
 from api.routes import Api
@@ -40,7 +43,7 @@ USE = {"type": "tool_use", "id": "t", "name": "look", "input": {}}
 def served(engine: ScriptedClient, tmp_path: Path) -> Served:
     def serve(template: str | None = TALK, facts: dict[str, Any] | None = None, **options: Any) -> FlaskClient:
         tokenizer = Tokenizer(new_folder(tmp_path, template))
-        DIGESTS.update({url: ImageReader(tokenizer).prepare(url)[0].digest for url in (RED, BLUE)})
+        DIGESTS.update({url: ImageReader(tokenizer, 320).prepare(url)[0].digest for url in (RED, BLUE)})
         own = FACTS | {"vision": True, "max_model_len": 512, "vocab_size": IMAGE_ID + 1} | (facts or {})
         api = Api(cast(Any, engine), tokenizer, own, ServerConfig(**options), ["manta"], Board())
         return create_app(api).test_client()
@@ -131,23 +134,6 @@ def test_images_of_responses_which_later_ones_go_on_from(served: Served, engine:
     assert prompt_of(engine, RED, BLUE).startswith(prompt + "<|assistant|>")
 
 
-def test_openais_sdk_sends_an_image(served: Served, engine: ScriptedClient) -> None:
-    import httpx2
-    import openai
-
-    with (
-        httpx2.Client(transport=httpx2.WSGITransport(app=served().application)) as http,
-        openai.OpenAI(base_url="http://localhost/v1", api_key="none", http_client=http, max_retries=0) as client,
-    ):
-        ask: Any = {"model": "manta", "messages": user(text("What is this?"), chat_part(RED, detail="auto"))}
-        usage = client.chat.completions.create(**ask).usage
-        assert prompt_of(engine, RED) == "<|user|>What is this?*<|end|>"
-        assert usage and usage.prompt_tokens == len(engine.added[-1][0])
-        item: Any = {"role": "user", "content": [{"type": "input_image", "image_url": BLUE, "detail": "auto"}]}
-        client.responses.create(model="manta", input=[item])
-        assert prompt_of(engine, BLUE) == "<|user|>*<|end|>"
-
-
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
@@ -156,22 +142,16 @@ def test_openais_sdk_sends_an_image(served: Served, engine: ScriptedClient) -> N
     [
         ([text("a"), chat_part("data:image/png;base64,aGk=")], "messages[0].content[1]: the image has 2 bytes"),
         ([chat_part("https://example.com/a.png")], "messages[0].content[0]: the image is at the host 'example.com'"),
-        ([chat_part("file:///etc/passwd")], "messages[0].content[0]: the image is at 'file:"),
         ([chat_part(data_url(png("red", 80, 60)))], "80 x 60 pixels"),
         ([chat_part(RED)] * 4, "4 images; at most 3 (limit_mm_per_prompt)"),
-        ([text("<image>"), chat_part(RED)], "the prompt has '<image>' 2 times"),
-        ([{"type": "image_url"}], "messages[0].content[0] has no image"),
-        ([{"type": "input_image", "file_id": "f"}], "file_id"),
-        ([{"type": "image_url", "image_url": {"url": 5}}], "must have image_url"),
         ([{"type": "image_pil", "image_pil": "x"}], "messages[0].content[0]: the image is at 'x'"),
-        ([{"type": "video_url", "video_url": {"url": "x"}}], "a part must have"),
         ([text("a") | {"image": RED}], "'image' is unknown"),
     ],
 )  # fmt: skip
 def test_an_image_that_cannot_be_read_is_refused_with_its_place(
     served: Served, engine: ScriptedClient, parts: list[Any], words: str
 ) -> None:
-    http_client = served(limit_mm_per_prompt='{"image": 3, "video": 0}', max_image_pixels=4000)
+    http_client = served(facts={"max_image_pixels": 4000}, limit_mm_per_prompt='{"video": 1, "image": 3}')
     for stream in (False, True):
         message = refusal(post(http_client, CHAT, messages=user(*parts), stream=stream))["message"]
         assert words in message and RED[-40:] not in message, message
@@ -202,10 +182,23 @@ def test_a_text_cannot_take_the_place_of_an_image_that_the_template_drops(
     served: Served, engine: ScriptedClient
 ) -> None:
     part = "{{ p.text if p.type == 'text' else '' if m.role == 'assistant' else '<image>' }}"
-    http_client = served("{% for m in messages %}{% for p in m.content %}" + part + "{% endfor %}{% endfor %}")
-    dropped = [{"role": "assistant", "content": [text("a"), chat_part(RED)]}]
-    refusal(post(http_client, CHAT, messages=dropped + user(text("b <image> c"))))
+    shown = (
+        "{% for m in messages %}{% for p in m.content %}" + part + "{% endfor %}{{ m.tool_calls or '' }}{% endfor %}"
+    )
+    http_client = served(shown + "{{ x }}{% for t in tools or () %}{{ t.function.name }}{% endfor %}")
+    forged = json.dumps({"source": "", "token": "", "text": "<image>"})
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": forged}}
+    tools = {"tools": [{"type": "function", "function": {"name": "<image>"}}], "tool_choice": "none"}
+    for texts in ([text("b <image> c")], [text("<ima"), text("ge>")]):
+        for more in ({}, tools, {"chat_template_kwargs": {"x": "<image>"}}):
+            for calls in ({}, {"tool_calls": [call]}):
+                dropped = [{"role": "assistant", "content": [text("a"), chat_part(RED)], **calls}]
+                error = refusal(post(http_client, CHAT, messages=dropped + user(*texts), **more))
+                assert error["message"].startswith("chat template: it ")
     assert not engine.added
+    fields = tools | {"chat_template_kwargs": {"x": "<image>"}}
+    assert post(http_client, CHAT, messages=user(text("<image>"), chat_part(RED)), **fields).status_code == 200
+    assert prompt_of(engine, RED) == "<\u200bimage>*" + "<\u200bimage>" * 2
 
 
 def test_an_image_alone_may_be_seen_as_several_are_not(served: Served, engine: ScriptedClient, tmp_path: Path) -> None:
@@ -229,7 +222,7 @@ def test_one_of_several_models_that_sees_nothing_refuses_images(served: Served, 
     """Which model it is was not known when the body was read, as one for a model that sees."""
     http_client, (part,) = served(facts={"vision": False}), chat_messages(user(chat_part(RED)), sees=True)
     with pytest.raises(ApiError, match=f"could not process image: .* {BLIND}"):
-        Images(TEXTS, FACTS, ServerConfig()).read({"messages": [part]})
+        Images(TEXTS, FACTS, ServerConfig()).read({"messages": [part]}, Caller("", ""))
     assert "a part must have a text" in refusal(post(http_client, CHAT, messages=user(chat_part(RED))))["message"]
 
 
@@ -247,9 +240,73 @@ def test_no_log_has_what_an_image_is_made_of(
 
 
 def test_a_limit_that_is_none_is_refused() -> None:
-    for value in ("", "4", "image=", "video=1", '{"image": -1}', '{"video": 1}', '{"image": 4'):
-        with pytest.raises(ValueError, match="limit_mm_per_prompt is"):
+    wrong = '{"image": -1}', '{"image": 10000}', '{"image": 4, "video": {"count": 1}}', '{"audio": true, "image": 4}'
+    for value in ("", "4", "image=", "image=x", '{"image": 4', "[4]", "image=1=2", "video=1,image=4", *wrong):
+        with pytest.raises(ValueError, match=r"limit_mm_per_prompt is .* must be like"):
             ServerConfig(limit_mm_per_prompt=value)
+    for value, most in (("image=0", 0), ('{"video": 5}', 16), ('{"video": 5, "image": 2}', 2), ("audio=1", 16)):
+        assert Images(TEXTS, FACTS, ServerConfig(limit_mm_per_prompt=value)).most == most
+
+
+# --- what they cost ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def prepared(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The data URLs of images that are decoded."""
+    urls, prepare = list[str](), ImageReader.prepare
+    monkeypatch.setattr(ImageReader, "prepare", lambda self, url, *more: urls.append(url) or prepare(self, url, *more))
+    return urls
+
+
+def test_pixels_in_flight_are_bounded(served: Served, engine: ScriptedClient) -> None:
+    http_client = served(max_pixel_bytes_in_flight=2000)  # an image has 768
+    one, two, three = ({"messages": user(*[chat_part(RED)] * count)} for count in (1, 2, 3))
+    alone = refusal(post(http_client, CHAT, **three))["message"]
+    assert "2304 bytes of pixels or more; at most 2000 (max_pixel_bytes_in_flight)" in alone
+    refusal(post(http_client, CHAT, **two, max_tokens=10**6))
+    for route in ("/tokenize", CHAT):
+        assert post(http_client, route, **two).status_code == 200  # given back after errors and answers
+    with contextlib.closing(http_client.post(CHAT, json=two | {"stream": True}, buffered=False)):
+        for route in (CHAT, "/tokenize"):
+            message = refusal(post(http_client, route, **one), 429)["message"]
+            assert "1536 bytes of images' pixels are in flight and 768 would come; at most 2000" in message
+    assert post(http_client, CHAT, **two).status_code == 200
+
+
+def test_no_image_is_read_for_who_is_refused_or_gone(
+    served: Served, engine: ScriptedClient, prepared: list[str]
+) -> None:
+    http_client, ask = served(max_queue=2), {"messages": user(text("a")), "stream": True}
+    prepared.clear()
+    with contextlib.closing(http_client.post(CHAT, json=ask, buffered=False)):
+        assert "max_queue" in refusal(post(http_client, CHAT, messages=user(chat_part(RED)), n=2), 429)["message"]
+    assert not prepared
+    ours, theirs = gevent.socket.socketpair()
+    with contextlib.closing(ours), contextlib.closing(theirs):
+        (caller := Caller("", "", ours)).check_presence(60)
+        with pytest.raises(ApiError, match="request_timeout"):
+            caller.check_presence(-1)
+        theirs.send(b"G")  # of its next request
+        caller.check_presence(60)
+        ours.recv(1)
+        theirs.close()
+        with pytest.raises(ClientGone):
+            caller.check_presence(60)
+
+
+def test_an_image_that_comes_again_is_read_once(
+    served: Served, engine: ScriptedClient, prepared: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    http_client = served(api_key=("one", "two"))
+    prepared.clear()
+    for url, key in [(RED, "one")] * 2 + [(BLUE, "one"), (RED, "two"), *[(x, "one") for x in (BLUE, RED, RED, BLUE)]]:
+        body = {"messages": user(chat_part(url))}
+        assert http_client.post(CHAT, json=body, headers={"X-Api-Key": key}).status_code == 200
+        assert prompt_of(engine, url)
+        if key == "two":  # whose time does not tell what another one has sent
+            monkeypatch.setattr("api.images.MOST_KEPT_BYTES", 1600)
+    assert prepared == [RED, BLUE, RED, RED]  # what was not used for longest is gone
 
 
 # --- how they are read ------------------------------------------------------------------------------------------------

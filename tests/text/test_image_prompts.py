@@ -15,7 +15,7 @@ from text.images import BLIND
 from text.prompts import InputProcessor, Prompt
 from tokenizer import NoTokenizer, Tokenizer
 
-FACTS = {"vision": True, "max_model_len": 512}
+FACTS = {"vision": True, "max_model_len": 512, "max_image_pixels": 320}
 RED, BLUE = png("red"), png("blue")
 
 
@@ -65,6 +65,7 @@ def test_an_image_alone_may_be_seen_as_several_are_not(tmp_path: Path) -> None:
     ("media", "words"),
     [
         (5, "multi_modal_data is 5"), ({"video": []}, "a dict of image alone"), ({"image": 5}, "the image is a int"),
+        ({"image": png("red", 20, 17)}, "20 x 17 pixels; it must have 1 to 320"),
         ({"image": [RED, RED]}, "2 images"), ({"image": b"no"}, "2 bytes"), ({"image": "/a.png"}, "must be a data:"),
         ({"image": "https://example.com/a"}, "example.com"),
     ],

@@ -25,6 +25,7 @@ NEW, IMAGE = 4, 98  # tokens after each prompt; the token that stands for a row 
 PROCESSOR = {
     "image_mean": [0.48, 0.46, 0.41], "image_std": [0.27, 0.26, 0.28], "rescale_factor": 1 / 255, "do_normalize": True,
     "do_rescale": True,
+    "crop_size": {"height": 16, "width": 16}, "max_image_size": {"longest_edge": 56}, "patch_size": 4, "merge_size": 2,
 }  # fmt: skip
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2, "patch_size": 4}
 QWEN = {"depth": 3, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2}

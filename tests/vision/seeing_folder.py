@@ -52,7 +52,7 @@ def seeing_folder(shared: Path, name: str, patch: int = 4, max_pixels: int = 102
         sizes = {"min_pixels": 64, "max_pixels": max_pixels, "patch_size": patch, "merge_size": 2}
         own = sizes if is_qwen else json.loads((folder / "preprocessor_config.json").read_text())
         own |= {"size": config["vision_config"]["image_size"]} if "gemma" in name else {}
-        processor = own | json.loads((source / "preprocessor_config.json").read_text())
+        processor = json.loads((source / "preprocessor_config.json").read_text()) | own
         for file, content in (("preprocessor_config", processor), ("config", config), ("tokenizer", tokenizer)):
             (folder / f"{file}.json").write_text(json.dumps(content))
         shutil.copy(Path(DEMO, "generation_config.json"), folder)

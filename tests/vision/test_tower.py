@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +174,7 @@ def folder_with(tmp_path: Path, name: str, changes: dict[str, Any], tower: dict[
         ("llava", {"projector_hidden_act": "mish"}, {}, "the activation is 'mish'; towers have gelu"),
         ("llava", {}, {"model_type": "siglip_vision_model"}, "Manta has no tower of 'siglip_vision_model' for Llava"),
         ("llava", {}, {"num_channels": 4}, "num_channels is 4; Manta has 3 alone"),
+        ("llava", {}, {"image_size": 24}, "the image processor makes images of {'height': 16, 'width': 16}; the tower"),
         ("llava", {}, {"registers": 4}, "'registers' is 4, and Manta does not know that field"),
         ("llava", {}, {"num_attention_heads": 3}, "hidden_size is 32, which 3 heads must share"),
         ("qwen3-vl", {}, {"deepstack_visual_indexes": [3]}, "deepstack_visual_indexes is 3; it must be a whole number"),
@@ -182,6 +184,13 @@ def folder_with(tmp_path: Path, name: str, changes: dict[str, Any], tower: dict[
 def test_a_tower_that_we_have_not_is_a_note(tmp_path: Path, name: str, changes: Any, tower: Any, why: str) -> None:
     config = ModelConfig.from_folder(folder_with(tmp_path, name, changes, tower))
     assert config.vision is None and why in config.notes[-1] and "images are refused" in config.notes[-1]
+
+
+def test_without_pillow_the_text_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "vision.processors")
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    config = ModelConfig.from_folder(str(DATA / "seeing" / "llava"))
+    assert config.vision is None and "the text is served: import of PIL halted" in config.notes[-1]
 
 
 def test_axes_are_those_of_the_texts_rope(tmp_path: Path) -> None:
