@@ -26,6 +26,7 @@ from kernel_cases import (
     BLOCK,
     CODED,
     DELTAS,
+    ENCODED,
     EXPERTS,
     LATENTS,
     LAYERS,
@@ -33,6 +34,7 @@ from kernel_cases import (
     Case,
     Coded,
     Delta,
+    Encoded,
     Experts,
     Inputs,
     Latent,
@@ -41,6 +43,7 @@ from kernel_cases import (
     coded_cases,
     delta_cases,
     draw,
+    encode_cases,
     expert_cases,
     guess_cases,
     ints,
@@ -86,7 +89,7 @@ SHAPES = (
     Shape("qwen3-32b/4", 5120, 16, 2, 128, 6400, 151936, True),  # one of four ranks
 )
 E4M3 = tuple(shape._replace(name=f"{shape.name}-kv8", cache=torch.float8_e4m3fn) for shape in SHAPES[:2])
-Sizes = Shape | Experts | Latent | Delta | Lora | Coded
+Sizes = Shape | Experts | Latent | Delta | Lora | Coded | Encoded
 
 
 class Limits(NamedTuple):
@@ -461,6 +464,8 @@ def cases(shape: Sizes) -> Iterator[Case]:
         return coded_cases(shape)
     if isinstance(shape, Delta):
         return delta_cases(shape)
+    if isinstance(shape, Encoded):
+        return encode_cases(shape)
     groups = GROUPS if shape.cache == torch.bfloat16 else CACHE_GROUPS
     return (case for group in groups for case in group(shape))
 
@@ -591,7 +596,7 @@ def kernel_figures(ops: list[str], shapes: list[str]) -> Iterator[dict[str, Any]
     Raises:
         ValueError: there is no such shape.
     """
-    every: tuple[Sizes, ...] = (*SHAPES, *E4M3, *EXPERTS, *LATENTS, *DELTAS, *LORAS, *CODED)
+    every: tuple[Sizes, ...] = (*SHAPES, *E4M3, *EXPERTS, *LATENTS, *DELTAS, *LORAS, *CODED, *ENCODED)
     by_name = {shape.name: shape for shape in every}
     if unknown := [name for name in shapes if name not in by_name]:
         raise ValueError(f"there is no shape {unknown[0]!r}; there are {', '.join(by_name)}")

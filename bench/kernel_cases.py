@@ -163,6 +163,25 @@ class Delta(NamedTuple):
 DELTAS = (Delta("qwen3-next-80b-a3b", 16, 32), Delta("qwen3.5-27b", 16, 48))
 
 
+class Encoded(NamedTuple):
+    """The sizes of attention in both directions: those of an encoder, or of a tower, for an image of 1152 x 864 pixels."""
+
+    name: str
+    heads: int
+    size: int  # of a head
+    batches: tuple[tuple[str, int, int], ...]  # how many prompts, tiles or windows there are, and tokens in each
+
+
+ENCODED = (
+    Encoded("mpnet", 12, 64, (("prompts", 16, 512),)),
+    Encoded("llava-1.5", 16, 64, (("image", 1, 577),)),
+    Encoded("smolvlm-2.2b", 16, 72, (("tiles", 13, 729),)),
+    Encoded("internvl3", 16, 64, (("tiles", 13, 1025),)),
+    Encoded("qwen2.5-vl", 16, 80, (("windows", 79, 64), ("image", 1, 5084))),
+    Encoded("qwen3-vl", 16, 72, (("image", 1, 3888),)),
+)
+
+
 class Lora(NamedTuple):
     """Products of a layer that adapters change."""
 
@@ -358,6 +377,24 @@ def delta_cases(s: Delta, batches: tuple[tuple[int, int], ...] = DELTA_ROWS) -> 
         flops = 0 if decodes else t * s.heads * (6 * s.size**2 + 8 * 64 * s.size)  # without those of the inverse
         yield Case("delta_rule", name, 2 * t * (s.channels + values + 2 * s.heads) + kept * matrix, flops, rule)
         yield Case("gated_norm", name, 6 * t * values, 0, norm)
+
+
+def encode_cases(s: Encoded) -> Iterator[Case]:
+    """Cases of attention_encode, against torch's own."""
+    for name, rows, count in s.batches:
+
+        def make(device: str, rows: int = rows, count: int = count) -> Inputs:
+            q, k, v = draw(device, rows * count, 3, s.heads, s.size).unbind(1)
+            starts, scale = ints(range(0, rows * count + 1, count), device), s.size**-0.5
+            apart = [x.view(rows, count, s.heads, s.size).transpose(1, 2).contiguous() for x in (q, k, v)]
+
+            def library() -> torch.Tensor:
+                return F.scaled_dot_product_attention(*apart, scale=scale)
+
+            return Inputs(lambda ops: ops.attention_encode(q, k, v, (starts, count), scale), (), {"SDPA": library})
+
+        width, flops = s.heads * s.size, 4 * rows * count**2 * s.heads * s.size
+        yield Case("attention_encode", f"{rows} {name} of {count}", 8 * rows * count * width, flops, make)
 
 
 def lora_cases(s: Lora, tokens: tuple[int, ...] = (1, 32, 256, 4096)) -> Iterator[Case]:

@@ -39,6 +39,7 @@ CASES = [
     *bench_kernels.decode_cases(TINY, (("drafts", [70, 5]),), (3,), 4),
     *bench_kernels.decode_cases(TINY, (("two", [70, 5]),), (3,)),
     *bench_kernels.prefill_cases(TINY, (("two", [(3, 66), (5, 0)]),)),
+    *bench_kernels.encode_cases(bench_kernels.Encoded("tiny", 2, 24, (("tiles", 3, 21),))),
     *bench_kernels.sample_cases(TINY, 3),
     *bench_kernels.state_cases(TINY, 3, 600),
     *bench_kernels.block_cases(TINY, 2),
@@ -102,6 +103,7 @@ def test_bytes_and_operations_are_counted():
     assert counted["lora_expand"] == (int(4 * 6 * 8 + 2 * hit * 24 * 4 + 4 * 6 * 24), 2 * 6 * 4 * 24)
     pairs = 67 + 68 + 69 + 1 + 2 + 3 + 4 + 5
     assert counted["attention_prefill"] == (2 * (74 * 2 * 2 * 16 + 2 * 8 * 4 * 16), 2 * 2 * pairs * 4 * 16)
+    assert counted["attention_encode"] == (2 * 3 * 21 * 4 * 48, 2 * 2 * 3 * 21**2 * 48)
     cached = next(case for case in CASES if case.size.startswith("e4m3"))
     assert (cached.bytes, cached.flops) == (75 * 2 * 2 * 16 + 2 * 2 * 2 * 4 * 16, counted["attention_decode"][1])
     assert counted["latent_decode"] == (2 * (75 * 48 + 2 * 2 * (48 + 32)), 2 * 75 * 2 * (48 + 32))
