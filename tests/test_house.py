@@ -381,28 +381,6 @@ def test_the_names_that_vllms_readers_know_have_rows():
     assert names and not [name for name in names if name not in found]
 
 
-@pytest.mark.parametrize(
-    ("rows", "fault"),
-    [
-        (["| `a` | `Scheduler.schedule`, `Scheduler.running` | `scheduler.py` | |"], None),
-        (["| `a` | `Scheduler.schedule`, `Status.SWAPPED` | `scheduler.py`, `sequence.py` | |"], None),
-        (["| `a` | `StepPlan.rows`, `bit_words`, `TAGS` | `plan.py` | |", "| `b` | - | - | because |"], None),
-        (["| `a` | `MANTA_WORKER_MULTIPROC_METHOD` | `executor.py` | |"], None),
-        (["| `a` | `Scheduler.schedul` | `scheduler.py` | |"], "Scheduler.schedul is not in `scheduler.py`"),
-        (["| `a` | `Scheduler.schedule` | `scheduler.py`, `plan.py` | |"], "plan.py has none of `Scheduler.schedule`"),
-        (["| `a` | `Scheduler.schedule` | `nowhere.py` | |"], "Scheduler.schedule is not in `nowhere.py`"),
-        (["| `a` | Scheduler.schedule | `scheduler.py` | |"], "in backticks"),
-        (["| `a` | `Scheduler.schedule` | - | |"], "in backticks"),
-        (["| `a` | - | - | |"], "neither a name nor a reason"),
-        (["| `a` | - | - |"], "four cells"),
-        ([], "no table"),
-    ],
-)  # fmt: skip
-def test_a_wrong_row_of_that_page_is_found(rows, fault):
-    found = faults_of_seeds("\n".join(["## 1", "### file", *SEEDS_HEAD, *rows]))
-    assert found == [] if fault is None else any(fault in line for line in found)
-
-
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().split()) <= MOST_README_WORDS
 

@@ -477,6 +477,7 @@ def test_two_hosts_answer_and_a_short_cut_costs_nobody_anything(two: TwoHosts) -
 # --- several engines of a script --------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_script_has_several_engines(llm: LLM) -> None:
     prompts = [f"Enter the {i}th SERVANT, with a torch.\n\n" * (1 + 3 * (i % 2)) for i in range(10)]
     params = [SamplingParams(temperature=0, max_tokens=20 + 4 * i, ignore_eos=True) for i in range(10)]

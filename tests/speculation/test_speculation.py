@@ -147,7 +147,6 @@ def plain(make_llm: Callable[..., LLM]) -> list[RequestOutput]:
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({}, marks=pytest.mark.full),
         {"max_num_batched_tokens": 40} | FEW,
         {"enable_prefix_caching": False, "async_scheduling": True, "sanitize_kv": True},
         {"disturbed": True},
@@ -156,11 +155,9 @@ def plain(make_llm: Callable[..., LLM]) -> list[RequestOutput]:
         pytest.param({"async_scheduling": True, "sanitize_kv": True} | FEW, marks=pytest.mark.full),
         pytest.param({"backend": "reference"}, marks=pytest.mark.full),
         {"pipeline_parallel_size": 2, "max_num_batched_tokens": 40} | FEW,
-        pytest.param({"pipeline_parallel_size": 2, "disturbed": True}, marks=pytest.mark.full),
         pytest.param(
             {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "async_scheduling": False}, marks=pytest.mark.full
         ),
-        pytest.param({"pipeline_parallel_size": 3, "sanitize_kv": True} | FEW, marks=pytest.mark.full),
     ],
     ids=str,
 )
@@ -200,9 +197,7 @@ def test_tokens_are_those_without_drafts(
     "options",
     [
         {},
-        pytest.param({"distributed_executor_backend": "mp", "async_scheduling": True}, marks=pytest.mark.full),
         pytest.param({"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}, marks=pytest.mark.full),
-        pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.full),
     ],
     ids=str,
 )
