@@ -404,8 +404,3 @@ class Traffic(RuleBasedStateMachine):
 
 class TestTraffic(Traffic.TestCase):
     settings = settings(max_examples=12, suppress_health_check=list(HealthCheck), print_blob=True)
-
-
-@pytest.mark.long
-class TestMoreTraffic(Traffic.TestCase):
-    settings = settings(TestTraffic.settings, max_examples=600)
