@@ -76,11 +76,11 @@ EVERY_FILE = [
 ]
 # These may fall. They rise only when a capability with a name of its own comes.
 MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 24, 700, 80, 750
-MOST_STORY_LINES = 6586
+MOST_STORY_LINES = 6581
 MOST_LINES = {
-    ".": 10660, "api": 5989, "checkpoints": 3283, "commands": 1337, "cpu": 2563, "device": 4194, "executors": 205,
-    "lora": 1208, "models": 4573, "observe": 1356, "ops": 3118, "processes": 3678,
-    "scheduling": 2279, "speculation": 807, "text": 4593, "vision": 558,
+    ".": 10642, "api": 5927, "checkpoints": 3283, "commands": 1336, "cpu": 2563, "device": 4194, "executors": 205,
+    "lora": 1149, "models": 4573, "observe": 1356, "ops": 3118, "processes": 3674,
+    "scheduling": 2279, "speculation": 800, "text": 4593, "vision": 558,
 }  # fmt: skip
 STDLIB_ONLY = {
     "admission", "checkpoints.gguf_config", "checkpoints.gguf_file", "checkpoints.gguf_folder",
