@@ -229,10 +229,6 @@ class EngineConfig:
     data_parallel_secret_file: str | None = option(None, "file of the shared secret, or set MANTA_DATA_PARALLEL_SECRET")
     headless: bool = option(False, "run this host's engines for the server at data_parallel_address, without HTTP")
     data_parallel_start_rank: int | None = option(None, "with headless: the first of this host's engines", 0, 63)
-    data_parallel_external_lb: bool = option(
-        False, "serve engine data_parallel_rank alone; others have servers of their own, behind one load balancer"
-    )
-    data_parallel_rank: int = option(0, "with data_parallel_external_lb: which of the engines this is", 0, 63)
     enable_lora: bool = option(False, "serve LoRA adapters of the model beside it")
     max_loras: int = option(4, "adapters that requests of one step may have", 1, 1024)
     max_cpu_loras: int | None = option(None, "adapters kept in host memory (default: four times max_loras)", 1, 65536)
@@ -249,6 +245,7 @@ class EngineConfig:
     torch_profiler_dir: str | None = option(None, "folder for torch's profiler, from start_profile to stop_profile")
     sanitize_kv: bool = option(False, "for debugging: check in every step that no request reads or writes another's KV")
     snapshot: str = option("", "")  # the folder that the model was downloaded to, if it was; see `hub.find_model`
+    data_parallel_rank: int = option(0, "")  # which of the engines this is
     expert_rendezvous: str = option("", "")  # a file by which the ranks of engines that share experts meet
     lockstep: bool = option(False, "")  # these engines step together in waves, as a model with experts needs it
     beside_server: bool = option(False, "")  # whether a server's processes share the cores; set where they start
@@ -326,14 +323,12 @@ class EngineConfig:
     @property
     def local_engines(self) -> int:
         """How many engines are on this host, which they share."""
-        if self.data_parallel_external_lb:
-            return 1
         return self.data_parallel_size if self.data_parallel_size_local is None else self.data_parallel_size_local
 
     @property
     def first_rank(self) -> int:
         """The first of this host's engines."""
-        return self.data_parallel_rank if self.data_parallel_external_lb else self.data_parallel_start_rank or 0
+        return self.data_parallel_start_rank or 0
 
     def __post_init__(self) -> None:
         for name in ("hf_overrides", "speculative_config"):
@@ -420,7 +415,6 @@ class EngineConfig:
     def _check_hosts(self) -> None:
         """Refuse options about engines and hosts that do not go together."""
         size, local = self.data_parallel_size, self.data_parallel_size_local
-        external = self.data_parallel_external_lb
         several_hosts = self.headless or (local is not None and local < size)
         if several_hosts and self.data_parallel_address is None:
             raise ValueError("data_parallel_address is not given; engines on several hosts need it")
@@ -435,15 +429,8 @@ class EngineConfig:
                 f"data_parallel_start_rank is {first}, with {here} engines here (data_parallel_size_local); the last "
                 f"one must be below data_parallel_size, {size}"
             )
-        if external:
-            when = "with data_parallel_external_lb, where a host serves one engine,"
-            self.allow(when, "headless", False)
-            self.allow(when, "data_parallel_size_local", None)
-        if self.data_parallel_rank >= size:
-            self.refuse("data_parallel_rank", f"it must be below {size}")
-        if several_hosts or external:
-            when = "with engines on several hosts, or behind several servers (data_parallel_external_lb),"
-            self.allow(when, "enable_expert_parallel", False)
+        if several_hosts:
+            self.allow("with engines on several hosts,", "enable_expert_parallel", False)
         if self.local_engines > 1 and self.distributed_executor_backend == "external_launcher":
             why = "with distributed_executor_backend 'external_launcher', whose ranks are of one engine, it must be 1"
             self.refuse("data_parallel_size", why)

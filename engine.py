@@ -88,8 +88,8 @@ class LLMEngine:
     """A model for scripts that run its loop themselves; a ValueError if the options or the model are not usable."""
 
     def __init__(self, config: EngineConfig):
-        if config.headless or config.data_parallel_external_lb:
-            raise ValueError("headless and data_parallel_external_lb are for the server")
+        if config.headless:
+            raise ValueError("headless is for the server")
         # A notebook keeps its last error, whose frames may keep an engine that was let go of, and so its memory.
         if (error := getattr(sys, "last_value", None)) and error.__traceback__:
             error.__traceback__.tb_next = error.__context__ = error.__cause__ = None

@@ -29,7 +29,6 @@ from config import lacking
 if __name__ == "__main__" and (lack := lacking(PACKAGES)):
     answer_without(sys.argv[1:], lack)
 
-import gevent
 from flask import Flask, Response, g, request
 from werkzeug.exceptions import MethodNotAllowed, NotFound
 from werkzeug.middleware.dispatcher import DispatcherMiddleware
@@ -39,7 +38,7 @@ from api.checks import ApiError, Face, as_sent
 from api.faces import FACES
 from api.generation import Caller, ClientGone, Events, log_request
 from api.gunicorn_loop import Gunicorn
-from api.options import ServerConfig, with_all_keys
+from api.options import with_all_keys
 from api.paths import paths_of
 from api.routes import Api
 from commands import batch, bench, terminal
@@ -83,7 +82,7 @@ def create_app(api: Api, address: str | None = None) -> Flask:
     app.url_map.strict_slashes = False  # some clients ask for /v1/models/
     add_routes(app, api)
     guard(app, api, address or config.host)
-    answer_errors(app, config)
+    answer_errors(app)
     log_requests(app, api)
     app.extensions["client"] = api.client
     if config.root_path:
@@ -116,9 +115,8 @@ def guard(app: Flask, api: Api, address: str) -> None:
             raise ApiError(503, "the server is shutting down")
 
 
-def answer_errors(app: Flask, config: ServerConfig) -> None:
+def answer_errors(app: Flask) -> None:
     """Turn errors into replies, and free the request's body."""
-    refusals = http.Refusals()
 
     @app.teardown_request
     def release_body(error: BaseException | None) -> None:
@@ -136,9 +134,6 @@ def answer_errors(app: Flask, config: ServerConfig) -> None:
                 error = NotFound()
         headers = {"Allow": ", ".join(sorted(error.valid_methods or ()))} if isinstance(error, MethodNotAllowed) else {}
         answer = http.api_error(error)
-        if len(set(config.api_key)) > 1 and answer.status < 500:
-            release_body(None)
-            gevent.sleep(refusals.wait(g.client, time.monotonic() - g.begun))  # for clients that send many bad requests
         g.error = str(answer)
         response = http.reply(http.error_body_of(request.path)(answer), answer.status)
         response.headers.update(headers | STATUS_HEADERS.get(answer.status, {}))

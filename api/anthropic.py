@@ -152,47 +152,11 @@ def content_block(block: Block) -> dict[str, Any]:
     return {"type": "tool_use", "id": block.id, "name": block.name, "input": msgspec.Raw((block.text or "{}").encode())}
 
 
-# Its models know the tools of some types by heart, so clients send no schema of them. Here other models are told it:
-# https://platform.claude.com/docs/en/agents-and-tools/tool-use
 TOOL_KEYS = {"name": "name", "description": "description", "input_schema": "parameters", "strict": "strict"}  # a chat's
 DATE = re.compile(r"_\d{8}$")  # of a type
 SERVER_TOOLS = (  # which Anthropic runs itself; the model is told of none
     "web_search", "web_fetch", "code_execution", "tool_search_tool_regex", "tool_search_tool_bm25", "advisor",
 )  # fmt: skip
-TEXT = {"type": "string"}
-FILE_KEYS: dict[str, dict[str, Any]] = {
-    "path": TEXT | {"description": "The absolute path of the file or folder."},
-    "view_range": {"type": "array", "items": {"type": "integer"}, "description": "For view: the first and last line."},
-    "file_text": TEXT | {"description": "For create: what the file will hold."},
-    "old_str": TEXT | {"description": "For str_replace: the text to replace, which must be there just once."},
-    "new_str": TEXT | {"description": "For str_replace, and for insert if there is no insert_text: the new text."},
-    "insert_line": {"type": "integer", "description": "For insert: the line after which the text goes, or 0."},
-}
-INSERTED = {"insert_text": TEXT | {"description": "For insert: the new text."}}
-RENAMED = {key: TEXT | {"description": "For rename."} for key in ("old_path", "new_path")}
-
-
-def file_tool(about: str, needed: list[str], commands: list[str], more: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The description and schema of a tool for files, with its commands and keys beside the common ones."""
-    command = TEXT | {"enum": ["view", "create", "str_replace", "insert", *commands]}
-    schema = {"type": "object", "properties": {"command": command, **FILE_KEYS, **more}, "required": needed}
-    return {"description": about, "parameters": schema}
-
-
-OLD_EDITOR = file_tool("Views and edits files.", ["command", "path"], ["undo_edit"], {})
-CLIENT_TOOLS: dict[str, dict[str, Any]] = {  # by type; the one without a date is the newest
-    "custom": {},
-    "bash": {
-        "description": "Runs a command in a shell that keeps its state, or with restart starts the shell anew.",
-        "parameters": {"type": "object", "properties": {"command": TEXT, "restart": {"type": "boolean"}}},
-    },
-    "text_editor_20241022": OLD_EDITOR, "text_editor_20250124": OLD_EDITOR,
-    "text_editor": file_tool("Views and edits files.", ["command", "path"], [], INSERTED),
-    "memory": file_tool(
-        "Keeps files below /memories from one conversation to the next.", ["command"], ["delete", "rename"],
-        INSERTED | RENAMED,
-    ),
-}  # fmt: skip
 
 
 def message_tools(value: list[dict[str, Any]], context: CheckContext) -> list[dict[str, Any]]:
@@ -200,13 +164,13 @@ def message_tools(value: list[dict[str, Any]], context: CheckContext) -> list[di
     functions = []
     for i, tool in enumerate(value):
         kind = str(tool.get("type") or "custom")
-        if (plain := DATE.sub("", kind)) in SERVER_TOOLS:
+        if DATE.sub("", kind) in SERVER_TOOLS:
             context.ignore(kind)
             continue
-        if (row := CLIENT_TOOLS.get(kind, CLIENT_TOOLS.get(plain))) is None:
-            words = f"tool {i} is of the type {reprlib.repr(kind)}; this server takes {', '.join(CLIENT_TOOLS)}"
+        if kind != "custom":  # only Anthropic's models know the tools of other types by heart
+            words = f"tool {i} is of the type {reprlib.repr(kind)}; it must be custom, with an input_schema"
             raise Refusal(words, "unsupported_parameter")
-        function = row | {ours: tool[key] for key, ours in TOOL_KEYS.items() if tool.get(key) is not None}
+        function = {ours: tool[key] for key, ours in TOOL_KEYS.items() if tool.get(key) is not None}
         checks.check_function(function, i)
         if "parameters" not in function:
             raise ValueError(f"tool {i} has no input_schema; it must have one, a JSON schema, which is an object")

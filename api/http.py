@@ -8,7 +8,6 @@ import hmac
 import ipaddress
 import re
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -131,31 +130,6 @@ def error_body_of(path: str) -> Callable[[ApiError], dict[str, Any]]:
     return next(
         (face.error_body for face in FACES if any(f"{route}/" in f"{path}/" for route in face.paths)), ApiError.body
     )
-
-
-class Refusals:
-    """What the refused requests of each client have cost of late, and how long its next refusal waits for that.
-
-    While a process reads and checks a request, which takes 0.2 s for 19 MB, it serves nobody else. A client that is
-    refused again and again gets SHARE of this time, so that others find the process free. The first FREE seconds cost
-    it nothing. `clock` is in seconds.
-    """
-
-    SHARE, FREE, MOST_COST, MOST_WAIT, CLIENTS = 0.03, 0.5, 0.25, 3.0, 1000
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic):
-        self.clock = clock
-        self.costs: OrderedDict[str, tuple[float, float]] = OrderedDict()  # seconds, and when they were counted
-
-    def wait(self, client: str, seconds: float) -> float:
-        """How many seconds a refusal waits, after so many for its request."""
-        now = self.clock()
-        cost, since = self.costs.pop(client, (0.0, now))
-        cost = max(0.0, cost - self.SHARE * (now - since)) + min(seconds, self.MOST_COST)
-        self.costs[client] = cost, now
-        if len(self.costs) > self.CLIENTS:
-            self.costs.popitem(last=False)
-        return min(max(0.0, cost - self.FREE) / self.SHARE, self.MOST_WAIT)
 
 
 def reply(content: dict[str, Any] | list[Any], status: int = 200) -> Response:

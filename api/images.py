@@ -40,9 +40,8 @@ class Images:
         limits = config.limit_mm_per_prompt + ServerConfig.limit_mm_per_prompt  # the second where the first has none
         self.most = int(re.findall(r"\bimage\W+(\d+)", limits)[0])
         self.reader = ImageReader(tokenizer, facts["max_image_pixels"], config.allowed_media_domains)
-        self.kept: dict[
-            tuple[str, bool, bytes], tuple[Prepared, int]
-        ] = {}  # by client and URL's digest, the latest last
+        # By client, whether it is its prompt's only one, and the URL's digest; the latest last.
+        self.kept: dict[tuple[str, bool, bytes], tuple[Prepared, int]] = {}
         self.threads, self.free = ThreadPool(IMAGE_THREADS), Semaphore(IMAGE_THREADS)
 
     def read(self, fields: dict[str, Any], caller: Caller) -> list[Prepared]:

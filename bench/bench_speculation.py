@@ -19,7 +19,7 @@ from cpu import ops
 from engine import LLM, SamplingParams
 from skills import exam
 from speculation.options import SpeculativeConfig
-from speculation.proposer import PromptLookup
+from speculation.proposer import SUFFIX_FACTOR, PromptLookup
 from tasks import Tasks
 from tokenizer import Tokenizer
 from turns import in_turns, spread
@@ -139,7 +139,7 @@ def replay_figures(methods: list[dict[str, Any]], sessions: int, tokenizer: str)
         lookup = PromptLookup(SpeculativeConfig.of(json.dumps(method)), ops)
         ids = torch.zeros(64, width, dtype=torch.int32)
         known, counts, clients = torch.zeros(3, 64, dtype=torch.int32)
-        others: tuple[Any, ...] = (clients, lookup.factor) if lookup.over_requests else ()
+        others: tuple[Any, ...] = (clients, SUFFIX_FACTOR) if lookup.over_requests else ()
         steps = drafted = taken = tokens = 0
         for turn, (prompt, answer) in enumerate(turns):
             slot, whole = torch.tensor([turn % 64], dtype=torch.int32), torch.tensor(prompt + answer, dtype=torch.int32)

@@ -30,7 +30,7 @@ HTTP_ONLY = (
     *option_groups(ServerConfig)["several models"],
     "max_queue", "max_pixel_bytes_in_flight", "body_timeout", "write_timeout",
 )  # fmt: skip
-SERVER_ONLY = ("headless", "data_parallel_start_rank", "data_parallel_external_lb", "data_parallel_rank")
+SERVER_ONLY = ("headless", "data_parallel_start_rank")
 
 
 def new_parser() -> OptionParser:

@@ -29,8 +29,7 @@ SERVED = ("lora_modules", "lora_dir", "tool_call_parser", "reasoning_parser")  #
 RESIDENCE = ("path", "pin", "ttl", "memory")  # keys of a table that are no options
 IN_A_TABLE = ("model", "revision", "served_model_name", "lora_modules", "lora_dir", "trace", "log_scheduler")
 ONE_HOST = {  # the values of options that concern several engines or hosts
-    "data_parallel_size": (1,), "data_parallel_size_local": (None,), "data_parallel_external_lb": (False,),
-    "data_parallel_address": (None,),
+    "data_parallel_size": (1,), "data_parallel_size_local": (None,), "data_parallel_address": (None,),
     "headless": (False,), "distributed_executor_backend": ("auto", "mp", "uni"),
 }  # fmt: skip
 LATER_PART = re.compile(r"-(?!0*1-)\d+-of-\d+\.gguf$")  # of a GGUF file in several parts

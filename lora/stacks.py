@@ -155,12 +155,10 @@ class AdaptedLinear:
         y, adapters = linear(x, self.weight, bias), self.adapters
         if (plan := adapters.head_plan if self.is_head else adapters.plan) is not None:
             every = adapters.head_changes if self.is_head else adapters.changes
-            changes = [(tokens, of[self.number]) for tokens, of in every if self.number in of]
-            for tokens, change in changes:
-                change.replace(y, x, tokens, bias)
+            for tokens, changes in every:
+                if self.number in changes:
+                    changes[self.number].replace(y, x, tokens, bias)
             adapters.ops.lora_expand(y, adapters.ops.lora_shrink(x, self.a, plan), self.b, self.bounds, plan)
-            for tokens, change in changes:
-                change.rescale(y, tokens, bias)
         return y
 
 
@@ -174,13 +172,11 @@ class AdaptedTable:
     def __call__(self, x: torch.Tensor, ids: torch.Tensor) -> None:
         """Add to embeddings x [T, hidden] of ids [T], in place."""
         if (plan := self.adapters.plan) is not None:
-            changes = [(tokens, of[self.number]) for tokens, of in self.adapters.changes if self.number in of]
-            for tokens, change in changes:
-                change.look_up(x, ids, tokens)
+            for tokens, changes in self.adapters.changes:
+                if self.number in changes:
+                    changes[self.number].look_up(x, ids, tokens)
             h = self.a[plan.ids.long(), :, ids].float()  # of the last slot for tokens without an adapter, and unused
             self.adapters.ops.lora_expand(x, h, self.b, self.bounds, plan)
-            for tokens, change in changes:
-                change.rescale(x, tokens)
 
 
 class AdaptedExperts:
@@ -493,27 +489,17 @@ class AdapterPool:
                     all_a[i * self.rank : i * self.rank + rank] = inputs
 
     def fill_change(self, product: TargetProduct, name: str, tensors: Module, changes: Changes) -> None:
-        """Copy this rank's share of what a module has beside A and B into an adapter's changes."""
-        if not tensors.keys() - {"A", "B"}:
+        """Copy this rank's rows of a table or a head that was trained whole into an adapter's changes."""
+        if "whole" not in tensors:
             return
-        change, out = changes.setdefault(product.number, Change()), product.shape[0]
-        for piece, rows in product.covers[name]:
-            at, view = piece.at, self.wanted[name].view
-            if "factor" in tensors:
-                change.factor = torch.ones(out) if change.factor is None else change.factor
-                change.factor[rows.start : rows.stop] = outputs_of(tensors["factor"][:, None], at, view)[:, 0]
-            divides_inputs = "shift" in tensors and not view and at[1] != slice(None)
-            if "shift" in tensors and not (divides_inputs and self.model.group.rank):
-                # If the ranks divide the inputs, their outputs are summed, so rank 0 alone adds the bias.
-                change.shift = torch.zeros(out) if change.shift is None else change.shift
-                change.shift[rows.start : rows.stop] = outputs_of(tensors["shift"][:, None].float(), at, view)[:, 0]
-            if "whole" in tensors:
-                ids, share = tensors["ids"], at[0]
-                assert isinstance(share, slice)
-                first, end, _ = share.indices(self.wanted[name].shape[0])
-                here = (ids >= first) & (ids < end)
-                change.rows, change.weight = ids[here] - first, tensors["whole"][here]
-                change.bias = tensors["bias"][here] if "bias" in tensors else None
+        change, ids = changes.setdefault(product.number, Change()), tensors["ids"]
+        for piece, _ in product.covers[name]:
+            share = piece.at[0]
+            assert isinstance(share, slice)
+            first, end, _ = share.indices(self.wanted[name].shape[0])
+            here = (ids >= first) & (ids < end)
+            change.rows, change.weight = ids[here] - first, tensors["whole"][here]
+            change.bias = tensors["bias"][here] if "bias" in tensors else None
 
 
 def give_way() -> None:

@@ -48,8 +48,8 @@ class Fleet:
         self.gate: GateProcess | None = None
         self.facts: dict[str, Any] = {}  # of the first engine
         self.secret = secret
-        alone = (size == 1 and not secret) or config.data_parallel_external_lb
-        self.ranks = [config.first_rank] if alone else list(range(size))
+        alone = size == 1 and not secret
+        self.ranks = list(range(size))
         self.ends = {rank: socket.socketpair() for rank in self.ranks}
         if not alone:
             self.config = dataclasses.replace(config, lockstep=config.enable_expert_parallel)
@@ -126,8 +126,7 @@ class Fleet:
     def new_client(self, routers: int = 1, suspects: Suspects | None = None) -> MPClient | DPClient:
         """A client for one of so many processes; `suspects`: see `MPClient`."""
         if not self.coordinator:
-            (rank,) = self.ranks
-            return MPClient(self.ends[rank][0], rank, suspects)
+            return MPClient(self.ends[0][0], 0, suspects)
         addresses = [self.ends[rank][0] for rank in self.ranks]
         return DPClient(addresses, self.coordinator.address, self.new_router(routers), suspects=suspects)
 
@@ -209,11 +208,8 @@ def check_engines(config: EngineConfig) -> None:
     """Check that each of several engines gets GPUs of its own, because one without would quietly run on the CPU.
 
     Raises:
-        ValueError: there are GPUs, but not enough; or `data_parallel_rank` has no meaning here.
+        ValueError: there are GPUs, but not enough.
     """
-    if config.data_parallel_rank and not config.data_parallel_external_lb:
-        why = "it is for --data-parallel-external-lb (for --headless there is data_parallel_start_rank)"
-        config.refuse("data_parallel_rank", why)
     size, ranks = config.local_engines, config.world_size
     if size <= 1 or config.device == "cpu":
         return

@@ -50,7 +50,7 @@ def read_secret(config: EngineConfig, environ: MutableMapping[str, str]) -> str:
         ValueError: it is missing or too short, or the file cannot be read.
     """
     secret, path = environ.pop(SECRET, None), config.data_parallel_secret_file
-    if not config.headless and (config.data_parallel_external_lb or config.local_engines >= config.data_parallel_size):
+    if not config.headless and config.local_engines >= config.data_parallel_size:
         return ""
     if path is not None:
         try:

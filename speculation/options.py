@@ -11,16 +11,16 @@ MODELS = {"mtp": False, "draft_model": True, "eagle": True, "eagle3": True}
 METHODS = ("ngram", "suffix", *MODELS)
 MOST_DRAFTS = 32
 MOST_NGRAM = 16  # tokens that a look-up compares
-TREE_DEPTH, SPEC_FACTOR = "suffix_decoding_max_tree_depth", "suffix_decoding_max_spec_factor"
-MOST_DEPTH, MOST_FACTOR = 64, 8.0
+SUFFIX_DRAFTS = 24  # of `suffix`, if no number is given, as in vLLM
 # vLLM's options that change no token, and for which Manta has a way of its own: it measures when drafts pay, a draft
 # model has the model's ranks and length, and a draft is verified by the token that the model samples.
 IGNORED = {
     "acceptance_method", "attention_backend", "code_revision", "disable_by_batch_size", "disable_log_stats",
     "disable_logprobs", "disable_padded_drafter_batch", "draft_sample_method", "draft_tensor_parallel_size",
     "enforce_eager", "max_model_len", "moe_backend", "posterior_alpha", "posterior_threshold",
-    "rejection_sample_method", "suffix_decoding_max_cached_requests", "suffix_decoding_min_token_prob",
-    "token_acceptance_method", "typical_acceptance_sampler_posterior_alpha",
+    "rejection_sample_method", "suffix_decoding_max_cached_requests", "suffix_decoding_max_spec_factor",
+    "suffix_decoding_max_tree_depth", "suffix_decoding_min_token_prob", "token_acceptance_method",
+    "typical_acceptance_sampler_posterior_alpha",
     "typical_acceptance_sampler_posterior_threshold", "use_local_argmax_reduction",
 }  # fmt: skip
 # Fields of the config.json of a head that Speculators saved (https://github.com/vllm-project/speculators).
@@ -42,8 +42,6 @@ class SpeculativeConfig:
         model: folder, or id on the hub, of what makes the drafts; for the last three of METHODS.
         prompt_lookup_min, prompt_lookup_max: so many of the latest tokens must have come before, and so many are
             compared.
-        suffix_decoding_max_tree_depth: of `suffix`, how many of the latest tokens are compared.
-        suffix_decoding_max_spec_factor: of `suffix`, the most drafts for each token that matched.
     """
 
     num_speculative_tokens: int
@@ -51,8 +49,6 @@ class SpeculativeConfig:
     model: str = ""
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 5
-    suffix_decoding_max_tree_depth: int = 24
-    suffix_decoding_max_spec_factor: float = 2.0
 
     @classmethod
     def of(cls, text: str) -> SpeculativeConfig:
@@ -71,8 +67,8 @@ class SpeculativeConfig:
         options = {name: value for name, value in options.items() if name not in IGNORED}
         if unknown := sorted(options.keys() - set(names)):
             raise ValueError(f"speculative_config has {unknown[0]!r:.80}; known: {', '.join(names)}")
-        if options.get("method") == "suffix":  # as in vLLM
-            options.setdefault("num_speculative_tokens", cls.suffix_decoding_max_tree_depth)
+        if options.get("method") == "suffix":
+            options.setdefault("num_speculative_tokens", SUFFIX_DRAFTS)
         if "num_speculative_tokens" not in options:
             raise ValueError(
                 f"speculative_config has no num_speculative_tokens; it must be a whole number from 1 to {MOST_DRAFTS}"
@@ -132,15 +128,11 @@ class SpeculativeConfig:
             "num_speculative_tokens": MOST_DRAFTS,
             "prompt_lookup_min": MOST_NGRAM,
             "prompt_lookup_max": MOST_NGRAM,
-            TREE_DEPTH: MOST_DEPTH,
         }
         for name, largest in most.items():
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= largest:
                 self._refuse(name, f"it must be a whole number from 1 to {largest}")
-        factor = self.suffix_decoding_max_spec_factor
-        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor <= MOST_FACTOR:
-            self._refuse(SPEC_FACTOR, f"it must be a number above 0 and at most {MOST_FACTOR:g}")
         if self.prompt_lookup_min > self.prompt_lookup_max:
             self._refuse("prompt_lookup_min", f"it must be at most prompt_lookup_max, {self.prompt_lookup_max}")
 

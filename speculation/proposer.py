@@ -31,6 +31,10 @@ class Proposer(Protocol):
         """
 
 
+SUFFIX_BOUNDS = 1, 24  # tokens that must have come before, and that are compared
+SUFFIX_FACTOR = 2.0  # drafts for each token that matched, at most
+
+
 class PromptLookup:
     """Proposes what followed the latest tokens when they came before; `reference.look_up` has the rule.
 
@@ -41,15 +45,12 @@ class PromptLookup:
 
     def __init__(self, options: SpeculativeConfig, ops: ModuleType):
         self.ops, self.over_requests = ops, options.method == "suffix"
-        bounds = options.prompt_lookup_min, options.prompt_lookup_max
-        if self.over_requests:
-            bounds = 1, options.suffix_decoding_max_tree_depth
+        bounds = SUFFIX_BOUNDS if self.over_requests else (options.prompt_lookup_min, options.prompt_lookup_max)
         self.sizes = *bounds, options.num_speculative_tokens
-        self.factor = options.suffix_decoding_max_spec_factor
 
     def propose(self, state: BatchState, batch: Batch, hidden: torch.Tensor, pool: torch.Tensor, count: int) -> None:
         if count:
-            others = (state.clients, self.factor) if self.over_requests else ()
+            others = (state.clients, SUFFIX_FACTOR) if self.over_requests else ()
             self.ops.look_up(state.token_ids, state.num_known, state.num_drafts, batch.slots, *self.sizes, *others)
 
 

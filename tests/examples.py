@@ -18,8 +18,7 @@ DRAWN = settings(derandomize=True, suppress_health_check=[HealthCheck.function_s
 def tried(*strategies: st.SearchStrategy[Any], on: list[tuple[Any, ...]], drawn: int) -> Callable[..., Any]:
     """Makes a test of a check: on the examples `on`, and in the tier full on `drawn` ones of the strategies.
 
-    The last parameters of the check are of the strategies, and those before them are fixtures. A test has its `check`
-    and the examples `on`.
+    The last parameters of the check are of the strategies, and those before them are fixtures.
     """
 
     def decorate(check: Callable[..., Any]) -> Callable[..., Any]:
@@ -44,7 +43,6 @@ def tried(*strategies: st.SearchStrategy[Any], on: list[tuple[Any, ...]], drawn:
         test.__signature__ = inspect.Signature([own, *fixtures])
         test.__name__ = test.__qualname__ = check.__name__.replace("check", "test", 1)
         test.__doc__, test.__module__ = check.__doc__, check.__module__
-        test.check, test.on = check, on
         return test
 
     return decorate

@@ -25,14 +25,9 @@ from test_schemes import w8a8
 PROMPTS = ["What is 23 + 58?", "Spell stone backwards.", "ROMEO:\n", "Enter the KING, with his lords and"] * 2
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=3)
 MATRICES, TABLE = "proj.weight", "embed_tokens.weight"  # which is the head, too
-PACKED = {  # kinds that only checkpoints have: what config.json says of them
-    "fp4": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
-    "nf4": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
-}
-RARE = [pytest.param(kind, marks=pytest.mark.full) for kind in ("int8_per_channel_weight_only", "fp8", *PACKED)]
 
 
-@pytest.fixture(scope="module", params=["int4", *RARE])
+@pytest.fixture(scope="module", params=["int4", pytest.param("fp8", marks=pytest.mark.full)])
 def kind(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -44,63 +39,28 @@ def rounded(numbers: torch.Tensor, kind: str) -> torch.Tensor:
     return (codes.float().unflatten(1, (-1, group)) * scales[:, :, None]).flatten(1)
 
 
-def packed(name: str, numbers: torch.Tensor, kind: str) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """A matrix as a checkpoint of this kind stores it, and the numbers that it stands for."""
-    table, group = (torch.tensor(reference.FP4), 16) if kind == "fp4" else (torch.tensor(reference.NF4), 64)
-    groups = numbers.unflatten(1, (-1, group))
-    scales, whole = groups.abs().amax(2) / table.abs().max(), torch.ones(())
-    if kind == "fp4":  # a group's scale has 8 bits, whose largest number is 448
-        whole = scales.max() / 448
-        scales = (scales / whole).to(torch.float8_e4m3fn)
-    steps = scales.float() * whole
-    codes = (groups[..., None] / steps[..., None, None] - table).abs().argmin(-1)
-    rounded = (table[codes] * steps[..., None]).flatten(1)
-    pairs = codes.to(torch.uint8).flatten(1).unflatten(1, (-1, 2))
-    if kind == "fp4":
-        stored = {"": pairs[..., 0] | pairs[..., 1] << 4, "_scale": scales, "_scale_2": whole}
-    else:
-        header = json.dumps({"quant_type": "nf4", "blocksize": group, "dtype": "float32", "shape": [*numbers.shape]})
-        stored = {
-            "": (pairs[..., 0] << 4 | pairs[..., 1]).view(-1, 1), ".absmax": scales.flatten(), ".quant_map": table,
-            ".quant_state.bitsandbytes__nf4": torch.tensor([*header.encode()], dtype=torch.uint8),
-        }  # fmt: skip
-    return {name + end: tensor for end, tensor in stored.items()}, rounded
-
-
 @pytest.fixture(scope="module")
-def demos(kind: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """The demo with the numbers that codes of this kind stand for; and the demo in these codes, or to be read so."""
-    plain, coded = tmp_path_factory.mktemp("rounded"), tmp_path_factory.mktemp("coded")
+def rounded_demo(kind: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The demo with the numbers that codes of this kind stand for."""
+    folder = tmp_path_factory.mktemp("rounded")
+    for path in Path(DEMO).glob("*.json"):
+        (folder / path.name).write_bytes(path.read_bytes())
     config = json.loads(Path(DEMO, "config.json").read_text()) | {"torch_dtype": "float32"}
-    for folder, fields in ((plain, {}), (coded, {"quantization_config": PACKED.get(kind)})):
-        for path in Path(DEMO).glob("*.json"):
-            (folder / path.name).write_bytes(path.read_bytes())
-        (folder / "config.json").write_text(json.dumps(config | fields))
+    (folder / "config.json").write_text(json.dumps(config))
     tensors = {name: tensor.float() for name, tensor in load_file(f"{DEMO}/model.safetensors").items()}
-    stored = dict(tensors)
     for name, tensor in tensors.items():
         if name.endswith(MATRICES) and not name.startswith("mtp."):
-            if kind in PACKED:
-                made, tensors[name] = packed(name, tensor, kind)
-                stored |= made
-            else:
-                tensors[name] = rounded(tensor, kind)
-        elif name.endswith(TABLE) and kind not in PACKED:
-            tensors[name] = rounded(tensor, "int8" if kind == "int8" else "int8_per_channel_weight_only")
-    save_file(tensors, plain / "model.safetensors")
-    save_file(stored, coded / "model.safetensors")
-    return str(plain), str(coded) if kind in PACKED else DEMO
+            tensors[name] = rounded(tensor, kind)
+        elif name.endswith(TABLE):
+            tensors[name] = rounded(tensor, "int8_per_channel_weight_only")
+    save_file(tensors, folder / "model.safetensors")
+    return str(folder)
 
 
 @pytest.fixture(scope="module")
-def rounded_demo(demos: tuple[str, str]) -> str:
-    return demos[0]
-
-
-@pytest.fixture(scope="module")
-def in_codes(demos: tuple[str, str], kind: str) -> dict[str, Any]:
+def in_codes(kind: str) -> dict[str, Any]:
     """The options of an engine with weights in codes."""
-    return {"model": demos[1], "device": "cpu", "dtype": "float32"} | ({} if kind in PACKED else {"quantization": kind})
+    return {"model": DEMO, "device": "cpu", "dtype": "float32", "quantization": kind}
 
 
 def answers(llm: LLM, **fields: Any) -> list[CompletionOutput]:
@@ -215,20 +175,11 @@ def test_experts_whose_inputs_are_rounded_answer_as_the_specification(experts, r
     check_nearly_alike(run_folder(packed, 8, 8, **ranks), expected)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_interpreted_kernels_of_such_experts_answer_so_too(experts, quantization):
-    pytest.importorskip("triton")
-    fields = {"quantization": quantization, "max_num_seqs": 2, "max_num_batched_tokens": 8}
-    found, expected = (run_folder(experts[0], 2, 2, backend=backend, **fields) for backend in ("triton", "reference"))
-    check_nearly_alike(found, expected)
-
-
 def test_codes_answer_as_their_numbers(in_codes, kind, rounded_demo, caplog):
-    """Whole, in chunks, after preemption, and with prefixes that were there."""
+    """In chunks, after preemption, and with prefixes that were there."""
     with LLM(rounded_demo, device="cpu", dtype="float32") as llm:
         expected = answers(llm)
-    for fields in ({}, CHUNKED, STARVED):
+    for fields in (CHUNKED, STARVED):
         with LLM(**in_codes, **fields) as llm:
             assert f"matrices of the model: 24 in {kind.split('_')[0]}\n" in caplog.text
             caplog.clear()

@@ -44,12 +44,6 @@ def options(name: str) -> tuple[EngineConfig, ServerConfig]:
     return from_flags(EngineConfig, flags), from_flags(ServerConfig, flags)
 
 
-def test_these_are_all():
-    assert set(FILES) == {*SERVERS, "common", "monitor"}
-    kinds = [document["kind"] for name in sorted(FILES) for document in FILES[name]]
-    assert kinds == ["PersistentVolumeClaim", "Service", "Deployment", "Deployment", "Deployment", "ServiceMonitor"]
-
-
 @pytest.mark.parametrize("name", SERVERS)
 def test_the_server_knows_its_options(name):
     engine, server = options(name)
@@ -125,26 +119,6 @@ def test_keys_come_from_the_secret(name):
     assert http.get(monitor["spec"]["endpoints"][0]["path"], headers=header).status_code == 200
     made = (FOLDER.parent / "README.md").read_text()
     assert all(f"--from-literal={key}=" in made for key in {secret["key"] for secret in secrets.values()})
-
-
-@pytest.mark.parametrize("name", SERVERS)
-def test_it_needs_no_rights(name):
-    home = {entry["name"]: entry.get("value") for entry in container(name)["env"]}["HOME"]
-    assert home in {mount["mountPath"] for mount in container(name)["volumeMounts"]}  # the root is read-only
-    assert pod(name)["securityContext"]["runAsNonRoot"] and pod(name)["securityContext"]["runAsUser"] > 0
-    assert container(name)["securityContext"] == {
-        "allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]},
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize("name", SERVERS[1:])
-def test_they_differ_only_where_they_must(name):
-    needed = {"args", "resources", "volumeMounts"}
-    first, other = container(SERVERS[0]), container(name)
-    assert {key for key in first | other if first.get(key) != other.get(key)} <= needed
-    first, other = pod(SERVERS[0]), pod(name)
-    differing = {key for key in first | other if first.get(key) != other.get(key)}
-    assert differing <= {"containers", "volumes", "terminationGracePeriodSeconds"}
 
 
 def test_they_are_of_this_version():

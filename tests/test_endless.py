@@ -147,7 +147,7 @@ def run_endless(seed: int, steps: int = 250) -> Counter[str]:
     return Counter(finished=len(scenario.engine.finished), preempted=int(counters["num_preemptions_total"]))
 
 
-PARTS = [range(12), pytest.param(range(12, 200), marks=pytest.mark.full)]
+PARTS = [range(12), pytest.param(range(12, 50), marks=pytest.mark.full)]
 PARTS += [pytest.param(range(i, i + 1000), marks=pytest.mark.long) for i in range(0, 10_000, 1000)]
 
 

@@ -89,25 +89,6 @@ def test_a_tier_runs_only_where_it_is_asked_for(tmp_path: Path, gpus: str):
         assert names == TIERS[asked] | (more if "gpu" in TIERS[asked] else set()), asked
 
 
-@pytest.mark.full
-def test_a_gpu_runs_no_campaign_no_mutant_and_nothing_interpreted():
-    """And a warning of a version that nobody knows is printed there, not an error."""
-    files = ["tests/ops/test_delta.py", "tests/test_mutations.py", "tests/device/test_compile_guard.py"]
-    found, more = collect(["-m", "gpu", *files], ["-m", "gpu and long", "tests/ops/test_delta.py"])
-    names = {name.partition("[")[0].partition("::")[2] for name in found["tests"]}
-    assert {"test_delta_rule", "test_warm_up_covers_random_traffic", "test_a_new_shape_is_refused_by_name"} <= names
-    assert "test_the_tests_catch_it" not in names
-    assert not found["long"] and 0 < len(more["long"]) == len(more["tests"])
-    assert found["warnings"][-1] == "default"
-
-
-@pytest.mark.full
-def test_files_that_need_more_than_is_there_are_skipped():
-    files = ["tests/api/test_http.py", "tests/executors/test_ranks.py", "tests/ops/test_matmul.py"]
-    (run,) = collect(["-m", "gpu", *files], barred=BARRED)
-    assert (found := run["tests"]) and all(name.startswith("tests/ops/test_matmul.py") for name in found)
-
-
 @pytest.mark.parametrize(
     "command",
     [

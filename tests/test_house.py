@@ -76,11 +76,11 @@ EVERY_FILE = [
 ]
 # These may fall. They rise only when a capability with a name of its own comes.
 MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 24, 700, 80, 750
-MOST_STORY_LINES = 6596
+MOST_STORY_LINES = 6591
 MOST_LINES = {
-    ".": 10674, "api": 5990, "checkpoints": 3283, "commands": 1337, "cpu": 2565, "device": 4213, "executors": 205,
-    "lora": 1208, "models": 4640, "observe": 1356, "ops": 3118, "processes": 3678,
-    "scheduling": 2332, "speculation": 807, "text": 4594, "vision": 707,
+    ".": 10663, "api": 5980, "checkpoints": 3283, "commands": 1337, "cpu": 2565, "device": 4213, "executors": 205,
+    "lora": 1149, "models": 4645, "observe": 1356, "ops": 3118, "processes": 3676,
+    "scheduling": 2332, "speculation": 800, "text": 4608, "vision": 708,
 }  # fmt: skip
 STDLIB_ONLY = {
     "admission", "checkpoints.gguf_config", "checkpoints.gguf_file", "checkpoints.gguf_folder",
@@ -379,28 +379,6 @@ def test_the_names_that_vllms_readers_know_have_rows():
     found = set(re.findall("`([^`]+)`", "\n".join(cells)))
     names = (ROOT / "tests" / "data" / "vllm_names.txt").read_text().split()
     assert names and not [name for name in names if name not in found]
-
-
-@pytest.mark.parametrize(
-    ("rows", "fault"),
-    [
-        (["| `a` | `Scheduler.schedule`, `Scheduler.running` | `scheduler.py` | |"], None),
-        (["| `a` | `Scheduler.schedule`, `Status.SWAPPED` | `scheduler.py`, `sequence.py` | |"], None),
-        (["| `a` | `StepPlan.rows`, `bit_words`, `TAGS` | `plan.py` | |", "| `b` | - | - | because |"], None),
-        (["| `a` | `MANTA_WORKER_MULTIPROC_METHOD` | `executor.py` | |"], None),
-        (["| `a` | `Scheduler.schedul` | `scheduler.py` | |"], "Scheduler.schedul is not in `scheduler.py`"),
-        (["| `a` | `Scheduler.schedule` | `scheduler.py`, `plan.py` | |"], "plan.py has none of `Scheduler.schedule`"),
-        (["| `a` | `Scheduler.schedule` | `nowhere.py` | |"], "Scheduler.schedule is not in `nowhere.py`"),
-        (["| `a` | Scheduler.schedule | `scheduler.py` | |"], "in backticks"),
-        (["| `a` | `Scheduler.schedule` | - | |"], "in backticks"),
-        (["| `a` | - | - | |"], "neither a name nor a reason"),
-        (["| `a` | - | - |"], "four cells"),
-        ([], "no table"),
-    ],
-)  # fmt: skip
-def test_a_wrong_row_of_that_page_is_found(rows, fault):
-    found = faults_of_seeds("\n".join(["## 1", "### file", *SEEDS_HEAD, *rows]))
-    assert found == [] if fault is None else any(fault in line for line in found)
 
 
 def test_the_readme_is_short():

@@ -265,20 +265,10 @@ def answers(forked: None, make_llm: Callable[..., LLM]) -> list[list[list[int]]]
 @pytest.mark.parametrize(
     "fields",
     [
-        pytest.param({"pipeline_parallel_size": 2, "block_size": 8}, marks=pytest.mark.long),
-        pytest.param({"pipeline_parallel_size": 4, "block_size": 8, "async_scheduling": False}, marks=pytest.mark.long),
         pytest.param(
             {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, **STARVED, "preemption_mode": "swap"},
             marks=pytest.mark.full,
         ),
-        pytest.param(
-            {"pipeline_parallel_size": 2, **STARVED, "preemption_mode": "recompute", "sanitize_kv": True},
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            {"pipeline_parallel_size": 3, "block_size": 8, "enable_chunked_prefill": False}, marks=pytest.mark.long
-        ),
-        pytest.param({"pipeline_parallel_size": 2, "block_size": 8, "batch_invariant": True}, marks=pytest.mark.long),
         pytest.param({"pipeline_parallel_size": 4, **STARVED, "async_scheduling": False}, marks=pytest.mark.long),
     ],
     ids=str,

@@ -305,7 +305,7 @@ def run_scenario(seed: int, loras: int = 0, drafts: int = 0, files: dict[bytes, 
     return scenario.engine.scheduler
 
 
-PARTS = [range(50), pytest.param(range(50, 300), marks=pytest.mark.full)]
+PARTS = [range(50), pytest.param(range(50, 100), marks=pytest.mark.full)]
 PARTS += [pytest.param(range(i, i + 1000), marks=pytest.mark.long) for i in range(0, 10_000, 1000)]
 
 
@@ -404,13 +404,3 @@ class Traffic(RuleBasedStateMachine):
 
 class TestTraffic(Traffic.TestCase):
     settings = settings(max_examples=12, suppress_health_check=list(HealthCheck), print_blob=True)
-
-
-@pytest.mark.full
-class TestMuchTraffic(Traffic.TestCase):
-    settings = settings(TestTraffic.settings, max_examples=60)
-
-
-@pytest.mark.long
-class TestMoreTraffic(Traffic.TestCase):
-    settings = settings(TestTraffic.settings, max_examples=600)

@@ -26,11 +26,11 @@ import torch
 
 from config import DEMO
 from device.serve import script_of_caller, start_alone
-from engine import LLM, LLMEngine, SamplingParams
+from engine import LLM, SamplingParams
 from executor import MpExecutor, UniExecutor, start_method
 from forked import start_forking
 from plan import EngineOutput
-from processes.client import EngineDeadError, InprocClient
+from processes.client import InprocClient
 from served import eventually
 from worker_functions import a_tensor, describe, slow
 
@@ -263,39 +263,6 @@ def test_functions_of_modules_go_there_and_errors_come_back(own_process, llm):
     with pytest.raises(ValueError, match="block_bytes or facts alone"):
         llm.collective_rpc("worker_functions:describe")
     assert tokens(own_process) == tokens(llm)
-
-
-@pytest.mark.full
-def test_its_caller_may_run_the_loop(monkeypatch, llm):
-    monkeypatch.setenv(OWN_PROCESS, "1")
-    engine, answers = LLMEngine(llm.config), {}
-
-    def finish() -> None:
-        while engine.has_unfinished_requests():
-            for output in engine.step():
-                answers[output.request_id] = output
-
-    for i, prompt in enumerate(PROMPTS):
-        engine.add_request(str(i), prompt, GREEDY)
-    engine.add_request("bad", [5] * 2000, GREEDY)
-    finish()
-    assert engine.step() == [] and "1023" in answers["bad"].error
-    assert [answers[str(i)].outputs[0].token_ids for i in range(2)] == tokens(llm)
-    for i in range(3):
-        engine.add_request(str(i), "To be", LONG)
-    engine.step()
-    os.kill(engine.client.fleet.children[0].process.pid, signal.SIGKILL)
-    with pytest.raises(EngineDeadError, match="the engine process has ended"):
-        finish()
-    assert not engine.has_unfinished_requests()
-    while "again" not in answers:
-        try:
-            engine.add_request("again", PROMPTS[0], GREEDY)
-            finish()
-        except EngineDeadError:
-            time.sleep(0.1)
-    assert answers["again"].outputs[0].token_ids == tokens(llm)[0]
-    engine.close()
 
 
 @pytest.mark.full

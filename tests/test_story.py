@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import re
 
-import pytest
-
 from config import EngineConfig
 from plan import StepPlan, StepResult
-from quote import QUOTE, STORY, quote, quoted
+from quote import QUOTE, STORY, quoted
 from ring import Codec
 from sampling_params import SamplingParams
 from scheduler import Scheduler
@@ -23,30 +21,6 @@ def test_the_quotes_are_the_code():
     assert len(QUOTE.findall(page)) == page.count("```python"), "a block of code without a marker, or one that is none"
     _, *stops = re.split(r"^## \d", page, flags=re.MULTILINE)
     assert len(stops) == STOPS and all(QUOTE.search(stop) for stop in stops)
-
-
-def test_parts_are_quoted_in_order_with_dots_for_gaps():
-    parts = ', "def tell", "if version" to\n"output", "return"'
-    assert quote("core.py", "EngineCore.tell", parts).splitlines() == [
-        "def tell(self) -> Outputs:",
-        "    ...",
-        "    if version := self.config.weights_version:  # weights never change within an answer",
-        "        for output in news.outputs:",
-        "            output.weights_version = version",
-        "    return news",
-    ]
-    assert quote("core.py", "EngineCore.tell", ', "def tell"').splitlines()[1:] == ["    ..."]
-
-
-def test_what_cannot_be_quoted_is_refused():
-    with pytest.raises(ValueError, match=r"scheduler\.py has no Scheduler\.nothing"):
-        quote("scheduler.py", "Scheduler.nothing")
-    with pytest.raises(ValueError, match=r"Scheduler of scheduler\.py has .* lines; at most 40"):
-        quote("scheduler.py", "Scheduler")
-    with pytest.raises(ValueError, match=r"tell of core\.py: no line after line 0 .* begins with 'nothing'"):
-        quote("core.py", "EngineCore.tell", ', "nothing"')
-    with pytest.raises(ValueError, match=r"no line after line \d .* begins with 'def tell'"):  # not in the code's order
-        quote("core.py", "EngineCore.tell", ', "return", "def tell"')
 
 
 def row_of(when: str, seq: Sequence) -> list[str]:

@@ -487,9 +487,9 @@ def test_padded_and_replayed_decode_steps_change_nothing(make, few_programs, bac
 
 
 @pytest.mark.parametrize(
-    "backend", ["cpu", "reference", pytest.param("triton", marks=[pytest.mark.interpreted, pytest.mark.full])]
+    ("drafts", "backend"),
+    [(0, "cpu"), (2, "reference"), pytest.param(0, "triton", marks=[pytest.mark.interpreted, pytest.mark.full])],
 )
-@pytest.mark.parametrize("drafts", [0, 2])
 def test_log_probabilities_after_a_replay_are_those_of_an_eager_step(make, few_programs, backend, drafts):
     """Rows ask for none, few or all of them, some with penalties or under a mask, and after drafts, too."""
     told, options = [], {"method": "ngram", "num_speculative_tokens": 2} if drafts else None

@@ -14,10 +14,11 @@ import numpy as np
 from PIL import Image
 
 from plan import Picture, Span
-from vision.preprocessor import MAX_PIXELS, read_lined_tiles, read_pinpoints, read_preprocessor
+from vision.preprocessor import read_lined_tiles, read_pinpoints, read_preprocessor
 
 Fields = dict[str, Any]
 SIDES = "height", "width"
+MOST_SQUARE_PIXELS = 80_000_000  # of a square around an image
 MOST_ASPECT = 200  # how many times as long as its other side one of an image may be, where its pixels depend on that
 # (text, image tokens after it, height and width of their grid where it gives them positions)
 Piece = tuple[str, int, tuple[int, int]]
@@ -221,8 +222,8 @@ class LlavaOnevision(ImageProcessor):
 
     def _square(self, image: Image.Image) -> Image.Image:
         (width, height), side = image.size, max(image.size)
-        if side**2 > 2 * MAX_PIXELS:
-            limit = f"beside others a square around it may have at most {2 * MAX_PIXELS} pixels"
+        if side**2 > MOST_SQUARE_PIXELS:
+            limit = f"beside others a square around it may have at most {MOST_SQUARE_PIXELS} pixels"
             raise ValueError(f"the image has {width} x {height} pixels; {limit}")
         square = Image.new("RGB", (side, side), self.colour)
         square.paste(image, ((side - width) // 2, (side - height) // 2))

@@ -10,7 +10,6 @@ import pytest
 from flask.testing import FlaskClient
 
 from api import http
-from api.http import Refusals
 from api.options import ServerConfig
 from api.routes import Api
 from processes.child import Board
@@ -243,28 +242,3 @@ def test_head_and_options_on_all_routes(http_client: FlaskClient, engine: Script
             assert not head.data and head.headers["X-Request-Id"]
         with http_client.get(path) if "GET" in allowed_methods else head as got:  # closed, because a stream has no end
             assert head.status_code == (got.status_code if "GET" in allowed_methods else 405)
-
-
-def test_a_client_that_is_refused_again_and_again_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With several keys. The others wait for nothing, and neither does it once it has been quiet for a while."""
-    now, waited = [100.0], list[float]()
-    refusals = Refusals(lambda: now[0])
-    monkeypatch.setattr("server.http.Refusals", lambda: refusals)
-    monkeypatch.setattr("server.gevent.sleep", waited.append)
-    monkeypatch.setattr(refusals, "MOST_COST", 0.125)
-    monkeypatch.setattr("server.time.monotonic", iter(range(1000)).__next__)  # each request takes a second
-    http_client = client_of(ScriptedClient(), api_key=("one", "two"))
-    for key, count, waits in (("one", 4, 0.0), ("one", 1, 3.0), ("two", 1, 0.0), ("wrong", 4, 0.0), ("wrong", 1, 3.0)):
-        for _ in range(count):
-            response = http_client.post("/v1/completions", json={"prompt": 5.5}, headers={"X-Api-Key": key})
-            refusal(response, 401 if key == "wrong" else 400)
-        assert waited.pop() == waits and not any(waited)
-        waited.clear()
-    now[0] += 60
-    assert refusals.wait("another", 0.1) == 0.0
-    refusal(http_client.post("/v1/completions", json={"prompt": 5.5}, headers={"X-Api-Key": "one"}))
-    assert waited == [0.0]
-    alone = client_of(ScriptedClient(), api_key=("one",))
-    for _ in range(9):
-        refusal(alone.post("/v1/completions", json={"prompt": 5.5}, headers={"X-Api-Key": "one"}))
-    assert waited == [0.0]

@@ -8,7 +8,6 @@ import pkgutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -22,14 +21,11 @@ from bench_engine import (
     phases_of,
     throughput_figures,
     throughput_work,
-    unmet,
 )
 from bench_prefix import prefix_figures, routing_figures
 from config import DEMO, VERSION
 from engine import LLM
 from made_models import SHAPES, make_model
-from models.read_config import ConfigReader
-from peers import load_llama, load_vllm
 from sampling_params import SamplingParams
 
 ROOT = Path(__file__).parent.parent.parent
@@ -112,59 +108,6 @@ def test_throughput_takes_turns_with_peers(fake):
         throughput_figures(DEMO, [([1], 51)], {"device": "cpu"}, 1, [fake])
 
 
-@pytest.mark.long
-def test_continuous_batching_is_a_peer():
-    peer = Peer("transformers-cb", sys.executable, [DEMO, "--threads", "1", "--device", "cpu"])
-    try:
-        work = throughput_work(3, 0.02, 1000)
-        manta, other = throughput_figures(DEMO, work, {"device": "cpu"}, 2, [peer])  # RuntimeError if lengths differ
-    finally:
-        peer.close()
-    assert "continuous batching" in other["engine"] and other["of Manta"] > 0
-    assert other["output tokens"] == manta["output tokens"] == sum(output for _, output in work)
-    assert peer.process.returncode == 0  # it ended by itself
-
-
-def test_vllm_is_asked_by_its_own_api(monkeypatch):
-    class LLM:
-        def __init__(self, **options):
-            self.options = options
-
-        def generate(self, prompts, params, use_tqdm):
-            assert len(prompts) == len(params)
-            made.append((self.options, prompts, params))
-            return [
-                SimpleNamespace(outputs=[SimpleNamespace(token_ids=(7,) * param["max_tokens"])]) for param in params
-            ]
-
-    made = []
-    fake = SimpleNamespace(__version__="0.1", LLM=LLM, TokensPrompt=dict, SamplingParams=dict)
-    monkeypatch.setitem(sys.modules, "vllm", fake)
-    name, generate = load_vllm(Path("folder"), 64, 0.45)
-    answer = generate([[1, 2], [3]], [2, 1])
-    assert name == "vLLM 0.1" and answer["tokens"] == [[7, 7], [7]] and answer["seconds"] >= 0
-    ((options, prompts, params),) = made
-    assert options["model"] == "folder" and (options["max_model_len"], options["gpu_memory_utilization"]) == (64, 0.45)
-    assert prompts == [{"prompt_token_ids": [1, 2]}, {"prompt_token_ids": [3]}]
-    assert [(param["max_tokens"], param["ignore_eos"], param["temperature"]) for param in params] == [
-        (2, True, 0.6), (1, True, 0.6),
-    ]  # fmt: skip
-
-
-def test_the_folder_for_the_gguf_is_made(tmp_path, monkeypatch):
-    api = SimpleNamespace(
-        llama_backend_init=lambda: None,
-        llama_model_default_params=lambda: None,
-        llama_model_load_from_file=lambda path, params: None,
-    )
-    monkeypatch.setitem(sys.modules, "llama_cpp", api)
-    monkeypatch.setattr("peers.write_gguf", lambda folder, path, weights: path.write_text(weights))
-    cache = tmp_path / "not" / "there"
-    with pytest.raises(RuntimeError, match=r"llama.cpp does not load .*model-Q8_0.gguf"):
-        load_llama(tmp_path / "model", 1, cache, "Q8_0")
-    assert (cache / "model-Q8_0.gguf").read_text() == "Q8_0"
-
-
 @pytest.mark.parametrize(("command", "other"), [("throughput", "llama.cpp"), ("latency", "vllm")])
 def test_each_benchmark_has_its_own_peers(command, other, capsys, monkeypatch):
     for words, message in (
@@ -231,12 +174,6 @@ def test_make_model_makes_what_loads(tmp_path, shape):
     llm = LLM(str(tmp_path / "model"), max_model_len=64)
     (out,) = llm.generate([[1, 2, 499]], SamplingParams(max_tokens=4, temperature=0), use_tqdm=False)
     assert len(out.outputs[0].token_ids) == 4 and out.outputs[0].text.startswith(" w")
-
-
-def test_experts_that_no_token_meets():
-    config = ConfigReader(SHAPES["qwen3-moe-4b"], {}).config()
-    assert unmet(config, 1) == 16 * (48 - 8) * 3 * 2048 * 768
-    assert unmet(config, 64) < 0.001 * unmet(config, 1) and unmet(ConfigReader(SHAPES["small"], {}).config(), 1) == 0
 
 
 def test_embeddings_take_turns_with_a_peer(tmp_path):

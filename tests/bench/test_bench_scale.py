@@ -23,10 +23,7 @@ from bench_scale import (
     cell_figures,
     draw_jobs,
     findable,
-    loads_figures,
-    plan_figures,
     read_lengths,
-    scale_figures,
     simulate,
 )
 from config import EngineConfig
@@ -76,12 +73,6 @@ def test_what_one_cache_would_find(monkeypatch):
         Job(4.0, 64, 5, chat=2, app=-1),  # its last token must be computed
     ]
     assert findable(jobs, 64) == 256 + 320 + 0
-
-
-def test_a_step_takes_what_it_moves_and_computes():
-    device = Device(1.0, 0.5, 0.25, 0.125)
-    assert device.seconds(2, 4, 8) == 1 + 1 + 1 + 1
-    assert Device().seconds(0, 1, 0) == pytest.approx(0.0079, rel=0.01)  # the weights, and a millisecond
 
 
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.full) for seed in (2, 3, 4))])
@@ -139,28 +130,3 @@ def test_prefixes_are_found_where_they_are_sent():
     assert robin["routing us"] < by_prefix["routing us"]
     (several,) = cell_figures(Cell(4, 0.7, 2000, ("by prefix",), routers=4), read_lengths(None))
     assert several["of one cache"] > 0.8  # because each router tells the others
-
-
-@pytest.mark.long
-def test_scale_figures():
-    figures = scale_figures(None, 2400, [2, 4], [0.5], checked=100, processes=1)
-    shown = [(f["engines"], f["policy"], f["engine"], f["routers"]) for f in figures]
-    policies = ("by prefix", "least loaded", "round robin")
-    assert shown[:6] == [(size, policy, "model", 1) for size in (4, 2) for policy in policies]
-    assert shown[6:8] == [(4, policy, "model", 32) for policy in policies[:2]]
-    checked = figures[8:]
-    assert len(checked) == 2 * 3 * 2 and {f["engine"] for f in checked} == {"scheduler", "model"}
-    assert sum(f["requests"] for f in figures[:6]) == pytest.approx(2400, rel=0.2)
-
-
-def test_plan_figures():
-    figures = plan_figures(None, steps=16)
-    assert [f["decoding"] for f in figures] == [1, 4, 16, 64, 256]
-    assert all(f["mean plan bytes"] <= f["largest"] < f["with a prompt"] for f in figures)
-    assert figures[-1]["mean plan bytes"] < 256 * 6  # not a batch, but differences
-
-
-def test_loads_figures():
-    (figure,) = loads_figures([3], messages=30)
-    assert figure["engines"] == 3 and figure["Load messages/s taken"] > 0
-    assert figure["Load bytes"] < 45 and figure["Loads bytes"] < 40

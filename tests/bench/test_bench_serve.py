@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from bench import main, show
+from bench import main
 from bench_serve import (
     Arrival,
     Reply,
@@ -25,10 +24,8 @@ from bench_serve import (
     serve_figures,
     startup_figures,
     startup_phases,
-    streams_figures,
-    viewers_figures,
 )
-from config import DEMO, VERSION
+from config import DEMO
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -168,20 +165,6 @@ def test_serve_replays_a_trace_on_a_server(trace, tmp_path, monkeypatch, capsys)
     assert "goodput /s" in capsys.readouterr().out
 
 
-@pytest.mark.long
-def test_vllms_server_gets_the_same_requests(trace, tmp_path, monkeypatch):
-    """Its stand-in is our own, which knows the options that vLLM's is given, and says its version in the same way."""
-    package = tmp_path / "vllm" / "entrypoints" / "openai"
-    package.mkdir(parents=True)
-    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import server; server.main()"
-    (package / "api_server.py").write_text(code)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    options, peers = ("--max-num-seqs", "2"), [("vllm", sys.executable)]
-    ours, theirs = serve_figures(DEMO, trace, 20.0, 3, 1e9, 1e9, 0.02, options, peers)
-    assert (ours["engine"], theirs["engine"]) == (f"Manta {VERSION}", f"vllm {VERSION}")
-    assert ours["done"] == theirs["done"] == 3 and ours["output tokens"] == theirs["output tokens"]
-
-
 def test_startup_phases_add_up():
     log = "Manta\n  KV cache  1 block\n  start-up  imports 1.50 s, weights 0.25 s, KV pool 0.10 s, warm-up 0.05 s\n"
     assert startup_phases(log, 2.5004, 2.6) == {
@@ -190,35 +173,6 @@ def test_startup_phases_add_up():
     }  # fmt: skip
 
 
-@pytest.mark.long
-def test_phases_of_a_start_add_up():
-    (figures,) = startup_figures(DEMO, 1)
-    *phases, ready, first, whole = (value for name, value in figures.items() if name != "start")
-    assert len(phases) == 5 and all(seconds >= 0 for seconds in phases)
-    assert sum(phases) == pytest.approx(ready) and ready + first == pytest.approx(whole)
-
-
-@pytest.mark.long
-def test_streams_are_read_to_their_ends():
-    generated, streamed = streams_figures(DEMO, [2], 16, 1)
-    assert streamed["concurrent"] == 2 and streamed["tok/s"] > 0
-    assert 0 <= streamed["gap p50 ms"] <= streamed["p99"]
-    assert generated["of generate"] == 1 and generated["p99"] == "-"
-
-
-@pytest.mark.long
-def test_viewers_watch_while_streams_are_read():
-    (figures,) = viewers_figures(DEMO, 2, 2, 100, 1)
-    assert figures["viewers"] == 2 and figures["fewest events"] > 0 and figures["tok/s watched"] > 0
-
-
 def test_a_server_that_does_not_start_is_told(tmp_path):
     with pytest.raises(RuntimeError, match=r"server.py ended with status 2: .*config.json"):
         startup_figures(str(tmp_path), 1)
-
-
-def test_a_lone_figure_stands_on_its_side(capsys):
-    show([{"requests": 1000, "SLO": "none"}])
-    assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
-        ["figure", "value"], ["requests", "1,000"], ["SLO", "none"],
-    ]  # fmt: skip

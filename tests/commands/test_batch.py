@@ -6,8 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,6 @@ from plan import EngineCoreRequest
 from processes.child import Board
 from processes.client import EngineDeadError, Stream
 from scripted import BROKEN, CHAT, COMPLETIONS, FACTS, TEXT, TOKENIZER, ScriptedClient
-from served import ROOT, alive, command, eventually
 
 
 def line(custom_id: Any, url: Any = COMPLETIONS, body: Any = None, **more: Any) -> dict[str, Any]:
@@ -394,80 +391,3 @@ def test_options_are_the_engines_and_those_of_requests(capsys):
     with pytest.raises(SystemExit) as ended:
         main([*files, "--model", "/nowhere"])
     assert ended.value.code == 2 and "server.py batch: error: there is no folder" in capsys.readouterr().err
-
-
-# --- in processes -----------------------------------------------------------------------------------------------------
-
-
-class Process:
-    """`server.py batch` on the demo."""
-
-    def __init__(self, files: Files, log: Path, *flags: str):
-        fixed = ("--device", "cpu", "--dtype", "float32", "--max-num-seqs", "4", "-i", str(files.source))
-        command = [sys.executable, "server.py", "batch", *fixed, "-o", str(files.target), *flags]
-        self.log = log
-        with open(log, "w") as file:
-            environment = os.environ | {"OMP_NUM_THREADS": "1"}
-            self.process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=file, start_new_session=True)
-
-    def children(self) -> list[int]:
-        pid = self.process.pid
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-@contextlib.contextmanager
-def running(files: Files, log: Path, answers: int) -> Iterator[Process]:
-    """A batch, from when it has written so many answers."""
-    batch = Process(files, log)
-
-    def written() -> bool:
-        assert batch.process.poll() is None, log.read_text()
-        return files.target.exists() and files.target.read_bytes().count(b"\n") >= answers
-
-    try:
-        eventually(written, 60)
-        yield batch
-    finally:
-        batch.process.kill()
-        batch.process.wait()
-
-
-LINES = 40
-
-
-@pytest.mark.long
-def test_a_batch_survives_whatever_ends(files, tmp_path):
-    """SIGKILL, then SIGTERM, then the death of its engine: each line is answered in the end, and once."""
-    long = {"prompt": "Enter GHOST", "max_tokens": 100, "ignore_eos": True, "temperature": 0}
-    files.ask(*(line(str(i), body=long) for i in range(LINES)))
-    with running(files, tmp_path / "first", 3) as batch:
-        engines = batch.children()
-        refused = Process(files, tmp_path / "second").process
-        assert refused.wait(20) == 2
-        assert "another batch writes to it" in (tmp_path / "second").read_text()
-        batch.process.kill()
-        batch.process.wait()
-        eventually(lambda: not any(map(alive, engines)))
-    done = files.target.read_bytes().count(b"\n")
-    assert done < LINES
-    with running(files, tmp_path / "third", done + 3) as batch:
-        engines = batch.children()
-        batch.process.send_signal(signal.SIGTERM)
-        assert batch.process.wait(20) == 128 + signal.SIGTERM
-        eventually(lambda: not any(map(alive, engines)))
-    log = batch.log.read_text()
-    assert f"; {done} had an answer from an earlier run; the same command goes on from here" in log
-    assert "Traceback" not in log and "Error" not in log
-    done = len(files.by_id())
-    assert done < LINES
-    with running(files, tmp_path / "fourth", done + 3) as batch:
-        engine = next(pid for pid in batch.children() if "manta: engine" in command(pid))
-        os.kill(engine, signal.SIGKILL)
-        assert batch.process.wait(120) == 0
-    log = batch.log.read_text()
-    assert "the engine process has ended" in log and "Traceback" not in log
-    assert f"{LINES - done} lines answered, of them 0 refused and 0 failed; {done} had" in log
-    answers = files.by_id()
-    assert len(answers) == LINES and all(answer["response"]["status_code"] == 200 for answer in answers.values())
-    texts = {answer["response"]["body"]["choices"][0]["text"] for answer in answers.values()}
-    assert len(texts) == 1  # whichever engine it was

@@ -215,17 +215,6 @@ def test_what_a_killed_process_leaves_is_swept_a_day_later(monkeypatch, tmp_path
     assert not path.exists()
 
 
-@pytest.mark.long
-def test_several_that_want_the_same_compile_it_once(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    builder = Builder(2)
-    for _ in range(2):
-        builder.ask(small_job())
-    builder.wait()
-    made = list(tmp_path.rglob("*.so"))
-    assert len(made) == 1 and not [path for path in made[0].parent.iterdir() if path.is_dir()]
-
-
 def test_after_a_failure_the_operators_serve_and_one_line_says_why(monkeypatch, tmp_path, caplog):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     failing = ["sh", "-c", "head -c 1 > /dev/null; echo a warning; echo no compiler; exit 3"]

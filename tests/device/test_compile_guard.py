@@ -87,7 +87,7 @@ TRAFFIC: dict[str, tuple[dict, dict]] = {
 @pytest.mark.parametrize(
     ("shape", "fields"),
     [
-        pytest.param(*case, id=name, marks=pytest.mark.full if name in ("swap", "drafts") else pytest.mark.long)
+        pytest.param(*case, id=name, marks=pytest.mark.full if name == "drafts" else pytest.mark.long)
         for name, case in TRAFFIC.items()
     ],
 )

@@ -29,9 +29,11 @@ from models.families import ALIASES, FAMILIES
 from parallel import Pipeline, Sampled
 from random_checkpoints import ENCODERS, KEPT, REMOTE, published
 from random_checkpoints import FAMILIES as CASES
+from test_families import PATHS
 from worker import StepRun, Worker
 
 kernels = pytest.importorskip("kernels")
+mark = pytest.mark
 
 # Methods and functions that wait for the device, and those that copy from the host's memory.
 WAITING = {
@@ -123,7 +125,11 @@ def test_an_encoder_is_rehearsed_without_a_look_at_the_host(tmp_path: Path, step
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.full] * (name not in KEPT["families"])) for name in CASES]
+    "name",
+    [
+        pytest.param(name, marks=() if name in KEPT["families"] else mark.full if name in PATHS else mark.long)
+        for name in CASES
+    ],
 )
 def test_a_family_is_rehearsed_without_a_look_at_the_host(tmp_path: Path, steps: list[int], name: str) -> None:
     made = start(tmp_path, name)

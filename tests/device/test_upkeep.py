@@ -560,31 +560,6 @@ def test_requests_wait_while_the_engine_sleeps(llm_async, llm, other):
     assert begun.finished and "this answer had begun with the old ones" in begun.error and waited.error is None
 
 
-@pytest.mark.full
-def test_an_engine_process_that_is_replaced_has_the_weights_that_were_set_last(llm_async, other, wanted, others):
-    async def again() -> list[int]:
-        while True:
-            try:
-                return (await last(llm_async, PROMPTS[0], GREEDY, "again")).outputs[0].token_ids
-            except EngineDeadError:
-                await asyncio.sleep(0.1)
-
-    async def main() -> None:
-        await llm_async.update_weights(other)
-        os.kill(llm_async.client.process.process.pid, signal.SIGKILL)
-        assert await again() == others[0] and await llm_async.get_weights_version() == 1
-        assert await llm_async.update_weights(tensors=load_file(f"{DEMO}/model.safetensors")) == 2
-        assert await again() == wanted[0]
-        os.kill(llm_async.client.process.process.pid, signal.SIGKILL)
-        (watcher,) = llm_async.client.resources.threads
-        await asyncio.to_thread(watcher.join, 30)
-        assert not watcher.is_alive()  # it has given up, and nothing brings the old weights back
-        with pytest.raises(EngineDeadError):
-            await last(llm_async, PROMPTS[0], GREEDY, "never")
-
-    asyncio.run(main())
-
-
 # --- profiles ---------------------------------------------------------------------------------------------------------
 
 

@@ -42,10 +42,11 @@ PHASES = ("start", "idle", "step", "call")
 QUICK = ("ranks", 2, "step", signal.SIGKILL)
 CASES = [
     pytest.param(*case, id="-".join(map(str, case)), marks=[] if case == QUICK else [pytest.mark.full])
-    for layout, lost, phases in (("ranks", 2, PHASES), ("stages", 0, PHASES[2:]), ("stages", 3, PHASES[2:]))
-    for phase in phases
-    for number in (signal.SIGKILL, signal.SIGSTOP)
-    for case in [(layout, lost, phase, number)]
+    for case in (
+        *(("ranks", 2, phase, number) for phase in PHASES for number in (signal.SIGKILL, signal.SIGSTOP)),
+        ("stages", 0, "step", signal.SIGKILL),
+        ("stages", 3, "call", signal.SIGSTOP),
+    )
 ]
 
 

@@ -127,17 +127,6 @@ def test_where_a_rank_is_gone_all_of_them_end(tmp_path: Path) -> None:
         assert "new workers" not in log and "starting another" not in log
 
 
-@pytest.mark.long
-def test_where_torchrun_is_killed_its_ranks_drain_and_end(tmp_path: Path) -> None:
-    with two_ranks(tmp_path) as server:
-        reader = Reader(server, prompt="Once", max_tokens=60)
-        eventually(lambda: bool(reader.text), 20)
-        server.process.kill()
-        reader.join(60)
-        assert reader.ended and not reader.error
-        server.assert_gone()
-
-
 def test_other_numbers_of_ranks_than_were_started_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in OWN.items():
         monkeypatch.setenv(name, value)

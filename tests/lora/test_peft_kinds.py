@@ -1,8 +1,7 @@
-"""Drawn adapters of all kinds against PEFT: whole tables, tokens, DoRA, biases, experts and converted ones."""
+"""Drawn adapters of all kinds against PEFT: whole tables, tokens, experts and converted ones."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import random
 from pathlib import Path
@@ -33,7 +32,7 @@ BASES: dict[str, tuple[Any, str, str, bool]] = {
     "llama4": (LINEAR[:4], "embed_tokens", "lm_head", False),
 }
 STACKS = ("experts.gate_up_proj", "experts.down_proj")
-COUNT, INTERPRETED = 40, (0, 6, 8)  # drawn, and some of them for Triton's interpreter, which is slow to start
+COUNT = 20  # drawn
 
 
 def drawn(number: int) -> tuple[str, dict[str, Any]]:
@@ -41,17 +40,13 @@ def drawn(number: int) -> tuple[str, dict[str, Any]]:
     draw = random.Random(number)
     name = [*BASES][number % len(BASES)]
     modules, table, head, tied = BASES[name]
-    experts, rank = name in ("qwen3-moe", "mixtral", "gpt-oss", "llama4"), draw.choice((2, 4, 8))
+    rank = draw.choice((2, 4, 8))
     config: dict[str, Any] = {"r": rank, "lora_alpha": draw.choice((rank, 2 * rank)), "use_rslora": draw.random() < 0.3}
     if isinstance(modules, tuple):
         modules = sorted(draw.sample(modules, draw.randint(2, len(modules))))
-    kind = ("dora", "converted", "bias", "plain")[number // len(BASES)]
+    kind = ("plain", "converted")[number // len(BASES)]
     if name in ("gpt-oss", "llama4"):
         config["target_parameters"] = draw.choice((STACKS, STACKS[:1], STACKS[1:]))
-    elif not experts and kind == "dora":
-        config["use_dora"] = True
-    elif kind == "bias" and name in ("llama-biases", "gpt2", "gpt-neox"):
-        config["lora_bias"] = True
     elif kind == "converted" and name in ("qwen3", "llama-biases", "phi3", "gpt-neox"):
         config |= {"init_lora_weights": draw.choice(("pissa", "olora")), "use_rslora": False}
         return name, config | {"target_modules": modules}
@@ -65,7 +60,7 @@ def drawn(number: int) -> tuple[str, dict[str, Any]]:
     elif tables == "tokens":
         ids = draw.sample(range(99), 5)
         config["trainable_token_indices"] = draw.choice((ids, {table: ids[:3]} | ({} if tied else {head: ids[2:]})))
-    elif tables == "low rank" and isinstance(modules, list) and not config.get("lora_bias"):
+    elif tables == "low rank" and isinstance(modules, list):
         modules = [*modules, table, head]
     elif tables == "head":
         config["modules_to_save"] = [head]
@@ -91,7 +86,7 @@ def made(checkpoints: Checkpoints, shared: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("number", "backend"),
-    [*itertools.product(range(COUNT), ("cpu", "reference")), *((number, "triton") for number in INTERPRETED)],
+    [*((n, "cpu") for n in range(COUNT)), *((n, "reference") for n in range(0, COUNT, 3)), (0, "triton")],
 )
 def test_logits_equal_pefts(checkpoints: Checkpoints, made: Path, number: int, backend: str) -> None:
     """Rows with the adapter, in the second of two slots, and rows of the same prompts without."""

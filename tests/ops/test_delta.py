@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example
 from hypothesis import strategies as st
 
 import oracles
-from examples import DRAWN, tried
+from examples import tried
 
 pytest.importorskip("triton")
 
@@ -24,7 +24,6 @@ SIZES = st.sampled_from([(2, 4, 8, 16), (1, 3, 12, 5), (2, 2, 16, 40), (1, 1, 80
 DECODES = st.sampled_from([[], [0], [3, 0, -1, 90]])
 LONGER = st.sampled_from([[], [(0, 65)], [(7, 2), (0, 17)], [(1, 63), (0, 2)], [(70, 64)]])
 DECAYS = st.sampled_from(["mild", "strong", "weak", "mixed"])
-MORE = settings(DRAWN, max_examples=16)
 
 
 class Rows(NamedTuple):
@@ -120,7 +119,6 @@ def check_conv_silu(
 test_conv_silu = tried(
     *CONV_SILU_CASES, on=[([3, 0, -1], [(7, 2), (0, 65)], 4, 24, F32), ([], [(0, 2)], 4, 130, BF16)], drawn=4
 )(check_conv_silu)
-test_conv_silu_in_more_cases = pytest.mark.long(MORE(given(*CONV_SILU_CASES)(check_conv_silu)))
 
 
 class Layer(NamedTuple):
@@ -202,9 +200,6 @@ test_delta_rule = tried(
     ],
     drawn=3,
 )(check_delta_rule)
-test_delta_rule_in_more_cases = pytest.mark.long(MORE(given(*DELTA_RULE_CASES)(check_delta_rule)))
-
-
 # Of each row: tokens before it (-1 for a padding row), its own, and how many of them change its state. Those that may
 # have drafts come first.
 DRAFTED = [(3, 5, 2), (0, 4, 4), (-1, 5, 0), (90, 9, 0), (2, 1, 1), (7, 3, 1), (0, 3, 1), (70, 17, 17), (0, 65, 65)]

@@ -145,7 +145,7 @@ def test_quantized_linear(
         return counters[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        home = sys.modules[kernels.quantized_linear.__module__]  # another one for test_mutations.py
+        home = sys.modules[kernels.quantized_linear.__module__]
         patch.setattr(home, "PROGRAMS", programs)
         patch.setattr(home, "LARGE_PROGRAMS", programs)
         patch.setattr(matmul, "_counters", zeros)

@@ -404,10 +404,9 @@ def test_each_stream_fails_once_however_many_requests_it_has(monkeypatch):
         assert stream.empty()
 
 
-@pytest.mark.parametrize("fields", [{"data_parallel_external_lb": True}, {"headless": True}])
-def test_what_only_a_server_can_do_is_not_for_llm(fields):
-    with pytest.raises(ValueError, match="are for the server"):
-        LLM(data_parallel_address="a", **fields)
+def test_what_only_a_server_can_do_is_not_for_llm():
+    with pytest.raises(ValueError, match="headless is for the server"):
+        LLM(data_parallel_address="a", headless=True)
 
 
 @pytest.mark.parametrize(

@@ -102,18 +102,6 @@ def test_a_new_server_takes_the_weights_that_other_hosts_have_kept(monkeypatch, 
     fleet.stop()
 
 
-def test_behind_others_balance_the_only_engine_has_its_rank(monkeypatch) -> None:
-    monkeypatch.setattr("processes.fleet.EngineProcess", ReadyEngine)
-    monkeypatch.setattr("processes.connection.GRACE", 0.05)
-    options = {"data_parallel_size": 2, "data_parallel_external_lb": True, "data_parallel_rank": 1}
-    fleet = Fleet(EngineConfig(DEMO, device="cpu", **options))
-    fleet.start()
-    client = fleet.new_client()
-    assert [*fleet.engines] == [1] and not fleet.coordinator and client.rank == 1
-    client.shutdown()
-    fleet.stop()
-
-
 @pytest.mark.parametrize(("visible", "seen"), [(list("4567"), ["4,5", "6,7"]), (None, ["0,1", "2,3"])])
 def test_the_engines_of_a_host_share_its_gpus(monkeypatch, visible: list[str] | None, seen: list[str]) -> None:
     """Each has as many as it has ranks. The engines of other hosts, which come before these, take none of them."""

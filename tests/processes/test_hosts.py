@@ -133,9 +133,6 @@ def test_a_secret_that_is_none_is_refused(environment: dict[str, str], path: str
         ({"data_parallel_size_local": 1}, "data_parallel_address is not given"),
         ({"data_parallel_start_rank": 1}, "data_parallel_start_rank is 1; on the server's host, without headless"),
         ({"headless": True, "data_parallel_start_rank": 1, "data_parallel_address": "a"}, "must be below"),
-        ({"data_parallel_external_lb": True, "headless": True, "data_parallel_address": "a"}, "serves one engine"),
-        ({"data_parallel_rank": 2}, "data_parallel_rank is 2; it must be below 2"),
-        ({"data_parallel_external_lb": True, "enable_expert_parallel": True}, r"external_lb\), it must be False"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(fields: dict[str, Any], words: str):
@@ -477,6 +474,7 @@ def test_two_hosts_answer_and_a_short_cut_costs_nobody_anything(two: TwoHosts) -
 # --- several engines of a script --------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_script_has_several_engines(llm: LLM) -> None:
     prompts = [f"Enter the {i}th SERVANT, with a torch.\n\n" * (1 + 3 * (i % 2)) for i in range(10)]
     params = [SamplingParams(temperature=0, max_tokens=20 + 4 * i, ignore_eos=True) for i in range(10)]

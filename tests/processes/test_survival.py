@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from config import DEMO
 from served import STREAM, Reader, Server, alive, api_of, engine_of, eventually, serving, worker_of
 
 TOKENS = 160  # of a stream, which takes long enough to kill something meanwhile
@@ -153,19 +151,6 @@ def test_draining_has_an_end(tmp_path: Path) -> None:
             assert reader.ended and reader.error["message"] == "the server is shutting down"
         assert "64 answers cut off" in server.log.read_text()
         server.assert_gone()
-
-
-@pytest.mark.long
-def test_a_server_whose_engine_cannot_come_back_ends(tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    shutil.copytree(DEMO, model, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
-    with serving(tmp_path, "--threads", "1", "--model", str(model)) as server:
-        (model / "model.safetensors").unlink()
-        os.kill(engine_of(server), signal.SIGKILL)
-        assert server.process.wait(60) == 1
-        server.assert_gone()
-        log = server.log.read_text()
-        assert "has no model.safetensors" in log and "failed to start 5 times in a row" in log
 
 
 def test_draining_refuses_new_requests_by_503(two: Server) -> None:

@@ -122,7 +122,7 @@ def check_search(data, seed, width, stops, max_tokens, penalty, early):
     assert steps == expected_steps
 
 
-@pytest.mark.parametrize("count", [150, pytest.param(400, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [150, pytest.param(400, marks=pytest.mark.long)])
 def test_search_goes_by_the_letter(count):
     settings(max_examples=count)(SEARCHES(check_search))()
 

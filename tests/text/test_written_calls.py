@@ -186,7 +186,7 @@ def check(parser: str, calls: list[tuple[str, dict[str, Any]]], rng: random.Rand
 
 
 @pytest.mark.parametrize("parser", TOOL_PARSERS)
-@pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.long)])
 def test_what_is_read_is_what_was_written(parser: str, count: int) -> None:
     rng = random.Random(count)
     for _ in range(count):
