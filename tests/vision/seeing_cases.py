@@ -53,8 +53,11 @@ def seeing(
     if mutual == "prompt":
         pictures = [(*picture[:3], (0, len(ids))) for picture in pictures]
     fields = {"vision_config": vision, "text_config": shape(**text or {}), token: IMAGE, **more}
+    processor = PROCESSOR | {key: value for key, value in more.items() if key == "image_grid_pinpoints"}
+    if vision.get("model_type") == "siglip_vision_model":
+        processor |= dict.fromkeys(("size", "crop_size"), dict.fromkeys(("height", "width"), vision["image_size"]))
     return {"config": config, "shape": fields, "inputs": inputs, "images": images, "ids": ids, "pictures": pictures,
-            "new": NEW, "processor": PROCESSOR, "mutual": mutual}  # fmt: skip
+            "new": NEW, "processor": processor, "mutual": mutual}  # fmt: skip
 
 
 LLAMA, QWEN2 = {"model_type": "llama"}, {"model_type": "qwen2"}
