@@ -50,6 +50,8 @@ def rehearse(start: Start) -> None:
                     proposes = most > 0 and count <= MOST_DRAFTING
                     shape = shape._replace(adjusted=adjusted, adapted=dry.adapters is not None, proposes=proposes)
                     run = StepRun(shape=shape, incoming=incoming_of(dry, shape.tokens))
+                    if adjusted and (count, length) == warm_up_prompts(start):
+                        run.plan.rows, run.plan.vision = [(i, length) for i in range(count)], seeing(start, length)
                     brought = dry.forward(run)
                     if last and not config.makes_vectors:
                         ops.logprobs(run.logits, brought[0].long(), int(adjusted))
@@ -150,8 +152,7 @@ def run_prompts(start: Start, worker: Worker) -> float:
             worker.adapters.compiles = start.guard is not None and fields is requests[0]
         begun = time.perf_counter()
         plan = StepPlan(0, rows=[(row.slot, length) for row in new], new=new, adapters=adapters)
-        if (vision := start.model_config.vision) and vision.row.mutual and fields is requests[0]:
-            plan.vision = VisionPlan(seeing={0: [(0, length)]})
+        plan.vision = seeing(start, length) if fields is requests[0] else None
         worker.execute(plan).result()
         seconds = time.perf_counter() - begun
         worker.execute(StepPlan(1, rows=[(0, 1)])).result()
@@ -171,6 +172,12 @@ def run_prompts(start: Start, worker: Worker) -> float:
     if start.guard and start.group.pipeline.last:  # the head's product for many rows may be another specialization
         some_logits(start)
     return seconds / (count * length)
+
+
+def seeing(start: Start, length: int) -> VisionPlan | None:
+    """A step's images, where a kernel of attention is another one if tokens see one another; None: it is not."""
+    vision = start.model_config.vision
+    return VisionPlan(seeing={0: [(0, length)]}) if vision and vision.row.mutual else None
 
 
 def some_prompts(start: Start) -> set[tuple[int, int]]:
