@@ -50,8 +50,8 @@ def rehearse(start: Start) -> None:
                     proposes = most > 0 and count <= MOST_DRAFTING
                     shape = shape._replace(adjusted=adjusted, adapted=dry.adapters is not None, proposes=proposes)
                     run = StepRun(shape=shape, incoming=incoming_of(dry, shape.tokens))
-                    if adjusted and (count, length) == warm_up_prompts(start):
-                        run.plan.rows, run.plan.vision = [(i, length) for i in range(count)], seeing(start, length)
+                    if adjusted and (count, length) == warm_up_prompts(start) and (vision := seeing(start, length)):
+                        run.plan.rows, run.plan.vision = [(i, length) for i in range(count)], vision
                     brought = dry.forward(run)
                     if last and not config.makes_vectors:
                         ops.logprobs(run.logits, brought[0].long(), int(adjusted))

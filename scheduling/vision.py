@@ -72,9 +72,7 @@ class ImageRows:
         group.marks = block_marks(group.pictures, config.block_size, group.prompt)
         most = config.token_budget - config.max_num_seqs + 1  # in each step, whatever else runs
         if group.pictures and not self.most_rows:
-            raise ValueError(
-                "batch_invariant takes no images on a CPU if their tokens see one another: these run alone"
-            )
+            raise ValueError("batch_invariant takes no images on a CPU if their tokens see one another")
         for i, picture in enumerate(group.pictures):
             if picture.num_rows > self.most_rows:
                 raise ValueError(f"image {i} becomes {picture.num_rows} tokens; an image may have {self.most_rows}")
