@@ -41,7 +41,7 @@ from api.gunicorn_loop import Gunicorn
 from api.options import with_all_keys
 from api.paths import paths_of
 from api.routes import Api
-from commands import batch, bench, terminal
+from commands import batch, terminal
 from commands.flags import exit_on_mistake, split_command
 from commands.models import OneModel, SeveralModels
 from commands.start import read_configs, with_policy
@@ -189,7 +189,6 @@ RUNS: dict[str, Callable[[list[str]], None]] = {
     "chat": terminal.chat,
     "complete": terminal.complete,
     "batch": batch.main,
-    "bench": bench.main,
 }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 from gevent.lock import Semaphore
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from vision.processors import Prepared
 
 IMAGE_THREADS = 2  # of each API process; each holds one image at a time
-MOST_KEPT_BYTES = 2**28  # of pixels of images that may come again, in each API process
 NO_IMAGE = "The image data you provided does not represent a valid image"  # the words by which Codex knows it
 
 
@@ -40,8 +38,6 @@ class Images:
         limits = config.limit_mm_per_prompt + ServerConfig.limit_mm_per_prompt  # the second where the first has none
         self.most = int(re.findall(r"\bimage\W+(\d+)", limits)[0])
         self.reader = ImageReader(tokenizer, facts["max_image_pixels"], config.allowed_media_domains)
-        # By client, whether it is its prompt's only one, and the URL's digest; the latest last.
-        self.kept: dict[tuple[str, bool, bytes], tuple[Prepared, int]] = {}
         self.threads, self.free = ThreadPool(IMAGE_THREADS), Semaphore(IMAGE_THREADS)
 
     def read(self, fields: dict[str, Any], caller: Caller) -> list[Prepared]:
@@ -61,13 +57,9 @@ class Images:
             source, part["source"] = part["source"], None
             with self.free:
                 caller.hold(caller, 0)
-                key, image = self.threads.apply(self._prepare, (source, left, count == 1, caller.client))
+                image = self.threads.apply(self._prepare, (source, left, count == 1))
             if isinstance(image, str):
                 raise image_error(part["place"], image)
-            if key:
-                self.kept[key] = self.kept.pop(key, image)
-                while len(self.kept) > 1000 or sum(len(one.pixels) for one, _ in self.kept.values()) > MOST_KEPT_BYTES:
-                    del self.kept[next(iter(self.kept))]
             images.append(image[0])
             left, tokens = left - image[1], tokens + len(image[0].token_ids)
             pixels += (size := len(image[0].pixels))
@@ -80,16 +72,12 @@ class Images:
         self.reader.show(parts)
         return images
 
-    def _prepare(self, source: Any, left: int, alone: bool, client: str) -> tuple[Any, tuple[Prepared, int] | str]:
-        """Where to keep an image, and it and its size, at most `left` bytes; or what is wrong: gevent shows errors."""
-        is_data = isinstance(source, str) and source[:5].lower() == "data:"  # of others it may change
-        key = (client, alone, blake2b(source.encode(errors="replace")).digest()) if is_data else None
+    def _prepare(self, source: Any, left: int, alone: bool) -> tuple[Prepared, int] | str:
+        """An image of at most `left` bytes and its size; or what is wrong, because gevent would show what is raised."""
         try:
-            if key and (kept := self.kept.get(key)) and kept[1] <= left:
-                return key, kept
-            return key, self.reader.prepare(source, left, alone)
+            return self.reader.prepare(source, left, alone)
         except ValueError as error:
-            return key, str(error)
+            return str(error)
 
     def insert(self, ids: list[int], images: list[Prepared]) -> tuple[list[int], list[Picture]]:
         """A prompt with the tokens of its images, and these; an `ApiError` if it has other placeholders than theirs."""

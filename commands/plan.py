@@ -28,7 +28,6 @@ COMMANDS = {
     "chat": "talk with a model in the terminal",
     "complete": "go on from a text",
     "batch": "answer a file of requests",
-    "bench": "measure Manta; the rest is for bench/bench.py",
 }
 # Packages that the server needs.
 PACKAGES = (*OF_ENGINES, "huggingface_hub", "flask", "gunicorn", "gevent", "msgspec", "llguidance", "prometheus_client")

@@ -12,7 +12,6 @@ import torch
 from batch_state import to_device
 from layers import Batch
 from plan import Picture, Span, StepPlan, VisionPlan
-from vision.positions import axis_positions
 
 if TYPE_CHECKING:
     from worker import StepRun, Worker
@@ -119,3 +118,21 @@ def rope_positions(batch: Batch, shifts: torch.Tensor, rows: list[ImageRow]) -> 
     columns = np.concatenate((np.concatenate(places)[None], np.concatenate(axes, 1)))
     at, *of_axes = to_device(columns, str(tokens.device))
     return positions.expand(3, -1).index_copy(1, at, torch.stack(of_axes))
+
+
+def axis_positions(spans: Sequence[Span], begin: int, count: int) -> np.ndarray:
+    """The positions [3, count] int32 of a prompt's tokens from index `begin` on: time, row and column (M-RoPE).
+
+    A grid that begins at position p has (p, p + row, p + column), and what follows goes on at p + its longer side.
+    `spans` are those of all images, in order.
+    """
+    positions, shift = np.broadcast_to(np.arange(begin, begin + count), (3, count)).astype(np.int32), 0
+    for span in spans:
+        low, high = (min(max(index - begin, 0), count) for index in (span.begin, span.begin + span.count))
+        if span.height:
+            at = np.arange(low, high) + begin - span.begin
+            grid = np.stack((np.zeros_like(at), at // span.width, at % span.width))
+            positions[:, low:high] = span.begin + shift + grid
+            positions[:, high:] += span.shift
+            shift += span.shift
+    return positions

@@ -292,20 +292,6 @@ def test_no_image_is_read_for_who_is_refused_or_gone(
             caller.check_presence(60)
 
 
-def test_an_image_that_comes_again_is_read_once(
-    served: Served, engine: ScriptedClient, prepared: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    http_client = served(api_key=("one", "two"))
-    prepared.clear()
-    for url, key in [(RED, "one")] * 2 + [(BLUE, "one"), (RED, "two"), *[(x, "one") for x in (BLUE, RED, RED, BLUE)]]:
-        body = {"messages": user(chat_part(url))}
-        assert http_client.post(CHAT, json=body, headers={"X-Api-Key": key}).status_code == 200
-        assert prompt_of(engine, url)
-        if key == "two":  # whose time does not tell what another one has sent
-            monkeypatch.setattr("api.images.MOST_KEPT_BYTES", 1600)
-    assert prepared == [RED, BLUE, RED, RED]  # what was not used for longest is gone
-
-
 # --- how they are read ------------------------------------------------------------------------------------------------
 
 

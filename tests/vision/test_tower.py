@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 import kernels
 import reference
 from config import EngineConfig
+from device.images import axis_positions
 from device.loader import load_weights
 from device.startup import print_plan, start_worker
 from device.warmup import rehearse
@@ -28,7 +29,6 @@ from parallel import Group
 from plan import NewRow, Span, StepPlan, VisionPlan
 from random_checkpoints import DATA
 from seeing_cases import CASES, KEPT, answer, folder_of, pictures_of
-from vision.positions import axis_positions
 
 TIERS = [name if name in KEPT else pytest.param(name, marks=pytest.mark.full) for name in CASES]
 
