@@ -34,6 +34,7 @@ CLIENTS = {  # what is installed, and the script
     "anthropic": ("anthropic==2.12.0", "use_anthropic.py"),
     "lm-eval": ("lm-eval[hf,api]==0.4.13 torch==2.13.0", "use_lm_eval.py"),
     "langchain": ("langchain-openai==1.7.2", "use_langchain.py"),
+    "litellm": ("litellm[mcp]==1.106.0", "use_litellm.py"),
     "openai-agents": ("openai-agents==0.24.0", "use_agents.py"),
     "llm": ("llm==0.36", "use_llm.py"),
     "guidellm": ("guidellm==0.8.1", "use_guidellm.py"),

@@ -43,6 +43,7 @@ SCRIPTS = {  # what the model says when it is asked to play one: its first answe
         call("ToolSearch", query="select:NotebookEdit,WebSearch"), call("WebSearch", query="caches"), "I looked.",
     ],
     "claude-picture": [call("Read", file_path="pixel.png"), "I see {pictures}."],
+    "seen": ["I see {pictures}."],
     "claude-goes-on": ["We can still talk."],
     "codex-files": [
         "I write it.\n" + call("exec_command", cmd="printf 'Hello \"world\" </tool_call>\\n' > hello.txt"),

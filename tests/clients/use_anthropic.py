@@ -2,10 +2,15 @@
 
 import asyncio
 import os
+import sys
+from pathlib import Path
 from typing import Literal
 
 import anthropic
 from pydantic import BaseModel, ConfigDict
+
+sys.path.insert(0, str(Path(os.environ["CLIENTS"]).parent))
+from agent_bodies import PICTURE
 
 URL = os.environ["DEMO_URL"]
 SUM = [{"role": "user", "content": "What is 23 + 58?"}]
@@ -132,6 +137,20 @@ def errors():
     assert [model.id for model in client.models.list()] == ["demo"]
 
 
+def pictures():
+    seeing = anthropic.Anthropic(base_url=os.environ["SEEING_URL"], api_key="none", max_retries=0)
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": PICTURE}}
+    result = {"type": "tool_result", "tool_use_id": "a", "content": [image]}
+    used = {"type": "tool_use", "id": "a", "name": "look", "input": {}}
+    asks = [
+        {"role": "user", "content": [image, {"type": "text", "text": "Look."}]},
+        {"role": "assistant", "content": [used]},
+        {"role": "user", "content": [result, {"type": "text", "text": "Please play seen."}]},
+    ]
+    assert text_of(seeing.messages.create(model="scripted", max_tokens=32, messages=asks)) == "I see 2."
+    assert seeing.messages.count_tokens(model="scripted", messages=asks).input_tokens > 32
+
+
 async def many():
     async with anthropic.AsyncAnthropic(base_url=URL, api_key="none", timeout=60) as asynchronous:
 
@@ -151,4 +170,5 @@ beta()
 runner()
 structures()
 errors()
+pictures()
 asyncio.run(many())
