@@ -37,7 +37,7 @@ PARTS: dict[str, tuple[list[str], dict[str, dict[str, str]]]] = {  # its files, 
     }),
     "faces": (["commands/batch*.py", "commands/terminal.py", "api/anthropic*.py"], {
         "server.py": {
-            "from commands import batch, bench, terminal": "from commands import bench",
+            "from commands import batch, terminal": "",
             '    "chat": terminal.chat,': "", '    "complete": terminal.complete,': "",
             '    "batch": batch.main,': "",
         },

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 import subprocess
 import sys
@@ -249,10 +248,3 @@ def test_a_command_comes_first():
     assert split_command(["chat", "a"], COMMANDS) == ("chat", ["a"])
     assert split_command(["a", "chat"], COMMANDS) == ("", ["a", "chat"])
     assert split_command([], COMMANDS) == ("", [])
-
-
-def test_the_process_becomes_the_bench(monkeypatch):
-    became = []
-    monkeypatch.setattr(os, "execv", lambda *command: became.append(command))
-    main(["bench", "ring", "--help"])
-    assert became == [(sys.executable, [sys.executable, str(ROOT / "bench" / "bench.py"), "ring", "--help"])]
