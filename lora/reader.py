@@ -88,7 +88,10 @@ class AdapterReader:
                 )
         if left_out:
             count = f"{len(left_out)} of its tensors, such as {left_out[0]!r:.200}"
-            logger.warning(f"{path}: {count}, are left out, because adapters change only the text")
+            if self.config.vision:
+                hint = """take them out, or serve the text alone (--hf-overrides '{"vision_config": null}')"""
+                raise ValueError(f"{path}: {count}, change how the model sees; {hint}")
+            logger.warning(f"{path}: {count}, are left out, because only text is served")
         self.settle(modules, path)
         return modules
 

@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from text.json_mending import mend
-from text.parts import IMAGE_PARTS, image_part, image_source, images_of, merged, text_of, text_part, without_token
+from text.parts import (
+    BLIND, IMAGE_PARTS, image_part, image_source, images_of, merged, text_of, text_part, without_token,
+)  # fmt: skip
 from text.templates import ChatTemplate, run_template
 from text.tools import REASONING_PARSERS
 
@@ -78,7 +80,9 @@ def _content(message: dict[str, Any], i: int, sees: bool) -> tuple[str | list[di
     for j, part in enumerate(content):
         if role == "assistant" and isinstance(part, dict) and part.get("type") == "thinking":
             thoughts.append(part)
-        elif sees and isinstance(part, dict) and part.get("type") in IMAGE_PARTS:
+        elif isinstance(part, dict) and part.get("type") in IMAGE_PARTS:
+            if not sees:
+                raise ValueError(f"message {i} has an image; {BLIND}")
             parts.append(image_part(image_source(part, place := f"messages[{i}].content[{j}]"), place))
         else:
             parts.append(text_part(part if isinstance(part, str) else _text(part, PART_TEXTS, f"message {i}")))

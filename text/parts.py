@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
+BLIND = "this model reads text alone"
 # Types of parts with an image: OpenAI's chats', Responses', and two of vLLM's library, whose images may be Pillow's.
 IMAGE_PARTS = ("image_url", "input_image", "image", "image_pil")
 NO_WIDTH = "\u200b"  # a space without width

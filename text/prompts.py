@@ -10,9 +10,9 @@ from typing import Any, NotRequired, TypedDict, cast
 from outputs import Choices
 from plan import EngineCoreRequest, Picture
 from sampling_params import LoRARequest, SamplingParams
-from text.images import BLIND, ImageReader
+from text.images import ImageReader
 from text.messages import chat_messages
-from text.parts import images_of
+from text.parts import BLIND, images_of
 from text.templates import run_template
 from tokenizer import NoTokenizer, Tokenizer
 
@@ -156,6 +156,8 @@ class InputProcessor:
         """A prompt's tokens with those of its images, and these."""
         if not self.facts.get("vision"):
             raise ValueError(f"multi_modal_data has {len(images)} images; {BLIND}")
+        if len(images) > (most := self.facts["max_images"]):
+            raise ValueError(f"multi_modal_data has {len(images)} images; at most {most} (limit_mm_per_prompt)")
         prepared = [self.images.prepare(image, alone=len(images) == 1)[0] for image in images]
         return self.images.processor.expand(ids, prepared)
 

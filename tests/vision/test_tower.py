@@ -239,7 +239,9 @@ def test_the_plan_counts_images(capsys: Any, tmp_path: Path) -> None:
     text, most = capsys.readouterr().out, shape.vision.most_rows(shape.max_position)
     assert most == shape.max_position > 64 and shape.vision.most_patches > 4 * most
     assert f"{(most + 64) * 64 * 2 * 4 / 2**20:,.1f} MiB  embeddings for {most} tokens, and a step's copy" in text
+    assert "MiB of them are the tower's" in text
     activations = next(line for line in text.splitlines() if line.startswith("    activations"))
+    assert activations.endswith(f"or of the tower with an image that becomes {most} tokens")
     assert float(activations.split()[1].replace(",", "")) > 4 * most * (32 * 3 + 48) * 4 / 2**20  # of the largest image
 
 
