@@ -11,9 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from text.json_mending import mend
-from text.parts import (
-    BLIND, IMAGE_PARTS, image_part, image_source, images_of, merged, text_of, text_part, without_token,
-)  # fmt: skip
+from text.parts import IMAGE_PARTS, image_part, image_source, images_of, merged, text_of, text_part, without_token
 from text.templates import ChatTemplate, run_template
 from text.tools import REASONING_PARSERS
 
@@ -81,9 +79,7 @@ def _content(message: dict[str, Any], i: int, sees: bool) -> tuple[str | list[di
         if role == "assistant" and isinstance(part, dict) and part.get("type") == "thinking":
             thoughts.append(part)
         elif isinstance(part, dict) and part.get("type") in IMAGE_PARTS:
-            if not sees:
-                raise ValueError(f"message {i} has an image; {BLIND}")
-            parts.append(image_part(image_source(part, place := f"messages[{i}].content[{j}]"), place))
+            parts.append(image_part(image_source(part, place := f"messages[{i}].content[{j}]", sees), place))
         else:
             parts.append(text_part(part if isinstance(part, str) else _text(part, PART_TEXTS, f"message {i}")))
     return parts, thoughts

@@ -17,8 +17,10 @@ def text_part(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text}
 
 
-def image_source(part: dict[str, Any], place: str) -> Any:
-    """The image of a part of a chat, a response or `LLM.chat`: its URL, or an image of Pillow's."""
+def image_source(part: dict[str, Any], place: str, sees: bool = True) -> Any:
+    """The image of a part of a chat, a response or `LLM.chat`: its URL, or an image of Pillow's; if the model `sees`."""
+    if not sees:
+        raise ValueError(f"{place} has an image; {BLIND}")
     kind = part["type"]
     source = part.get(key := "image_url" if kind == "input_image" else kind)
     source = source.get("url") if isinstance(source, dict) else source

@@ -223,7 +223,7 @@ def test_one_of_several_models_that_sees_nothing_refuses_images(served: Served, 
     with pytest.raises(ApiError, match=f"could not process image: .* {BLIND}"):
         Images(TEXTS, FACTS, ServerConfig()).read({"messages": [part]}, Caller("", ""))
     refused = refusal(post(http_client, CHAT, messages=user(chat_part(RED))))
-    assert f"message 0 has an image; {BLIND}" in refused["message"]
+    assert f"messages[0].content[0] has an image; {BLIND}" in refused["message"]
 
 
 def test_no_log_has_what_an_image_is_made_of(
