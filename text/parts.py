@@ -18,7 +18,7 @@ def text_part(text: str) -> dict[str, Any]:
 
 
 def image_source(part: dict[str, Any], place: str, sees: bool = True) -> Any:
-    """The image of a part of a chat, a response or `LLM.chat`: its URL, or an image of Pillow's; if the model `sees`."""
+    """The image of a part of a chat, a response or `LLM.chat`: its URL, or an image of Pillow's. The model `sees`."""
     if not sees:
         raise ValueError(f"{place} has an image; {BLIND}")
     kind = part["type"]
