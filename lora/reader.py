@@ -78,11 +78,15 @@ class AdapterReader:
             if (shape := self.shape(name, kind, embedding, rank, tensor)) is None:
                 hint = "; only the embeddings and the head may be trained whole" if kind in WHOLE else ""
                 raise ValueError(f"{what} is of a module that cannot have an adapter here{hint}")
-            checked(tensor, f"{path}: tensor {saved}", shape)
+            place = f"{path}: tensor {saved}"
+            if list(tensor.shape) != shape:
+                raise ValueError(f"{place} has shape {list(tensor.shape)}; it must be {shape}")
+            if tensor.dtype not in DTYPES:
+                raise ValueError(f"{place} has dtype {tensor.dtype}; it must be one of {DTYPES}")
             tensor = tensor.float() * scale if kind in ("B", "shift") else tensor
             tensor = tensor.to(torch.float32 if kind == "magnitude" else self.model.dtype)
             if not tensor.isfinite().all():
-                raise ValueError(f"{path}: tensor {saved} has NaN or infinite elements")
+                raise ValueError(f"{place} has NaN or infinite elements")
             if len(self.wanted[name].shape) == 3:
                 kind, tensor = self.by_expert(kind, tensor, self.wanted[name].shape[0])
             modules.setdefault(name, {})[kind] = tensor
@@ -198,15 +202,6 @@ def token_ids(ids: Any, what: str, count: int, most: int) -> torch.Tensor:
     if not len(set(ids)) == len(ids) == count:
         raise ValueError(f"{what} has {count} rows; trainable_token_indices is {ids!r:.200}, and must name each once")
     return torch.tensor(ids)
-
-
-def checked(tensor: torch.Tensor, name: str, shape: list[int]) -> torch.Tensor:
-    """The tensor; a ValueError that begins with its name if it has another shape, or no floats."""
-    if list(tensor.shape) != shape:
-        raise ValueError(f"{name} has shape {list(tensor.shape)}; it must be {shape}")
-    if tensor.dtype not in DTYPES:
-        raise ValueError(f"{name} has dtype {tensor.dtype}; it must be one of {DTYPES}")
-    return tensor
 
 
 def check_complete(what: str, tensors: Module, fields: dict[str, Any], linear: bool) -> None:
