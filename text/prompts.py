@@ -95,10 +95,8 @@ def pair_parts(
     """Two texts as a model wants to compare them: a pair, or the document between two halves of the model's template.
 
     The instruction is the `given` one, or else the model's prompt `before` the query, or else the template's own. A
-    query that brings Qwen3's template, as vLLM's users write it, stays as it is.
-
-    Raises:
-        ValueError: the model's chat template takes no query and document, or an instruction is given beside one there.
+    query that brings Qwen3's template, as vLLM's users write it, stays as it is. A ValueError if the model's chat
+    template takes no query and document, or an instruction is given beside one there.
     """
     template, instruction = facts["pair_template"], before if given is None else given
     if not template:
