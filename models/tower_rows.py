@@ -194,7 +194,7 @@ class Vision:
     mean: tuple[float, ...]  # a pixel p becomes (p * scale - mean) / std
     std: tuple[float, ...]
     scale: float
-    most_patches: int  # of an image, as the image processor makes it
+    most_patches: int = 0  # of an image, as the image processor makes it
     window: int = 0  # rows along a side of a window; 0: layers see all
     full_layers: tuple[int, ...] = ()  # that see all beside those with a window
     deep_layers: tuple[int, ...] = ()  # whose output is projected, too, and added in the text's first layers
