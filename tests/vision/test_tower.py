@@ -99,12 +99,11 @@ def test_rows_with_and_without_images_share_a_step(shared: Path) -> None:
         worker.step(StepPlan(step, rows=[(slot, len(text))], new=new, released=[slot] if step else []))
         return seen[-1]
 
-    alone, images = run(0, 1), [(picture.digest, picture.spans) for picture in pictures]
-    new = [NewRow(slot=slot, token_ids=case["ids"], blocks=[[*range(8 * slot, 8 * slot + 8)]]) for slot in (0, 2)]
-    count = len(case["ids"])
-    rows = [(row, 0, images) for row in (1, 2)]
-    shift = sum(span.shift for _, spans in images for span in spans)
-    vision = VisionPlan(False, [b"unknown"], pictures, rows, {0: shift, 2: shift})
+    alone, images = run(0, 1), [(picture.digest, span) for picture in pictures for span in picture.spans]
+    shift, count = sum(span.shift for _, span in images), len(case["ids"])
+    tables = {slot: [[*range(8 * slot, 8 * slot + 8)]] for slot in (0, 2)}
+    new = [NewRow(slot=slot, token_ids=case["ids"], blocks=table, shift=shift) for slot, table in tables.items()]
+    vision = VisionPlan(False, [b"unknown"], pictures, [(row, 0, images) for row in (1, 2)])
     result = worker.step(StepPlan(1, rows=[(1, 1), (0, count), (2, count)], new=new, vision=vision))
     assert result.token_ids[1:] == [oracle["tokens"][0]] * 2
     assert (worker.model.logits(seen[-1][1:]) - oracle["logits"].repeat(2, 1)).abs().max() <= 1e-4
