@@ -23,7 +23,7 @@ from device.warmup import rehearse
 from forked import run_ranks
 from model import Transformer
 from model_config import ModelConfig
-from models.tower import Tower, patch_order, taps
+from models.tower import Tower, nearest, patch_order
 from oracle_checks import make_worker
 from parallel import Group
 from plan import NewRow, Span, StepPlan, VisionPlan
@@ -266,9 +266,6 @@ def test_patches_go_by_window_and_merged_block() -> None:
     assert rows.tolist() == [0, 1, 3, 4, 2, 5]
 
 
-def test_rows_between_those_of_a_table() -> None:
-    for size, side in ((1, 5), (3, 5), (9, 5)):
-        at, shares = taps("linear", size, side)
-        want = torch.linspace(0, side - 1, size)
-        assert torch.allclose((at * shares).sum(0), want) and torch.allclose(shares.sum(0), torch.ones(size))
-    assert [taps("nearest", side, side)[0].tolist() for side in (4, 32)] == [[[*range(4)]], [[*range(32)]]]
+@pytest.mark.parametrize("side", [4, 32])
+def test_each_place_of_a_table_is_nearest_to_itself(side: int) -> None:
+    assert nearest(side, side).tolist() == [*range(side)]
