@@ -11,7 +11,7 @@ import torch
 
 from batch_state import to_device
 from layers import Batch
-from plan import Picture, Span, VisionPlan
+from plan import Span, VisionPlan
 
 if TYPE_CHECKING:
     from worker import StepRun, Worker
@@ -23,9 +23,7 @@ ImageRow = tuple[int, int, int, list[tuple[bytes, Span]]]
 def add_vision(w: Worker) -> None:
     """Images go through the tower before the step that reads them. Their rows stay until a plan drops them."""
     tower, has_axes = w.model.tower if w.pipeline.first else None, w.model.axes is not None
-
-    if tower and len(w.model.span) < tower.vision.levels - 1:
-        needed = tower.vision.levels - 1
+    if tower and len(w.model.span) < (needed := tower.vision.levels - 1):
         raise ValueError(f"the first pipeline stage has {len(w.model.span)} layers; for images it needs {needed}")
 
     def drop(run: StepRun) -> None:
@@ -51,7 +49,8 @@ def add_vision(w: Worker) -> None:
             if tower and plan.compute:
                 w.mark("tower")
                 for picture in plan.compute:
-                    w.images[picture.digest] = made = tower(pixels_of(picture, w.device), *picture.shape[3:])
+                    tiles = np.frombuffer(bytearray(picture.pixels), np.uint8).reshape(*picture.shape[:3], 3)
+                    w.images[picture.digest] = made = tower(to_device(tiles, w.device), *picture.shape[3:])
                     assert len(made) == picture.num_rows
             if tower and rows:
                 batch.images = embeddings_of(rows, w.images, w.model.config.hidden_size, w.device)
@@ -61,11 +60,6 @@ def add_vision(w: Worker) -> None:
     w.plan_phases.append(drop)
     w.row_phases.insert(w.row_phases.index(w.enter_rows) + 1, choose_graph)
     w.forward_phases.insert(w.forward_phases.index(w.prepare_batch) + 1, see)
-
-
-def pixels_of(picture: Picture, device: str) -> torch.Tensor:
-    """An image's pixels [tiles, height, width, 3] uint8 on the device."""
-    return to_device(np.frombuffer(bytearray(picture.pixels), np.uint8).reshape(*picture.shape[:3], 3), device)
 
 
 def embeddings_of(

@@ -29,8 +29,7 @@ def with_vision(config: ModelConfig, raw: dict[str, Any], folder: str) -> ModelC
         if vision:
             from vision.processors import ImageProcessor  # with Pillow, for models that see alone
 
-            made = ImageProcessor.from_folder(folder, raw, lambda text: [0])  # the tokenizer is not known here
-            if not made:
+            if not (made := ImageProcessor.from_folder(folder, raw, lambda text: [0])):  # no tokenizer is known here
                 raise ValueError(f"Manta has no image processor of {config.architecture}")
             vision = dataclasses.replace(vision, most_patches=made.most_patches, lined_tiles=made.lined_tiles)
     except (ImportError, ValueError) as error:  # the first where there is no Pillow

@@ -65,34 +65,27 @@ SIGLIP_NAMES = {
     "layer": "encoder.layers", "norm1": "layer_norm1", "norm2": "layer_norm2", "q": "self_attn.q_proj",
     "k": "self_attn.k_proj", "v": "self_attn.v_proj", "o": "self_attn.out_proj", "up": "mlp.fc1", "down": "mlp.fc2",
 }  # fmt: skip
-LLAVA_NAMES = {
-    "root": "vision_tower", "projector": "multi_modal_projector", "fc1": "linear_1", "fc2": "linear_2",
-}  # fmt: skip
-FIELDS = Family(keys=UNREAD, fixed={"num_channels": 3}, defaults={
+LLAVA_NAMES = {"root": "vision_tower", "projector": "multi_modal_projector", "fc1": "linear_1", "fc2": "linear_2"}
+TOWER_FIELDS = Family(keys=UNREAD, fixed={"num_channels": 3}, defaults={
     "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
     "image_size": 224, "patch_size": 16, "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6})  # fmt: skip
 CLIP = TowerRow(
     names=SIGLIP_NAMES | LLAVA_NAMES | {"class": "embeddings.class_embedding", "pre": "pre_layrnorm"},
-    biases="qkv o up down project",
-    kind="clip_vision_model",
-    positions="own",
-    feature_layer=-2,
-    strategy="default",
-    fields=FIELDS.but(defaults={"patch_size": 32, "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5}),
-)
+    biases="qkv o up down project", kind="clip_vision_model", positions="own", feature_layer=-2, strategy="default",
+    fields=TOWER_FIELDS.but(defaults={"patch_size": 32, "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5}),
+)  # fmt: skip
 LLAVA_ONEVISION = TowerRow(
     names=SIGLIP_NAMES | LLAVA_NAMES | {"newline": "image_newline"}, biases="patch qkv o up down project",
-    kind="siglip_vision_model", positions="own", strategy="full", tiled=True, fields=FIELDS,
+    kind="siglip_vision_model", positions="own", strategy="full", tiled=True, fields=TOWER_FIELDS,
 )  # fmt: skip
 IDEFICS3 = TowerRow(
-    names=SIGLIP_NAMES | {
-        "root": "vision_model", "last": "post_layernorm", "projector": "connector",
+    names=SIGLIP_NAMES | {"root": "vision_model", "last": "post_layernorm", "projector": "connector",
         "merge": "modality_projection.proj"},
     biases="patch qkv o up down", positions="nearest", merge="scale_factor", tiled=True,
-    fields=FIELDS.but(defaults={"hidden_size": 1152, "num_attention_heads": 16, "patch_size": 32}),
+    fields=TOWER_FIELDS.but(defaults={"hidden_size": 1152, "num_attention_heads": 16, "patch_size": 32}),
 )  # fmt: skip
 PALIGEMMA = IDEFICS3.but(
-    names={"root": "vision_tower", "projector": "multi_modal_projector", "merge": "linear"}, fields=FIELDS,
+    names={"root": "vision_tower", "projector": "multi_modal_projector", "merge": "linear"}, fields=TOWER_FIELDS,
     biases="patch qkv o up down merge", kind="siglip_vision_model", positions="own", merge="", tiled=False, mutual=True,
 )  # fmt: skip
 GEMMA3 = PALIGEMMA.but(
@@ -140,7 +133,7 @@ INTERNVL = TowerRow(
         "projector_norm": "layer_norm"},
     biases="patch qkv o up down project", positions="own", strategy="default", merge="downsample_ratio", tiled=True,
     projector_eps=1e-5, wide_norm=True, batched=True,
-    fields=FIELDS.but(
+    fields=TOWER_FIELDS.but(
         keys={"layer_scale_init_value": ""},
         fixed={"use_mask_token": False, "use_absolute_position_embeddings": True,
             "norm_type": ("layer_norm", "rms_norm")},
@@ -155,23 +148,14 @@ PIXTRAL = TowerRow(
         "o": "attention.o_proj", "gate": "feed_forward.gate_proj", "up": "feed_forward.up_proj",
         "down": "feed_forward.down_proj", "projector_norm": "norm", "merge": "patch_merger.merging_layer"},
     biases="", norm="rms", gated=True, rope="turns", by_channel=True, merge="spatial_merge_size",
-    fields=FIELDS.but(keys={"image_size": ""}, defaults={
+    fields=TOWER_FIELDS.but(keys={"image_size": ""}, defaults={
         "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
         "hidden_act": "gelu", "layer_norm_eps": 1e-5}),
 )  # fmt: skip
 TOWERS: dict[str, TowerRow] = {  # by `wrapper_of` the architecture
-    "gemma3": GEMMA3,
-    "idefics3": IDEFICS3,
-    "internvl": INTERNVL,
-    "llava": CLIP,
-    "llavaonevision": LLAVA_ONEVISION,
-    "mistral3": PIXTRAL,
-    "paligemma": PALIGEMMA,
-    "qwen2vl": QWEN2VL,
-    "qwen25vl": QWEN25VL,
-    **dict.fromkeys(("qwen3vl", "qwen3vlmoe"), QWEN3VL),
-    **dict.fromkeys(("qwen35", "qwen35moe"), QWEN35),
-    "smolvlm": IDEFICS3,
+    "gemma3": GEMMA3, "idefics3": IDEFICS3, "internvl": INTERNVL, "llava": CLIP, "llavaonevision": LLAVA_ONEVISION,
+    "mistral3": PIXTRAL, "paligemma": PALIGEMMA, "qwen2vl": QWEN2VL, "qwen25vl": QWEN25VL, "qwen3vl": QWEN3VL,
+    "qwen3vlmoe": QWEN3VL, "qwen35": QWEN35, "qwen35moe": QWEN35, "smolvlm": IDEFICS3,
 }  # fmt: skip
 
 

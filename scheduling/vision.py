@@ -77,10 +77,8 @@ class ImageRows:
             if picture.num_rows > self.most_rows:
                 raise ValueError(f"image {i} becomes {picture.num_rows} tokens; an image may have {self.most_rows}")
             if (count := picture.seeing[1] - picture.seeing[0]) > most:
-                raise ValueError(
-                    f"{count} tokens of image {i} see one another; a step has {most} for them (max_num_batched_tokens "
-                    f"less one for each other of max_num_seqs)"
-                )
+                room = f"{most} for them (max_num_batched_tokens less one for each other of max_num_seqs)"
+                raise ValueError(f"{count} tokens of image {i} see one another; a step has {room}")
             if sees_text(picture) and (window := min((w for w in self.windows if w), default=count)) < count:
                 raise ValueError(f"the prompt has {count} tokens; with an image it may have {window}, a layer's window")
             if sees_text(picture) and group.params.prompt_logprobs is not None:

@@ -159,23 +159,21 @@ class Llava(ImageProcessor):
         self._require("do_pad", False)
         self.size = self._edges("size", 224, ("shortest_edge",), SIDES, bare=("shortest_edge",))
         crops = self.fields.get("do_center_crop") in (None, True)
-        self.crop = self._edges("crop_size", 224, SIDES) if crops else self.size
-        self.most_patches = (self._side(self.crop, vision, 224) // whole(vision, "patch_size", 32)) ** 2
-        is_full = config.get("vision_feature_select_strategy") == "full"
-        self.rows = self.most_patches + is_full  # with the class token's
+        self.side = self._side(self._edges("crop_size", 224, SIDES) if crops else self.size, vision, 224)
+        self.most_patches = (self.side // whole(vision, "patch_size", 32)) ** 2
+        self.rows = self.most_patches + (config.get("vision_feature_select_strategy") == "full")  # and a class token
 
     def _cut(self, image: Image.Image, alone: bool) -> Cut:
-        width, height = size = image.size
+        (width, height), side = image.size, self.side
         if edge := self.size.get("shortest_edge"):
             check_aspect(image)
-            longer = int(edge * max(size) / min(size))
-            size = (edge, longer) if width <= height else (longer, edge)
+            longer = int(edge * max(image.size) / min(image.size))
+            width, height = (edge, longer) if width <= height else (longer, edge)
         else:
-            size = self.size["width"], self.size["height"]
-        image = image.resize(size, self.resample)
-        width, height = self.crop["width"], self.crop["height"]
-        left, top = (size[0] - width) // 2, (size[1] - height) // 2
-        return [image.crop((left, top, left + width, top + height))], [("", self.rows, (0, 0))], "", ()
+            width, height = self.size["width"], self.size["height"]
+        left, top = (width - side) // 2, (height - side) // 2
+        tile = image.resize((width, height), self.resample).crop((left, top, left + side, top + side))
+        return [tile], [("", self.rows, (0, 0))], "", ()
 
 
 class LlavaOnevision(ImageProcessor):
@@ -259,8 +257,7 @@ class Idefics3(ImageProcessor):
         longest = max(self.size.values())
         if longest > 4096:
             raise ValueError(f"the image processor's size is {self.size}; no side may be above 4096")
-        by_side = ("longest_edge",)
-        self.side = self._edges("max_image_size", 364, by_side, bare=by_side)["longest_edge"]
+        self.side = self._edges("max_image_size", 364, ("longest_edge",), bare=("longest_edge",))["longest_edge"]
         self.splits = self.fields.get("do_image_splitting") in (None, True)
         scale = whole(config, "scale_factor", 2)
         self.rows = shuffled(self.side, whole(vision, "patch_size", 32), scale)
