@@ -56,6 +56,8 @@ def seeing(
     processor = PROCESSOR | {key: value for key, value in more.items() if key == "image_grid_pinpoints"}
     if vision.get("model_type") == "siglip_vision_model":
         processor |= dict.fromkeys(("size", "crop_size"), dict.fromkeys(("height", "width"), vision["image_size"]))
+    if config == "InternVLConfig":
+        processor |= {"size": vision["image_size"][0]}
     return {"config": config, "shape": fields, "inputs": inputs, "images": images, "ids": ids, "pictures": pictures,
             "new": NEW, "processor": processor, "mutual": mutual}  # fmt: skip
 
