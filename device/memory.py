@@ -396,7 +396,7 @@ def report(config: EngineConfig, model: Transformer, plan: MemoryPlan, room: int
     plain = model.config.quantization and not model.coded
     tokens, states = f"of {largest_step(config, max_model_len):,} tokens", ""
     weights, image = "as plain numbers: no file is read that tells which have few bits" if plain else "", ""
-    if (vision := model.config.vision) and model.group.pipeline.first:
+    if model.tower and (vision := model.config.vision) and model.group.pipeline.first:
         weights = f"{count_bytes(model.tower.owners()) / MIB:,.1f} MiB of them are the tower's"
         image = f", or of the tower with an image that becomes {vision.most_rows(max_model_len):,} tokens"
     if plan.states:
