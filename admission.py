@@ -403,4 +403,5 @@ def new_row(seq: Sequence, adapters: AdapterSlots, named: bool) -> NewRow:
         masked_logprobs=masked and (params.masked_logprobs or group.beam is not None),
         adapter=adapters.slot(seq),
         client=hash((group.client, group.salt)) & 0x7FFFFFFF,  # keyed by this process: nobody can choose it
+        shift=sum(span.shift for picture in group.pictures for span in picture.spans),
     )

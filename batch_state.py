@@ -118,7 +118,7 @@ class BatchState:
     ahead: torch.Tensor
     num_drafts: torch.Tensor  # [S] int32, how many tokens behind the known ones are drafts
     clients: torch.Tensor  # [S] int32, `NewRow.client`
-    shifts: torch.Tensor  # [S] int32, added to positions for RoPE, see `VisionPlan.shifts`
+    shifts: torch.Tensor  # [S] int32, added to positions for RoPE, see `NewRow.shift`
     room: torch.Tensor  # [S] int32, tokens that a slot's blocks hold; set only if there may be drafts
     decode_slots: torch.Tensor  # [S * (1 + drafts)] int32, the slot of each decode token; set only if some are drafts
 
@@ -171,7 +171,6 @@ class BatchState:
             self.scores.pop(slot, None)
             self.stops_barred[slot] = 0
             self.barred_rows.pop(slot, None)
-        shifts = plan.vision.shifts if plan.vision else {}
         for row in plan.new:
             slot, length = row.slot, len(row.token_ids)
             self.to_compute[slot] = length - row.num_computed
@@ -183,7 +182,7 @@ class BatchState:
             self.num_blocks[slot] = [0] * len(row.blocks)
             self._write("token_ids", slot, array("i", row.token_ids))
             numbers = {"num_known": length, "num_computed": row.num_computed, "num_drafts": 0, "clients": row.client}
-            numbers["shifts"] = shifts.get(slot, 0)
+            numbers["shifts"] = row.shift
             for name, number in numbers.items():
                 self._write(name, slot, array("i", (number,)))
             self._write("params", slot, array("f", row.sampling))

@@ -33,6 +33,7 @@ PROG = "manta" if __package__ else "server.py"  # the command: installed, this f
 DEMO = str(Path(__file__).parent / "demo")
 MAX_CONTEXT = 2**24  # tokens
 STEP_TOKENS = 2048  # of a step, by default; on a GPU there are more, see device/memory.py
+LIMITS = re.compile(r'\w+=\d{1,4}|\{(\s*"\w+"\s*:\s*\d{1,4}\s*(,|(?=\})))+\}')  # of limit_mm_per_prompt
 OTHER_NAMES = {  # of values, which vLLM takes, too
     "dtype": {"half": "float16", "float": "float32"},
     "kv_cache_dtype": {"fp8_e4m3": "fp8"},
@@ -134,6 +135,7 @@ class EngineConfig:
     model_plugin: tuple[str, ...] = option((), "modules that add model families, parts of layers or weight schemes")
     skip_tokenizer_init: bool = option(False, "load no tokenizer: prompts and outputs are token ids alone")
     max_image_pixels: int = option(40_000_000, "width times height of one image", 1, 89_478_485)  # Pillow warns beyond
+    limit_mm_per_prompt: str = option('{"image": 16}', "images in one prompt, as JSON, or like image=16")
     task: Literal["auto", "generate", "embed", "score", "classify"] = option(
         "auto",
         "what prompts are turned into; auto: classify for a model with a classification head, embed for a folder of "
@@ -316,6 +318,11 @@ class EngineConfig:
         return self.task in ("embed", "score", "classify")
 
     @property
+    def max_images(self) -> int:
+        """Images that a prompt may have."""
+        return int((re.findall(r"\bimage\W+(\d+)", self.limit_mm_per_prompt) or [16])[0])
+
+    @property
     def world_size(self) -> int:
         """Ranks of one engine: those of all its stages."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
@@ -331,7 +338,7 @@ class EngineConfig:
         return self.data_parallel_start_rank or 0
 
     def __post_init__(self) -> None:
-        for name in ("hf_overrides", "speculative_config"):
+        for name in ("hf_overrides", "speculative_config", "limit_mm_per_prompt"):
             if isinstance(getattr(self, name), Mapping):
                 object.__setattr__(self, name, json.dumps(getattr(self, name)))
         for name in ("logits_processors", "model_plugin"):
@@ -347,6 +354,8 @@ class EngineConfig:
                 object.__setattr__(self, name, others[value])
         if self.scheduling_policy not in POLICY_NAMES and not NAMED.fullmatch(self.scheduling_policy):
             self.refuse("scheduling_policy", f"allowed: {', '.join(POLICY_NAMES)}, or MODULE:CLASS")
+        if not LIMITS.fullmatch(self.limit_mm_per_prompt):
+            self.refuse("limit_mm_per_prompt", 'it must be like {"image": 4} or image=4, with numbers from 0 to 9999')
         if misnamed := [name for name in self.logits_processors if not NAMED.fullmatch(name)]:
             raise ValueError(f"logits_processors has {misnamed[0]!r:.80}; it must be MODULE:CLASS")
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:

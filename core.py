@@ -69,6 +69,7 @@ def client_facts(config: EngineConfig, model_config: ModelConfig, of_workers: di
         "notes": notes_on(model_config, of_workers["max_model_len"]),
         "eos_token_ids": model_config.eos_token_ids,
         "vision": model_config.vision is not None,  # whether it takes images
+        "max_images": config.max_images,
         "default_sampling": default_sampling(config),
         **{name: getattr(config, name) for name in options},
         **task_facts(config, model_config),

@@ -40,8 +40,7 @@ class Batch:
     longer: Sequence[tuple[int, int]] = ()  # tokens of each longer row, and its blocks; for latent attention
     drafts: DraftRows | None = None  # None: no row has drafts
     token_types: torch.Tensor | None = None  # [T] int32, which text of a pair a token is of; None: all the first
-    # Tokens [n] of images, and their embeddings [n, hidden]: those for the first layer, and what is added after each of
-    # the first ones (DeepStack).
+    # Tokens [n] of images, and embeddings [n, hidden]: the first layer's, then those added after layers (DeepStack).
     images: tuple[torch.Tensor, Sequence[torch.Tensor]] | None = None
     rope_positions: torch.Tensor | None = None  # [T] or [3, T] for RoPE alone; None: `positions`
     reach: torch.Tensor | None = None  # [T] the last position that each token sees; None: its own

@@ -55,6 +55,7 @@ class NewRow:
 
     adapter: int = 0  # one more than the slot of its adapter; 0: it has none
     client: int = 0  # drafts may come from other sequences of the same number
+    shift: int = 0  # what is added to the index of a token after its images to get the position for RoPE
     name: str = ""  # of the request and sample, for the KV sanitizer
 
 
@@ -93,11 +94,8 @@ class VisionPlan:
     drop_all: bool = False  # the workers forget the rows of all images, or of those with these digests, before all else
     drop: list[bytes] = field(default_factory=list)
     compute: list[Picture] = field(default_factory=list)  # images that go through the tower before the step
-    # (which row of the plan, its first token's index in the prompt, the prompt's images), of rows that begin before the
-    # end of an image.
-    rows: list[tuple[int, int, list[tuple[bytes, list[Span]]]]] = field(default_factory=list)
-    # By slot of a new row: what is added to the index of a token after its images to get the position for RoPE.
-    shifts: dict[int, int] = field(default_factory=dict)
+    # Rows that begin before an image's end: (which of the plan, its first token's index, digests and spans of images).
+    rows: list[tuple[int, int, list[tuple[bytes, Span]]]] = field(default_factory=list)
     # By row of the plan: begin and end of runs of its tokens that see one another, counted from its first one.
     seeing: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
 

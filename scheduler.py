@@ -278,7 +278,6 @@ class Scheduler:
         for seq in self.admission.let_in(flight.plan, flight.budget, self.running, statuses):
             insort(self.running, seq, key=lambda seq: seq.key)
             flight.lane.put(seq)
-            self.images.entered(seq)
             count = len(seq.tokens) - seq.num_computed
             if count := self._cut(seq, min(count, flight.budget.tokens) if chunked else count):
                 flight.take(seq, count)

@@ -152,11 +152,43 @@ def content_block(block: Block) -> dict[str, Any]:
     return {"type": "tool_use", "id": block.id, "name": block.name, "input": msgspec.Raw((block.text or "{}").encode())}
 
 
+# Its models know the tools of some types by heart, so clients send no schema of them. Here other models are told it:
+# https://platform.claude.com/docs/en/agents-and-tools/tool-use
 TOOL_KEYS = {"name": "name", "description": "description", "input_schema": "parameters", "strict": "strict"}  # a chat's
 DATE = re.compile(r"_\d{8}$")  # of a type
 SERVER_TOOLS = (  # which Anthropic runs itself; the model is told of none
     "web_search", "web_fetch", "code_execution", "tool_search_tool_regex", "tool_search_tool_bm25", "advisor",
 )  # fmt: skip
+FILE_KEYS = {  # of tools for files; the last two are for memory alone
+    "path": "The absolute path of the file or folder.", "view_range": "For view: the first and last line.",
+    "file_text": "For create: what the file will hold.",
+    "old_str": "For str_replace: the text to replace, which must be there just once.",
+    "new_str": "For str_replace, and for insert if there is no insert_text: the new text.",
+    "insert_line": "For insert: the line after which the text goes, or 0.",
+    "insert_text": "For insert: the new text.", "old_path": "For rename.", "new_path": "For rename.",
+}  # fmt: skip
+STRING, INTEGER = {"type": "string"}, {"type": "integer"}
+OTHER_TYPES: dict[str, Any] = {"view_range": {"type": "array", "items": INTEGER}, "insert_line": INTEGER}
+
+
+def file_tool(about: str, needed: list[str], commands: str, count: int) -> dict[str, Any]:
+    """The description and schema of a tool for files, with the first `count` of `FILE_KEYS`."""
+    keys = {key: OTHER_TYPES.get(key, STRING) | {"description": FILE_KEYS[key]} for key in [*FILE_KEYS][:count]}
+    keys = {"command": STRING | {"enum": commands.split()}} | keys
+    return {"description": about, "parameters": {"type": "object", "properties": keys, "required": needed}}
+
+
+EDITOR, EDITS = ("Views and edits files.", ["command", "path"]), "view create str_replace insert"
+OLD_EDITOR = file_tool(*EDITOR, f"{EDITS} undo_edit", 6)
+CLIENT_TOOLS: dict[str, dict[str, Any]] = {  # by type; the one without a date is the newest
+    "custom": {}, "text_editor_20241022": OLD_EDITOR, "text_editor_20250124": OLD_EDITOR,
+    "text_editor": file_tool(*EDITOR, EDITS, 7),
+    "memory": file_tool(
+        "Keeps files below /memories from one conversation to the next.", ["command"], f"{EDITS} delete rename", 9),
+    "bash": {
+        "description": "Runs a command in a shell that keeps its state, or with restart starts the shell anew.",
+        "parameters": {"type": "object", "properties": {"command": STRING, "restart": {"type": "boolean"}}}},
+}  # fmt: skip
 
 
 def message_tools(value: list[dict[str, Any]], context: CheckContext) -> list[dict[str, Any]]:
@@ -164,13 +196,13 @@ def message_tools(value: list[dict[str, Any]], context: CheckContext) -> list[di
     functions = []
     for i, tool in enumerate(value):
         kind = str(tool.get("type") or "custom")
-        if DATE.sub("", kind) in SERVER_TOOLS:
+        if (plain := DATE.sub("", kind)) in SERVER_TOOLS:
             context.ignore(kind)
             continue
-        if kind != "custom":  # only Anthropic's models know the tools of other types by heart
-            words = f"tool {i} is of the type {reprlib.repr(kind)}; it must be custom, with an input_schema"
+        if (row := CLIENT_TOOLS.get(kind, CLIENT_TOOLS.get(plain))) is None:
+            words = f"tool {i} is of the type {reprlib.repr(kind)}; this server takes {', '.join(CLIENT_TOOLS)}"
             raise Refusal(words, "unsupported_parameter")
-        function = {ours: tool[key] for key, ours in TOOL_KEYS.items() if tool.get(key) is not None}
+        function = row | {ours: tool[key] for key, ours in TOOL_KEYS.items() if tool.get(key) is not None}
         checks.check_function(function, i)
         if "parameters" not in function:
             raise ValueError(f"tool {i} has no input_schema; it must have one, a JSON schema, which is an object")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from gevent.lock import Semaphore
@@ -11,14 +11,15 @@ from gevent.threadpool import ThreadPool
 from api.checks import ApiError, too_long
 from api.options import ServerConfig
 from plan import Picture
-from text.images import BLIND, ImageReader
-from text.parts import images_of
+from text.images import ImageReader
+from text.parts import BLIND, images_of
 from tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from api.generation import Caller
     from vision.processors import Prepared
 
+warnings.filterwarnings("ignore", module="PIL")  # a damaged EXIF block has one for each of its entries
 IMAGE_THREADS = 2  # of each API process; each holds one image at a time
 NO_IMAGE = "The image data you provided does not represent a valid image"  # the words by which Codex knows it
 
@@ -35,8 +36,6 @@ class Images:
 
     def __init__(self, tokenizer: Tokenizer, facts: dict[str, Any], config: ServerConfig):
         self.facts, self.max_bytes, self.most_pixels = facts, config.max_body_bytes, config.max_pixel_bytes_in_flight
-        limits = config.limit_mm_per_prompt + ServerConfig.limit_mm_per_prompt  # the second where the first has none
-        self.most = int(re.findall(r"\bimage\W+(\d+)", limits)[0])
         self.reader = ImageReader(tokenizer, facts["max_image_pixels"], config.allowed_media_domains)
         self.threads, self.free = ThreadPool(IMAGE_THREADS), Semaphore(IMAGE_THREADS)
 
@@ -46,8 +45,8 @@ class Images:
             return []
         if not self.facts.get("vision"):
             raise image_error(parts[0]["place"], BLIND)
-        if (count := len(parts)) > self.most:
-            raise ApiError(400, f"messages has {count} images; at most {self.most} (limit_mm_per_prompt)", "messages")
+        if (count := len(parts)) > (most := self.facts["max_images"]):
+            raise ApiError(400, f"messages has {count} images; at most {most} (limit_mm_per_prompt)", "messages")
         if (keep := fields["truncate_prompt_tokens"]) is not None:
             message = f"truncate_prompt_tokens is {keep}; with images, which cannot be cut, it must be left out"
             raise ApiError(400, message, "truncate_prompt_tokens")

@@ -16,8 +16,6 @@ FORMS = (  # of options that are texts
      "be * or an origin as browsers send it, like https://example.com:8443, without a path"),
     ("allowed_hosts", r"\*|[a-z0-9._-]+", "be * or a name in small letters, without a port"),
     ("root_path", r"(?a)(/[\w.~-]+)*", "be like /llm, without a slash at its end"),
-    ("limit_mm_per_prompt", r'\w+=\d{1,4}|\{(\s*"\w+"\s*:\s*\d{1,4}\s*(,|(?=\})))+\}',
-     'be like {"image": 4} or image=4, with numbers from 0 to 9999'),
     ("allowed_media_domains", r"[a-z0-9._-]+(:[1-9]\d{0,4})?", "be a name in small letters, or NAME:PORT"),
     ("metrics_prefix", r"(?a)([a-zA-Z_:][\w:]*)?", "have only letters, digits, _ and :, and not begin with a digit"),
 )  # fmt: skip
@@ -104,7 +102,6 @@ class ServerConfig:
     max_prompt_logprobs: int = option(
         2**22, "log-probabilities of prompts that one reply may hold, counted with the likeliest tokens and n", 1
     )
-    limit_mm_per_prompt: str = option('{"image": 16}', "images in one conversation, as JSON, or like image=16")
     allowed_media_domains: tuple[str, ...] = option(
         (), "host, or several, at which images may be (ports 80 and 443), or HOST:PORT; none: they must be data URLs"
     )

@@ -178,10 +178,8 @@ class Builder:
         """One for `compile`, before the model serves, or for the backend `cpu`, beside that; None: nothing is compiled.
 
         A small model has answered before its C++ would be there, but beside a server that runs on. With
-        `batch_invariant` the ops must not change between two steps, because C++ may round otherwise.
-
-        Raises:
-            ValueError: with `compile`, another backend was chosen, `enforce_eager` too, or there is no compiler.
+        `batch_invariant` the ops must not change between two steps, because C++ may round otherwise. A ValueError if
+        with `compile` another backend was chosen, `enforce_eager` too, or there is no compiler.
         """
         if config.compile:
             if backend != "cpu":
@@ -268,11 +266,7 @@ class Builder:
         self.urgent_threads.clear()
 
     def wait(self) -> None:
-        """Wait for all that was asked for.
-
-        Raises:
-            ValueError: something could not be compiled.
-        """
+        """Wait for all that was asked for. A ValueError if something could not be compiled."""
         for thread in self.threads:
             thread.join()
         self.threads.clear()
@@ -281,11 +275,8 @@ class Builder:
 
 
 def compile_job(job: CompileJob) -> None:
-    """Compile, and keep the result. Where several processes want the same, one compiles.
-
-    Raises:
-        RuntimeError: Inductor did not get C++ with this CPU's vectors to run. Without them it would be kept, and slow.
-    """
+    """Compile, and keep the result. Where several processes want the same, one compiles. A RuntimeError if Inductor did
+    not get C++ with this CPU's vectors to run: without them it would be kept, and slow."""
     from filelock import FileLock  # which torch requires; here, because only compiling needs it
     from torch._inductor import aot_compile, cpu_vec_isa
 

@@ -159,11 +159,8 @@ def unpack_codes(form: Formula, dtype: torch.dtype, words: torch.Tensor, *tables
 
 
 def in_order(kind: str, codes: torch.Tensor) -> torch.Tensor:
-    """The bytes [N, ..] uint8 of a weight's codes in the order of inputs; int4 and int6 are numbers with a sign then.
-
-    Raises:
-        ValueError: codes of fp8 are not numbers.
-    """
+    """The bytes [N, ..] uint8 of a weight's codes in the order of inputs; int4 and int6 are numbers with a sign then. A
+    ValueError if codes of fp8 are not numbers."""
     if BITS[kind] == 8:
         if kind == "fp8" and codes.float().isnan().any():
             raise ValueError("the weight has codes of fp8 that are not numbers")
@@ -192,13 +189,11 @@ class CodedLinear:
     If the weight has factors, G are three dimensions: F of inputs that share them, q, and 4 groups. A word has the 8
     bits of these four, [P, F, q, 1, 1, LANES], and after such tables come those of factors, [P, F, 1, 1, 1, LANES].
 
-    The groups are the weight's own. If its last one is shorter, they are divided so that all have one size.
+    The groups are the weight's own. If its last one is shorter, they are divided so that all have one size. Errors are
+    those of `in_order`.
 
     Args:
         forms: C++ for this kind of weights, if there is or will be any.
-
-    Raises:
-        ValueError: see `in_order`.
     """
 
     def __init__(self, weight: Quantized, forms: CodedKernels | None = None):

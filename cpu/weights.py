@@ -66,10 +66,8 @@ class DirectWrites(Writes):
 class PackedLinear:
     """A weight [out, in] in the blocked layout that oneDNN's matrix product reads. It is converted once.
 
-    `F.linear` reorders a plain weight in every call, which for a few tokens takes longer than the product.
-
-    Raises:
-        RuntimeError, AttributeError: this torch or CPU has no such product; the operators are private ones.
+    `F.linear` reorders a plain weight in every call, which for a few tokens takes longer than the product. A
+    RuntimeError or AttributeError if this torch or CPU has no such product; the operators are private ones.
     """
 
     def __init__(self, weight: torch.Tensor):
@@ -86,11 +84,8 @@ class HalfLinear:
 
     It is for CPUs that have no instructions for less than float32. A checkpoint in 16 bits loses nothing: a power of
     two brings the largest element near float16's largest one, and only elements less than 2^-32 of it are rounded, by
-    less than 2^-40 of it. FBGEMM is also faster than oneDNN, at any number of rows.
-
-    Raises:
-        ValueError: the weight has elements that are not floats of 16 bits.
-        RuntimeError, AttributeError: this torch has no FBGEMM.
+    less than 2^-40 of it. FBGEMM is also faster than oneDNN, at any number of rows. A ValueError if the weight has
+    elements that are not floats of 16 bits; a RuntimeError or AttributeError if this torch has no FBGEMM.
     """
 
     def __init__(self, weight: torch.Tensor):
@@ -191,7 +186,10 @@ def prepare(model: Any, rows: str, files: list[str], pack_codes: Callable[..., A
         if not isinstance(weight, torch.Tensor):
             assert pack_codes
             return weight.packed(functools.partial(pack_codes, is_head=id(weight) == head))
-        return pack(weight, rows) if weight.ndim == 2 else pack_experts(weight, rows)
+        if weight.ndim == 2:
+            return pack(weight, rows)
+        # The layout for one row pays for experts, too: sequences that decode bring each of them up to two rows.
+        return ExpertStack(weight.shape, [pack(part, rows) for part in weight])
 
     packing.pack(model, layout, threads)
     torch.set_num_threads(threads)
@@ -251,11 +249,3 @@ def pack(weight: torch.Tensor, rows: str) -> torch.Tensor | HalfLinear | PanelLi
     with contextlib.suppress(RuntimeError, AttributeError):
         return PackedLinear(weight)
     return weight
-
-
-def pack_experts(weight: torch.Tensor, rows: str) -> ExpertStack:
-    """Give each of a layer's experts the layout that `pack` chooses.
-
-    The layout for one row pays while a step brings an expert up to two rows, as some sequences that decode do.
-    """
-    return ExpertStack(weight.shape, [pack(part, rows) for part in weight])

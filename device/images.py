@@ -11,21 +11,19 @@ import torch
 
 from batch_state import to_device
 from layers import Batch
-from plan import Picture, Span, StepPlan, VisionPlan
+from plan import Span, VisionPlan
 
 if TYPE_CHECKING:
     from worker import StepRun, Worker
 
 # Of a row with images: the indices of its first token in the step and in the prompt, its tokens, the prompt's images.
-ImageRow = tuple[int, int, int, list[tuple[bytes, list[Span]]]]
+ImageRow = tuple[int, int, int, list[tuple[bytes, Span]]]
 
 
 def add_vision(w: Worker) -> None:
     """Images go through the tower before the step that reads them. Their rows stay until a plan drops them."""
     tower, has_axes = w.model.tower if w.pipeline.first else None, w.model.axes is not None
-
-    if tower and len(w.model.span) < tower.vision.levels - 1:
-        needed = tower.vision.levels - 1
+    if tower and len(w.model.span) < (needed := tower.vision.levels - 1):
         raise ValueError(f"the first pipeline stage has {len(w.model.span)} layers; for images it needs {needed}")
 
     def drop(run: StepRun) -> None:
@@ -42,17 +40,20 @@ def add_vision(w: Worker) -> None:
             run.graph = None
 
     def see(run: StepRun) -> None:
-        plan, batch = run.plan.vision, run.batch
-        rows = rows_of(run.plan, plan) if plan and plan.rows else []
-        if tower and plan and plan.compute:
-            w.mark("tower")
-            for picture in plan.compute:
-                w.images[picture.digest] = tower(pixels_of(picture, w.device), *picture.shape[3:])
-                assert len(w.images[picture.digest]) == picture.num_rows
-        if plan and plan.seeing:
-            batch.reach = reach_of(batch, run.plan, plan)
-        if tower and rows:
-            batch.images = embeddings_of(rows, w.images, w.model.config.hidden_size, w.device)
+        batch, rows = run.batch, list[ImageRow]()
+        if plan := run.plan.vision:
+            starts = [0, *accumulate(count for _, count in run.plan.rows)]
+            rows = [(starts[i], begin, run.plan.rows[i][1], spans) for i, begin, spans in plan.rows]
+            if plan.seeing:
+                batch.reach = reach_of(batch, starts, plan)
+            if tower and plan.compute:
+                w.mark("tower")
+                for picture in plan.compute:
+                    tiles = np.frombuffer(bytearray(picture.pixels), np.uint8).reshape(*picture.shape[:3], 3)
+                    w.images[picture.digest] = made = tower(to_device(tiles, w.device), *picture.shape[3:])
+                    assert len(made) == picture.num_rows
+            if tower and rows:
+                batch.images = embeddings_of(rows, w.images, w.model.config.hidden_size, w.device)
         if has_axes:
             batch.rope_positions = rope_positions(batch, w.state.shifts, rows)
 
@@ -61,44 +62,30 @@ def add_vision(w: Worker) -> None:
     w.forward_phases.insert(w.forward_phases.index(w.prepare_batch) + 1, see)
 
 
-def rows_of(plan: StepPlan, images: VisionPlan) -> list[ImageRow]:
-    """The rows with images of a plan, which on a CPU has only the drafts that exist."""
-    starts = [0, *accumulate(count for _, count in plan.rows)]
-    return [(starts[i], begin, plan.rows[i][1], pictures) for i, begin, pictures in images.rows]
-
-
-def pixels_of(picture: Picture, device: str) -> torch.Tensor:
-    """An image's pixels [tiles, height, width, 3] uint8 on the device."""
-    return to_device(np.frombuffer(bytearray(picture.pixels), np.uint8).reshape(*picture.shape[:3], 3), device)
-
-
 def embeddings_of(
     rows: list[ImageRow], images: dict[bytes, torch.Tensor], size: int, device: str
 ) -> tuple[torch.Tensor, Sequence[torch.Tensor]] | None:
     """The `Batch.images` of a step, from the tower's rows of each image; a row has an embedding of `size` per level."""
     places, parts = list[np.ndarray](), list[torch.Tensor]()
-    for at, begin, count, pictures in rows:
-        for digest, spans in pictures:
-            for span in spans:
-                low, high = max(span.begin, begin), min(span.begin + span.count, begin + count)
-                if low < high:
-                    if digest not in images:  # the step that was to make them had no memory for it
-                        raise torch.OutOfMemoryError(
-                            "an image's embeddings are missing, because an earlier step failed"
-                        )
-                    places.append(np.arange(low, high) + at - begin)
-                    first = span.first - span.begin
-                    parts.append(images[digest][first + low : first + high])
+    for at, begin, count, spans in rows:
+        for digest, span in spans:
+            low, high = max(span.begin, begin), min(span.begin + span.count, begin + count)
+            if low < high:
+                if digest not in images:  # the step that was to make them had no memory for it
+                    raise torch.OutOfMemoryError("an image's embeddings are missing, because an earlier step failed")
+                places.append(np.arange(low, high) + at - begin)
+                first = span.first - span.begin
+                parts.append(images[digest][first + low : first + high])
     return (to_device(np.concatenate(places), device), torch.cat(parts).split(size, 1)) if parts else None
 
 
-def reach_of(batch: Batch, plan: StepPlan, images: VisionPlan) -> torch.Tensor:
-    """The `Batch.reach` of a step, [T] int32."""
-    reach, starts = batch.positions.to(torch.int32, copy=True), [0, *accumulate(count for _, count in plan.rows)]
+def reach_of(batch: Batch, starts: list[int], images: VisionPlan) -> torch.Tensor:
+    """The `Batch.reach` of a step, [T] int32, where each row of the plan begins and the last one ends."""
+    reach = batch.positions.to(torch.int32, copy=True)
     for row, runs in images.seeing.items():
-        for begin, end in runs:
-            assert end <= plan.rows[row][1], "a row ends among tokens that see one another"
-            reach[starts[row] + begin : starts[row] + end] = reach[starts[row] + end - 1].clone()
+        for begin, end in ((starts[row] + low, starts[row] + high) for low, high in runs):
+            assert end <= starts[row + 1], "a row ends among tokens that see one another"
+            reach[begin:end] = reach[end - 1].clone()
     return reach
 
 
@@ -110,10 +97,7 @@ def rope_positions(batch: Batch, shifts: torch.Tensor, rows: list[ImageRow]) -> 
     positions = (batch.positions + shift).clamp(min=0).long()
     if not rows:
         return positions
-    axes = [
-        axis_positions([span for _, spans in pictures for span in spans], begin, count)
-        for _, begin, count, pictures in rows
-    ]
+    axes = [axis_positions([span for _, span in spans], begin, count) for _, begin, count, spans in rows]
     places = [np.arange(first, first + count) for first, _, count, _ in rows]
     columns = np.concatenate((np.concatenate(places)[None], np.concatenate(axes, 1)))
     at, *of_axes = to_device(columns, str(tokens.device))

@@ -117,5 +117,5 @@ def run_one_by_one(run: Callable[[StepPlan], Launched], pooled: bool, plan: Step
 
 def for_row(vision: VisionPlan, row: int, done: int) -> VisionPlan:
     """What a step of this row alone does with images, after the first `done` tokens that the plan has for it."""
-    rows = [(0, begin + done, pictures) for i, begin, pictures in vision.rows if i == row]
+    rows = [(0, begin + done, spans) for i, begin, spans in vision.rows if i == row]
     return VisionPlan(compute=[] if row or done else vision.compute, rows=rows)

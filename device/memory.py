@@ -395,13 +395,17 @@ def report(config: EngineConfig, model: Transformer, plan: MemoryPlan, room: int
         yield f"for each of {model.group.size} ranks{of}:"
     plain = model.config.quantization and not model.coded
     tokens, states = f"of {largest_step(config, max_model_len):,} tokens", ""
+    weights, image = "as plain numbers: no file is read that tells which have few bits" if plain else "", ""
+    if model.tower and (vision := model.config.vision) and model.group.pipeline.first:
+        weights = f"{count_bytes(model.tower.owners()) / MIB:,.1f} MiB of them are the tower's"
+        image = f", or of the tower with an image that becomes {vision.most_rows(max_model_len):,} tokens"
     if plan.states:
         size = 4 * model.state_size
         cached = plan.states // size - rows
         states = f"{rows:,} of sequences and {cached:,} of cached prefixes, {size / MIB:,.1f} MiB each"
     adapters = f"{config.max_loras} of {plan.adapters / config.max_loras / MIB:,.1f} MiB"
     for what, size, remark in (
-        ("weights", plan.weights, "as plain numbers: no file is read that tells which have few bits" if plain else ""),
+        ("weights", plan.weights, weights),
         ("draft", plan.draft, config.speculation.method if config.speculation else ""),
         ("adapters", plan.adapters, f"{adapters}; the host's memory has {config.host_loras}"),
         ("batch state", plan.state, f"{rows:,} sequences of up to {max_model_len:,} tokens"),
@@ -411,7 +415,7 @@ def report(config: EngineConfig, model: Transformer, plan: MemoryPlan, room: int
             plan.step,
             "the larger of activations, and logits with their workspaces" if plan.logits else "",
         ),
-        ("  activations", plan.activations, tokens),
+        ("  activations", plan.activations, tokens + image),
         ("  logits", plan.logits, f"of {config.max_samples:,} rows"),
         ("  sampling", plan.sampling, ""),
         ("  log-probabilities", plan.logprobs, "at most, whatever requests ask for"),

@@ -31,11 +31,10 @@ CONVERT = (
 REFUSED: dict[str, tuple[Any, ...]] = {  # fields of the config that change the formula, and where they do not
     "bias": ("none", None), "megatron_config": (None,), "layer_replication": (None,), "use_qalora": (False, None),
     "alora_invocation_tokens": (None,), "arrow_config": (None,), "use_bdlora": (None, False), "kasa_config": (None,),
-    "monteclora_config": (None,), "use_dora": (False, None), "lora_bias": (False, None),
-    "init_lora_weights": INITIALIZED,
+    "monteclora_config": (None,), "init_lora_weights": INITIALIZED,
 }  # fmt: skip
 TYPES: dict[str, tuple[type, ...]] = {  # of fields that are read beside the file's tensors
-    "target_parameters": (list,), "trainable_token_indices": (list, dict),
+    "use_dora": (bool,), "lora_bias": (bool,), "target_parameters": (list,), "trainable_token_indices": (list, dict),
 }  # fmt: skip
 
 

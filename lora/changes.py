@@ -1,4 +1,4 @@
-"""What an adapter changes beside its low-rank products: rows of the table and the head, and experts.
+"""What an adapter changes beside its low-rank products: rows of the table and the head, outputs' factors, and experts.
 
 Few adapters have such tensors, and they are of many sizes, so they have no place in an adapter's row of a pool. They
 lie on the host beside it, and on the device while a slot has the adapter. A step with such an adapter finds its tokens'
@@ -12,6 +12,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from checkpoints.dequantize import Stored
+
+ROWS = 512  # of a weight that are read at a time
 Tokens = torch.Tensor | slice  # of a step: their places
 
 
@@ -21,6 +24,7 @@ class Change:
 
         y[rows] = x weight^T + bias            a head that was trained whole, or some tokens of it
         y += scale B (A x)                     by `ops`; for experts by their own A and B, which are here
+        y = factor (y - bias) + bias + shift   DoRA (Liu et al., 2024), see `factors_of`; and B's bias
 
     Of a table of embeddings x is a token's id, and the `weight` has embeddings of the tokens `rows`.
     """
@@ -28,6 +32,8 @@ class Change:
     rows: torch.Tensor | None = None  # [n] int64, ascending
     weight: torch.Tensor | None = None  # [n, in]
     bias: torch.Tensor | None = None  # [n] of the head's own; None: the model's
+    factor: torch.Tensor | None = None  # [out] float32, and
+    shift: torch.Tensor | None = None  # [out] float32, if there is a factor
     a: torch.Tensor | None = None  # [E, G R, in]
     b: torch.Tensor | None = None  # [E, out, R]
 
@@ -59,6 +65,25 @@ class Change:
         hit = self.rows[place] == ids[tokens]
         x[tokens] = torch.where(hit[:, None], self.weight[place], x[tokens])
 
+    def rescale(self, y: torch.Tensor, tokens: Tokens, bias: torch.Tensor | None = None) -> None:
+        """Multiply some tokens' outputs y [T, out], and add to them, in place."""
+        if self.factor is not None and self.shift is not None:
+            shift = self.shift if bias is None else self.shift + (1 - self.factor) * bias
+            y[tokens] = (y[tokens].float() * self.factor + shift).to(y.dtype)
+
 
 Changes = dict[int, Change]  # of an adapter, by `TargetProduct.number`
 StepChanges = list[tuple[Tokens, Changes]]  # and the tokens of a step that have it
+
+
+def factors_of(name: str, magnitude: torch.Tensor, weight: Stored, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """m / ||W + B A|| of each output [out] float32, where m is the `magnitude` of DoRA, and B includes the scale.
+
+    W is the `weight` [out, in], A [r, in], B [out, r]. A ValueError with the module's name, if a norm is 0.
+    """
+    a, b = a.float(), b.float()
+    pairs = zip(weight.split(ROWS), b.split(ROWS), strict=True)
+    norms = torch.cat([(part.float() + rows @ a).norm(dim=1) for part, rows in pairs])
+    if not (factors := magnitude / norms).isfinite().all():
+        raise ValueError(f"{name} has outputs whose weights are all 0, which no magnitude of DoRA can scale")
+    return factors

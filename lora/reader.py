@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
-from checkpoints.dequantize import DTYPES, Stored
+from checkpoints.dequantize import DTYPES, Packed, Stored
 from checkpoints.hub import checkpoint_files
 from checkpoints.storage import Storage
 from checkpoints.tied_head import equal, find_stored
 from lora.adapter import AdapterConfig, vocabulary_size
+from lora.changes import factors_of
 from model import Transformer
 from models.families import is_of_another_half, our_name
 from models.shares import Parts
@@ -21,6 +22,7 @@ from observe.logs import logger
 
 KINDS = {  # what a tensor is, by the end of its name
     ".lora_A.weight": "A", ".lora_B.weight": "B", ".lora_embedding_A": "A", ".lora_embedding_B": "B",
+    ".lora_B.bias": "shift", ".lora_magnitude_vector": "magnitude",
     ".token_adapter.trainable_tokens_delta": "tokens",  # rows that take the places of the model's
     ".weight": "whole", ".bias": "bias",  # of a module that was trained whole
     ".base_layer.weight": "base", ".base_layer.bias": "base bias",  # copies of the model's own, beside A and B
@@ -53,7 +55,8 @@ class AdapterReader:
     def read(self, file: Any, path: str, config: AdapterConfig) -> dict[str, Module]:
         """The tensors of each module, by the name of its weight. A ValueError names one that is wrong.
 
-        A [r, in], B [out, r]                 the scale is in B; experts have A [E, ..]
+        A [r, in], B [out, r], shift [out]    the scale is in B, and in the shift, its bias; experts have A [E, ..]
+        factor [out]                          of DoRA, see `factors_of`
         ids [n], whole [n, in], bias [n]      rows of the table or the head that take the places of the model's
         """
         modules: dict[str, Module] = {}
@@ -75,10 +78,15 @@ class AdapterReader:
             if (shape := self.shape(name, kind, embedding, rank, tensor)) is None:
                 hint = "; only the embeddings and the head may be trained whole" if kind in WHOLE else ""
                 raise ValueError(f"{what} is of a module that cannot have an adapter here{hint}")
-            checked(tensor, f"{path}: tensor {saved}", shape)
-            tensor = (tensor.float() * scale if kind == "B" else tensor).to(self.model.dtype)
+            place = f"{path}: tensor {saved}"
+            if list(tensor.shape) != shape:
+                raise ValueError(f"{place} has shape {list(tensor.shape)}; it must be {shape}")
+            if tensor.dtype not in DTYPES:
+                raise ValueError(f"{place} has dtype {tensor.dtype}; it must be one of {DTYPES}")
+            tensor = tensor.float() * scale if kind in ("B", "shift") else tensor
+            tensor = tensor.to(torch.float32 if kind == "magnitude" else self.model.dtype)
             if not tensor.isfinite().all():
-                raise ValueError(f"{path}: tensor {saved} has NaN or infinite elements")
+                raise ValueError(f"{place} has NaN or infinite elements")
             if len(self.wanted[name].shape) == 3:
                 kind, tensor = self.by_expert(kind, tensor, self.wanted[name].shape[0])
             modules.setdefault(name, {})[kind] = tensor
@@ -88,8 +96,11 @@ class AdapterReader:
                 )
         if left_out:
             count = f"{len(left_out)} of its tensors, such as {left_out[0]!r:.200}"
-            logger.warning(f"{path}: {count}, are left out, because adapters change only the text")
-        self.settle(modules, path)
+            if self.config.vision:
+                hint = """take them out, or serve the text alone (--hf-overrides '{"vision_config": null}')"""
+                raise ValueError(f"{path}: {count}, change how the model sees; {hint}")
+            logger.warning(f"{path}: {count}, are left out, because only text is served")
+        self.settle(modules, path, config)
         return modules
 
     def find(self, name: str) -> str | None:
@@ -107,15 +118,18 @@ class AdapterReader:
             return [*tensor.shape[:1], size][: 1 if "bias" in kind else 2] if name in (self.table, self.head) else None
         transposed = part.transposed != (stacked and self.turned)
         out, inputs = part.shape[-2:][:: -1 if transposed or is_table else 1]
-        count = part.shape[0] if stacked else 1
-        return None if embedding != is_table else [count * rank, inputs] if kind == "A" else [out, count * rank]
+        if kind in ("A", "B"):
+            count = part.shape[0] if stacked else 1
+            return None if embedding != is_table else [count * rank, inputs] if kind == "A" else [out, count * rank]
+        of_experts = any(product.experts for product in self.covered.get(name, ()))
+        return None if of_experts or (is_table and kind == "shift") else [out]
 
     def by_expert(self, kind: str, tensor: torch.Tensor, count: int) -> tuple[str, torch.Tensor]:
         """A [E, r, in] or B [E, out, r] of a stack of experts. PEFT has A [E r, in] and B [out, r E]."""
         stack = tensor.unflatten(0, (count, -1)) if kind == "A" else tensor.unflatten(1, (-1, count)).permute(2, 0, 1)
         return ({"A": "B", "B": "A"}[kind], stack.mT) if self.turned else (kind, stack)
 
-    def settle(self, modules: dict[str, Module], path: str) -> None:
+    def settle(self, modules: dict[str, Module], path: str, config: AdapterConfig) -> None:
         """Drop copies of the model's own weights, and make of the other tensors what `read` says."""
         table = modules.get(self.table, {})
         if self.config.tie_word_embeddings and "tokens" in table and self.head in self.wanted:
@@ -135,7 +149,14 @@ class AdapterReader:
                 tensors["whole"] = tensors.pop("tokens")[order]
             elif "whole" in tensors:
                 self.fit(what, tensors, part.shape[0], os.path.dirname(path))
-            check_complete(what, tensors)
+            check_complete(what, tensors, config.fields, len(part.shape) == 2 and name != self.table)
+            if "magnitude" in tensors:
+                if (whole := tensors.get("whole", stored.get(name))) is None:
+                    raise ValueError(f"{what} has a magnitude of DoRA, and the model has no files with its weights")
+                # A packed matrix is [out, in], also of a family that has it as [in, out] where it is plain.
+                turned, whole = part.transposed and not isinstance(whole, Packed), whole[: part.shape[0]]
+                whole = whole.mT if turned or name == self.table else whole
+                tensors["factor"] = factors_of(what, tensors.pop("magnitude"), whole, tensors["A"], tensors["B"])
         for name in [name for name, tensors in modules.items() if not tensors]:
             del modules[name]
         if not modules:
@@ -143,7 +164,8 @@ class AdapterReader:
 
     def stored(self, modules: dict[str, Module]) -> dict[str, Stored]:
         """The model's own weights that an adapter's tensors are compared with, as its files have them."""
-        names = [name for name, tensors in modules.items() if tensors.keys() & {"base", "base bias", "whole"}]
+        compared = {"base", "base bias", "magnitude", "whole"}
+        names = [name for name, tensors in modules.items() if tensors.keys() & compared]
         if not (self.source and names):
             return {}
         paths, pair, tied = checkpoint_files(self.source), (self.table, self.head), self.config.tie_word_embeddings
@@ -185,17 +207,10 @@ def token_ids(ids: Any, what: str, count: int, most: int) -> torch.Tensor:
     return torch.tensor(ids)
 
 
-def checked(tensor: torch.Tensor, name: str, shape: list[int]) -> torch.Tensor:
-    """The tensor; a ValueError that begins with its name if it has another shape, or no floats."""
-    if list(tensor.shape) != shape:
-        raise ValueError(f"{name} has shape {list(tensor.shape)}; it must be {shape}")
-    if tensor.dtype not in DTYPES:
-        raise ValueError(f"{name} has dtype {tensor.dtype}; it must be one of {DTYPES}")
-    return tensor
-
-
-def check_complete(what: str, tensors: Module) -> None:
-    """Check that a module has all that goes together."""
-    needed = {"A", "B"} if tensors.keys() & {"A", "B"} else set()
+def check_complete(what: str, tensors: Module, fields: dict[str, Any], linear: bool) -> None:
+    """Check that a module has all that goes together; `linear`: it is no table of embeddings, and no experts."""
+    extra = {"magnitude": fields.get("use_dora"), "shift": fields.get("lora_bias") and linear}
+    low_rank = {"A", "B", *(kind for kind, wanted in extra.items() if wanted)}
+    needed = low_rank if tensors.keys() & {"A", "B", "shift", "magnitude"} else set()
     if lacks := (needed | {"whole"} if "bias" in tensors else needed) - tensors.keys():
         raise ValueError(f"{what} has only {', '.join(sorted(tensors))}, and lacks {', '.join(sorted(lacks))}")

@@ -155,10 +155,12 @@ class AdaptedLinear:
         y, adapters = linear(x, self.weight, bias), self.adapters
         if (plan := adapters.head_plan if self.is_head else adapters.plan) is not None:
             every = adapters.head_changes if self.is_head else adapters.changes
-            for tokens, changes in every:
-                if self.number in changes:
-                    changes[self.number].replace(y, x, tokens, bias)
+            changes = [(tokens, of[self.number]) for tokens, of in every if self.number in of]
+            for tokens, change in changes:
+                change.replace(y, x, tokens, bias)
             adapters.ops.lora_expand(y, adapters.ops.lora_shrink(x, self.a, plan), self.b, self.bounds, plan)
+            for tokens, change in changes:
+                change.rescale(y, tokens, bias)
         return y
 
 
@@ -172,11 +174,13 @@ class AdaptedTable:
     def __call__(self, x: torch.Tensor, ids: torch.Tensor) -> None:
         """Add to embeddings x [T, hidden] of ids [T], in place."""
         if (plan := self.adapters.plan) is not None:
-            for tokens, changes in self.adapters.changes:
-                if self.number in changes:
-                    changes[self.number].look_up(x, ids, tokens)
+            changes = [(tokens, of[self.number]) for tokens, of in self.adapters.changes if self.number in of]
+            for tokens, change in changes:
+                change.look_up(x, ids, tokens)
             h = self.a[plan.ids.long(), :, ids].float()  # of the last slot for tokens without an adapter, and unused
             self.adapters.ops.lora_expand(x, h, self.b, self.bounds, plan)
+            for tokens, change in changes:
+                change.rescale(x, tokens)
 
 
 class AdaptedExperts:
@@ -489,17 +493,27 @@ class AdapterPool:
                     all_a[i * self.rank : i * self.rank + rank] = inputs
 
     def fill_change(self, product: TargetProduct, name: str, tensors: Module, changes: Changes) -> None:
-        """Copy this rank's rows of a table or a head that was trained whole into an adapter's changes."""
-        if "whole" not in tensors:
+        """Copy this rank's share of what a module has beside A and B into an adapter's changes."""
+        if not tensors.keys() - {"A", "B"}:
             return
-        change, ids = changes.setdefault(product.number, Change()), tensors["ids"]
-        for piece, _ in product.covers[name]:
-            share = piece.at[0]
-            assert isinstance(share, slice)
-            first, end, _ = share.indices(self.wanted[name].shape[0])
-            here = (ids >= first) & (ids < end)
-            change.rows, change.weight = ids[here] - first, tensors["whole"][here]
-            change.bias = tensors["bias"][here] if "bias" in tensors else None
+        change, out = changes.setdefault(product.number, Change()), product.shape[0]
+        by_output = tensors.keys() & {"factor", "shift"}
+        if by_output and change.factor is None:
+            change.factor, change.shift = torch.ones(out), torch.zeros(out)
+        for piece, rows in product.covers[name]:
+            at, view = piece.at, self.wanted[name].view
+            for kind in by_output:
+                # If the ranks divide the inputs, their outputs are summed, so rank 0 alone adds the bias.
+                if kind == "factor" or view or at[1] == slice(None) or not self.model.group.rank:
+                    values = outputs_of(tensors[kind][:, None], at, view)[:, 0]
+                    getattr(change, kind)[rows.start : rows.stop] = values
+            if "whole" in tensors:
+                ids, share = tensors["ids"], at[0]
+                assert isinstance(share, slice)
+                first, end, _ = share.indices(self.wanted[name].shape[0])
+                here = (ids >= first) & (ids < end)
+                change.rows, change.weight = ids[here] - first, tensors["whole"][here]
+                change.bias = tensors["bias"][here] if "bias" in tensors else None
 
 
 def give_way() -> None:

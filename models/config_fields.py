@@ -93,13 +93,10 @@ class Fields:
         return name if isinstance(name, bool) else bool(self.value(name, bool))
 
     def check_rest(self, head_dim: int | None = None) -> None:
-        """Check that what nobody has read changes nothing.
+        """Check that what nobody has read changes nothing. A ValueError names all fields that may change something.
 
         Args:
             head_dim: what is read as that, whether or not a field says it.
-
-        Raises:
-            ValueError: names all fields that may change something.
         """
         errors, unknown = [], {}
         displaced = {ours for ours, name in self.theirs.items() if name != ours}  # another name of these has been read

@@ -56,14 +56,11 @@ class ExpertGroup:
         return first, end - first
 
     def connect(self, rendezvous: str, device: str, timeout: float) -> None:
-        """Meet the other engines, over gloo, and on GPUs also over NCCL.
+        """Meet the other engines, over gloo, and on GPUs also over NCCL. A ConnectionError if the others do not come.
 
         Args:
             rendezvous: `file:///...`, a new file that all ranks of all engines see.
             timeout: seconds that an exchange may take.
-
-        Raises:
-            ConnectionError: the others do not come.
         """
         if self.engines == 1:
             return
@@ -92,11 +89,8 @@ class ExpertGroup:
         return connection_errors(f"engine {self.engine} has lost the other engines", PeersGone)
 
     def agree(self, tokens: int) -> int:
-        """Before a step: the most tokens that an engine has in it, where this one has `tokens`.
-
-        Raises:
-            PeersGone: another engine is gone, or has not answered in time.
-        """
+        """Before a step: the most tokens that an engine has in it, where this one has `tokens`. PeersGone if another
+        engine is gone, or has not answered in time."""
         most = torch.tensor([tokens])
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]

@@ -584,11 +584,8 @@ def architecture_of(raw: dict[str, Any]) -> str | None:
 
 
 def family_of(architecture: Any, raw: dict[str, Any]) -> tuple[str, Literal["logits", "labels", "none"]]:
-    """The name of an architecture's family, and the head that the architecture has.
-
-    Raises:
-        ValueError: it is of no family; the nearest names are named first.
-    """
+    """The name of an architecture's family, and the head that the architecture has. A ValueError if it is of no family;
+    it names the nearest ones first."""
     name = ALIASES.get(str(architecture), str(architecture))
     if name == "LlamaForCausalLM":
         name = LLAMAS.get(str(raw.get("model_type")), name)

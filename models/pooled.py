@@ -163,11 +163,8 @@ class DenseLayer(torch.nn.Module):
 
 
 def load_dense(dense: Dense, folder: str, device: str) -> torch.nn.Module:
-    """A layer after the pooling, in float32; with weights that are made up where there is no `folder` of the model.
-
-    Raises:
-        ValueError: its weights are missing, damaged or misshapen.
-    """
+    """A layer after the pooling, in float32; with weights that are made up where there is no `folder` of the model. A
+    ValueError if its weights are missing, damaged or misshapen."""
     norm = dense.kind == "LayerNorm"
     layer = torch.nn.Sequential(OrderedDict(norm=torch.nn.LayerNorm(dense.inputs))) if norm else DenseLayer(dense)
     if folder:

@@ -55,10 +55,8 @@ class Dense(NamedTuple):
 def settle_task(config: EngineConfig, model_config: ModelConfig) -> tuple[EngineConfig, ModelConfig]:
     """Put the task and the pooling in the place of `auto`, with the options and the head that follow from them.
 
-    What has been settled before stays as it is.
-
-    Raises:
-        ValueError: the model cannot do the task, or its folder asks for a pooling that Manta does not have.
+    What has been settled before stays as it is. A ValueError if the model cannot do the task, or its folder asks for a
+    pooling that Manta does not have.
     """
     folder, task, head = config.folder, config.task, model_config.head
     if task == "auto":
@@ -116,10 +114,8 @@ def classifier_fields(folder: str, raw: dict[str, Any]) -> dict[str, Any]:
 
     A CrossEncoder's folder says which activation it has. Where logits of tokens are what a classifier says, the result
     has their `classifier_ids` and a `pair_template`: vLLM's `classifier_from_token` names the tokens, and
-    sentence-transformers' module LogitScore their ids.
-
-    Raises:
-        ValueError: a file is malformed, or a token is none of the vocabulary.
+    sentence-transformers' module LogitScore their ids. A ValueError if a file is malformed, or a token is none of the
+    vocabulary.
     """
     settings = read_json(folder, PROMPTS, {})
     if settings.get("model_type") == "CrossEncoder" and settings.get("activation_fn"):
@@ -151,11 +147,8 @@ def classifier_fields(folder: str, raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_modules(folder: str) -> list[tuple[str, str]]:
-    """The modules of a folder of sentence-transformers, and their folders below it, as `modules.json` lists them.
-
-    Raises:
-        ValueError: the file is malformed, or has modules that Manta does not have.
-    """
+    """The modules of a folder of sentence-transformers, and their folders below it, as `modules.json` lists them. A
+    ValueError if the file is malformed, or has modules that Manta does not have."""
     path = os.path.join(folder, "modules.json")
     if not os.path.isfile(path):
         return USUAL
@@ -177,11 +170,7 @@ def module_files(folder: str) -> list[str]:
 
 def poolings_of(folder: str, usual: str) -> tuple[Any, ...]:
     """The kinds of pooling that a folder asks for, whose vectors follow one another; the `usual` one where nothing says
-    so.
-
-    Raises:
-        ValueError: one of them is none that Manta has, or it leaves out the tokens of a prompt.
-    """
+    so. A ValueError if Manta does not have one of them, or one leaves out the tokens of a prompt."""
     kind, place = read_modules(folder)[1]
     name = os.path.join(place, "config.json")
     if kind != "Pooling" or not (raw := read_json(folder, name, {})):
@@ -197,11 +186,8 @@ def poolings_of(folder: str, usual: str) -> tuple[Any, ...]:
 
 
 def dense_layers(folder: str, size: int) -> list[Dense]:
-    """The layers that make an embedding of a pooled vector of this `size`.
-
-    Raises:
-        ValueError: a field of theirs is out of range, or of another kind than Manta has.
-    """
+    """The layers that make an embedding of a pooled vector of this `size`. A ValueError if a field of theirs is out of
+    range, or of another kind than Manta has."""
     layers = []
     for kind, place in read_modules(folder):
         if kind not in ("Dense", "LayerNorm"):
@@ -221,11 +207,8 @@ def dense_layers(folder: str, size: int) -> list[Dense]:
 
 
 def read_prompts(folder: str) -> tuple[dict[str, str], str | None]:
-    """The texts that go before texts to embed, by name, and the name of the one that does by default.
-
-    Raises:
-        ValueError: the file is malformed, or the default is none of them.
-    """
+    """The texts that go before texts to embed, by name, and the name of the one that does by default. A ValueError if
+    the file is malformed, or the default is none of them."""
     raw = read_json(folder, PROMPTS, {})
     prompts, default = raw.get("prompts") or {}, raw.get("default_prompt_name")
     if not isinstance(prompts, dict) or not all(isinstance(text, str | None) for text in prompts.values()):
@@ -239,10 +222,8 @@ def trained_length(folder: str, most: int, labelled: bool = False) -> int | None
     """The tokens of a prompt that a folder of sentence-transformers allows, or that of an encoder with a head for
     labels, at most `most`; None if it does not say.
 
-    Version 6 of the library saves it with the tokenizer, earlier ones in a file of their own.
-
-    Raises:
-        ValueError: what it says is no number of tokens.
+    Version 6 of the library saves it with the tokenizer, earlier ones in a file of their own. A ValueError if what it
+    says is no number of tokens.
     """
     files = {sentence_file(folder): "max_seq_length"}
     if labelled or is_sentence_transformer(folder):
@@ -259,11 +240,7 @@ def check_pooling(
     pooling: PoolingParams | None, params: SamplingParams, config: EngineConfig, model_config: ModelConfig
 ) -> None:
     """Check that a request is of the kind that an engine with these settled options runs; without `pooling` it asks for
-    an answer, as `params` say.
-
-    Raises:
-        ValueError: it is not, or its pooling parameters are out of range.
-    """
+    an answer, as `params` say. A ValueError if it is not, or its pooling parameters are out of range."""
     if pooling is None:
         if config.makes_vectors:
             raise ValueError(f"the request asks for generated text; the task of this engine is {config.task!r}")

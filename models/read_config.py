@@ -46,11 +46,8 @@ AHEAD = ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules")  # nam
 
 
 def read_raw(folder: str, overrides: str | None) -> dict[str, Any]:
-    """The content of a model's config.json, with the changes of `EngineConfig.hf_overrides`.
-
-    Raises:
-        ValueError: one of them is no JSON object, or a field of the text's half is set beside it.
-    """
+    """The content of a model's config.json, with the changes of `EngineConfig.hf_overrides`. A ValueError if one of
+    them is no JSON object, or a field of the text's half is set beside it."""
     raw = read_json(folder, "config.json")
     older = read_json(folder, "hf_quant_config.json", {}).get("quantization")  # where older tools of NVIDIA write it
     packing = raw.get("quantization_config") or {}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from models.config_fields import Fields, number, typed, whole
 from models.text_halves import FIELDS, wrapper_of
 from models.tower_rows import TOWERS, TowerRow, Vision
-from vision.preprocessor import read_lined_tiles, read_pinpoints, read_preprocessor
+from vision.preprocessor import read_preprocessor
 
 if TYPE_CHECKING:
     from model_config import ModelConfig
@@ -29,8 +29,9 @@ def with_vision(config: ModelConfig, raw: dict[str, Any], folder: str) -> ModelC
         if vision:
             from vision.processors import ImageProcessor  # with Pillow, for models that see alone
 
-            if not ImageProcessor.from_folder(folder, raw, lambda text: [0]):  # the tokenizer is not known here
+            if not (made := ImageProcessor.from_folder(folder, raw, lambda text: [0])):  # no tokenizer is known here
                 raise ValueError(f"Manta has no image processor of {config.architecture}")
+            vision = dataclasses.replace(vision, most_patches=made.most_patches, lined_tiles=made.lined_tiles)
     except (ImportError, ValueError) as error:  # the first where there is no Pillow
         return dataclasses.replace(config, notes=(*config.notes, f"images are refused, the text is served: {error}"))
     return dataclasses.replace(config, vision=vision)
@@ -56,9 +57,6 @@ def read_vision(raw: dict[str, Any], processor: dict[str, Any]) -> Vision | None
     strategy = raw.get("vision_feature_select_strategy") or row.strategy
     if row.strategy and strategy != row.strategy:
         raise ValueError(f"vision_feature_select_strategy is {strategy!r:.80}; Manta has {row.strategy!r} alone")
-    merge = 1.0
-    if not row.pooled:
-        merge = f.whole(row.merge, 1, 64, 1) if row.merge not in raw else number(row.merge, raw[row.merge], 0.01, 64)
     hidden_size, heads = f.whole("hidden_size", 1, 2**17), f.whole("num_attention_heads", 1, 1024)
     if f.whole("head_dim", 1, 1024, dim := hidden_size // heads) * heads != hidden_size or (row.rope and dim % 4):
         raise ValueError(f"vision_config: hidden_size is {hidden_size}, which {heads} heads must share")
@@ -69,6 +67,8 @@ def read_vision(raw: dict[str, Any], processor: dict[str, Any]) -> Vision | None
         merge = side / math.sqrt(tokens := whole(row.merge, raw.get(row.merge), 1, side**2, 256))
         if merge % 1:
             raise ValueError(f"{row.merge} is {tokens}; Manta makes as many equal squares of {side} x {side} patches")
+    else:
+        merge = number(row.merge, raw[row.merge], 0.01, 64) if row.merge in raw else f.whole(row.merge, 1, 64, 1)
     listed = ("fullatt_block_indexes", "deepstack_visual_indexes")
     full, deep = (tuple(whole(name, i, 0, layers - 1) for i in f.value(name, list) or ()) for name in listed)
     vision = Vision(
@@ -85,35 +85,14 @@ def read_vision(raw: dict[str, Any], processor: dict[str, Any]) -> Vision | None
         activation=activation(f.value("hidden_act", str)),
         projector_activation=activation(raw.get("projector_hidden_act") or "gelu"),
         theta=number("rope_theta", rope["rope_theta"], 2, 1e15, 10000),
-        most_patches=most_patches(row, processor, patch, size),
         window=f.whole("window_size", 0, 2**16, 0) // patch // max(1, int(merge)),
         full_layers=full,
         deep_layers=deep,
-        lined_tiles=read_lined_tiles(raw) if "newline" in row.names else 0,
         axes=axes_of(row, text.get("rope_parameters") or text.get("rope_scaling") or {}),
         **normalisation(processor),
     )
     f.check_rest(dim)
     return vision
-
-
-def most_patches(row: TowerRow, processor: dict[str, Any], patch: int, tile: int) -> int:
-    """The patches of the largest image that the image processor makes; if 0, `tile` is no side of its tiles."""
-    size = processor.get("max_pixels") or processor.get("size")
-    sizes = [*size.values()] if isinstance(size, dict) else [size]
-    most = max([whole("the image processor's size", number, 1, 2**28) for number in sizes if number], default=0)
-    if row.frames:  # Qwen's is of pixels
-        return (most or 28 * 28 * 1280) // patch**2
-    if not tile:
-        return ((most or 1024) // patch + 1) ** 2
-    tiles = 1
-    if row.positions == "nearest":
-        tiles = math.ceil((most or 1456) / tile) ** 2 + 1
-    elif "newline" in row.names:
-        tiles = max(height * width for height, width in read_pinpoints(processor)) // tile**2 + 1
-    elif row.tiled:
-        tiles = whole("max_patches", processor.get("max_patches"), 1, 256, 12) + 1
-    return tiles * (tile // patch) ** 2
 
 
 def settled(row: TowerRow, f: Fields, raw: dict[str, Any], last: bool) -> TowerRow:

@@ -35,10 +35,10 @@ def axes_of(config: ModelConfig, device: str) -> torch.Tensor | None:
 
 def rotations_at(table: torch.Tensor, positions: torch.Tensor, axes: torch.Tensor | None) -> torch.Tensor:
     """The rows [T, 2, dim] of a `rope_table` at positions [T], or [3, T] of time, row and column (M-RoPE)."""
-    if positions.ndim == 1:
-        return table[positions]
-    assert axes is not None
     rows = table[positions]
+    if positions.ndim == 1:
+        return rows
+    assert axes is not None
     return rows.gather(0, axes.expand(1, *rows.shape[1:]))[0]
 
 

@@ -146,11 +146,8 @@ def is_absent(target: torch.Tensor) -> bool:
 
 
 def check_division(config: ModelConfig, group: Group) -> None:
-    """Check that the ranks of a group can each hold a share of every weight.
-
-    Raises:
-        ValueError: names what cannot be divided.
-    """
+    """Check that the ranks of a group can each hold a share of every weight. A ValueError names what cannot be
+    divided."""
     size, e, ranks = group.size, config.experts, group.experts
     if ranks and not e:
         raise ValueError(f"enable_expert_parallel is True; {config.architecture} has no experts, so it must be False")

@@ -48,8 +48,8 @@ class Tower(Owner):
         for i in range(len(v.deep_layers)):
             self.take_projector(f"deep{i}.", f"{self.names['deep']}.{i}.", True, c.hidden_size)
         self.tensors = [*self.weights.values()]  # for those who count attributes
-        self.eps, self.width = row.projector_eps or c.norm_eps, c.hidden_size * v.levels  # numbers of a row
-        self.eps = v.eps if row.pooled else self.eps
+        self.eps = v.eps if row.pooled else row.projector_eps or c.norm_eps
+        self.width = c.hidden_size * v.levels  # numbers of a row
         self.mean, self.std = (torch.tensor(numbers, device=device) for numbers in (v.mean, v.std))
 
     # --- weights ------------------------------------------------------------------------------------------------------
@@ -162,17 +162,13 @@ class Tower(Owner):
         return (x[:, :, :, None].expand(-1, -1, -1, v.row.frames, -1, -1) if v.row.frames else x).flatten(2)
 
     def positions(self, y: torch.Tensor, x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-        """The learned positions [n, hidden] float32 of patches at y, x [n] of a grid."""
+        """The learned positions [n, hidden] of patches at y, x [n] of a grid."""
         table, side = self.weights["positions"].flatten(0, -2)[self.has_class :], self.vision.side
-        sums = torch.zeros(len(y), table.shape[1], device=y.device)
-        (y_taps, y_weights), (x_taps, x_weights) = (
-            [part.to(y.device)[:, at] for part in taps(self.vision.row.positions, size, side)]
-            for at, size in ((y, rows), (x, columns))
-        )
-        for i, of_row in enumerate(y_taps):
-            for j, of_column in enumerate(x_taps):
-                sums += table[of_row * side + of_column] * (y_weights[i] * x_weights[j])[:, None]
-        return sums
+        if self.vision.row.positions == "nearest":
+            y_at, x_at = (nearest(size, side).to(y.device)[at] for size, at in ((rows, y), (columns, x)))
+            return table[y_at * side + x_at]
+        grid = table.float().T.reshape(1, -1, side, side)  # an image of this very size keeps the numbers as they are
+        return F.interpolate(grid, (rows, columns), mode="bilinear", align_corners=True)[0, :, y, x].T
 
     def rotation(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Cosines and sines [n, 2, head_dim] float32 of patches at y, x [n]: half of a head's pairs turn by each."""
@@ -254,19 +250,14 @@ class Tower(Owner):
         return x * (1.702 * x).sigmoid() if activation == "quick_gelu" else self.ops.act(x, activation)
 
 
-def taps(kind: str, size: int, side: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each of `size` places along an axis: which rows [taps, size] of a table of `side` count, and how much."""
-    at = torch.arange(size, device="cpu")
-    if kind == "own":
-        return at[None], torch.ones(1, size, device="cpu")
-    if kind == "nearest":  # float32 says on which side of a border a place lies, as in transformers
-        borders = torch.arange(1 / side, 1.0, 1 / side, device="cpu")
-        shares = at.float() * (1.0 / torch.tensor(size, device="cpu"))
-        return torch.bucketize(shares.clamp(max=1 - 1e-6), borders, right=True)[None], torch.ones(1, size, device="cpu")
-    place = at.float() * (side - 1) / max(size - 1, 1)
-    low = place.floor()
-    part = place - low
-    return torch.stack((low, low + 1)).long().clamp(max=side - 1), torch.stack((1 - part, part))
+def nearest(size: int, side: int) -> torch.Tensor:
+    """For each of `size` places along an axis, the nearest row [size] of a table that has `side` of them.
+
+    In float32, which says on which side of a border a place lies, as in transformers.
+    """
+    borders = torch.arange(1 / side, 1.0, 1 / side, device="cpu")
+    shares = torch.arange(size, device="cpu").float() * (1.0 / torch.tensor(size, device="cpu"))
+    return torch.bucketize(shares.clamp(max=1 - 1e-6), borders, right=True)
 
 
 def patch_order(rows: int, columns: int, merge: int, window: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -60,117 +60,102 @@ class TowerRow:
         return dataclasses.replace(self, **changes | {"names": self.names | changes.get("names", {})})
 
 
-SIGLIP = {
+SIGLIP_NAMES = {
     "patch": "embeddings.patch_embedding", "positions": "embeddings.position_embedding.weight",
     "layer": "encoder.layers", "norm1": "layer_norm1", "norm2": "layer_norm2", "q": "self_attn.q_proj",
     "k": "self_attn.k_proj", "v": "self_attn.v_proj", "o": "self_attn.out_proj", "up": "mlp.fc1", "down": "mlp.fc2",
 }  # fmt: skip
+LLAVA_NAMES = {"root": "vision_tower", "projector": "multi_modal_projector", "fc1": "linear_1", "fc2": "linear_2"}
+TOWER_FIELDS = Family(keys=UNREAD, fixed={"num_channels": 3}, defaults={
+    "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
+    "image_size": 224, "patch_size": 16, "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6})  # fmt: skip
 CLIP = TowerRow(
-    names=SIGLIP | {
-        "root": "vision_tower", "class": "embeddings.class_embedding", "pre": "pre_layrnorm",
-        "projector": "multi_modal_projector", "fc1": "linear_1", "fc2": "linear_2"},
+    names=SIGLIP_NAMES | LLAVA_NAMES | {"class": "embeddings.class_embedding", "pre": "pre_layrnorm"},
     biases="qkv o up down project", kind="clip_vision_model", positions="own", feature_layer=-2, strategy="default",
-    fields=Family(keys=UNREAD, fixed={"num_channels": 3}, defaults={
-        "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
-        "image_size": 224, "patch_size": 32, "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5}),
+    fields=TOWER_FIELDS.but(defaults={"patch_size": 32, "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5}),
+)  # fmt: skip
+LLAVA_ONEVISION = TowerRow(
+    names=SIGLIP_NAMES | LLAVA_NAMES | {"newline": "image_newline"}, biases="patch qkv o up down project",
+    kind="siglip_vision_model", positions="own", strategy="full", tiled=True, fields=TOWER_FIELDS,
 )  # fmt: skip
 IDEFICS3 = TowerRow(
-    names=SIGLIP | {
-        "root": "vision_model", "last": "post_layernorm", "projector": "connector",
+    names=SIGLIP_NAMES | {"root": "vision_model", "last": "post_layernorm", "projector": "connector",
         "merge": "modality_projection.proj"},
     biases="patch qkv o up down", positions="nearest", merge="scale_factor", tiled=True,
-    fields=Family(keys=UNREAD, fixed={"num_channels": 3}, defaults={
-        "hidden_size": 1152, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 16,
-        "image_size": 224, "patch_size": 32, "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6}),
+    fields=TOWER_FIELDS.but(defaults={"hidden_size": 1152, "num_attention_heads": 16, "patch_size": 32}),
 )  # fmt: skip
 PALIGEMMA = IDEFICS3.but(
-    names={"root": "vision_tower", "projector": "multi_modal_projector", "merge": "linear"},
+    names={"root": "vision_tower", "projector": "multi_modal_projector", "merge": "linear"}, fields=TOWER_FIELDS,
     biases="patch qkv o up down merge", kind="siglip_vision_model", positions="own", merge="", tiled=False, mutual=True,
-    fields=IDEFICS3.fields.but(
-        defaults={"hidden_size": 768, "num_attention_heads": 12, "image_size": 224, "patch_size": 16}),
 )  # fmt: skip
 GEMMA3 = PALIGEMMA.but(
     names={"merge": "mm_input_projection_weight", "projector_norm": "mm_soft_emb_norm"}, biases="patch qkv o up down",
     merge="mm_tokens_per_image", pooled=True,
 )  # fmt: skip
-LLAVA_ONEVISION = TowerRow(
-    names=SIGLIP | {
-        "root": "vision_tower", "projector": "multi_modal_projector", "fc1": "linear_1", "fc2": "linear_2",
-        "newline": "image_newline"},
-    biases="patch qkv o up down project", kind="siglip_vision_model", positions="own", strategy="full", tiled=True,
-    fields=IDEFICS3.fields.but(defaults={"hidden_size": 768, "num_attention_heads": 12, "patch_size": 16}),
+QWEN_FIELDS = Family(
+    keys={"depth": "num_hidden_layers", "num_heads": "num_attention_heads", "in_chans": "in_channels", **UNREAD},
+    fixed={"in_channels": 3, "temporal_patch_size": 2},
+    defaults={"num_hidden_layers": 32, "num_attention_heads": 16, "patch_size": 14, "spatial_merge_size": 2,
+        "layer_norm_eps": 1e-6},
 )  # fmt: skip
-QWEN_FIELDS = {"depth": "num_hidden_layers", "num_heads": "num_attention_heads", "in_chans": "in_channels", **UNREAD}
 QWEN2VL = TowerRow(
     names={"root": "visual", "patch": "patch_embed.proj", "layer": "blocks", "norm1": "norm1", "norm2": "norm2",
         "qkv": "attn.qkv", "o": "attn.proj", "up": "mlp.fc1", "down": "mlp.fc2", "projector": "visual.merger",
         "projector_norm": "ln_q", "fc1": "mlp.0", "fc2": "mlp.2"},
     biases="qkv o up down project", rope="same", frames=2, merge="spatial_merge_size", projector_eps=1e-6,
     wide_inner=True, sections=(16, 24, 24),
-    fields=Family(
-        keys=QWEN_FIELDS | {"embed_dim": "hidden_size", "hidden_size": ""},
-        fixed={"in_channels": 3, "temporal_patch_size": 2},
-        defaults={"num_hidden_layers": 32, "hidden_size": 1280, "mlp_ratio": 4, "num_attention_heads": 16,
-            "patch_size": 14, "spatial_merge_size": 2, "hidden_act": "quick_gelu", "layer_norm_eps": 1e-6}),
+    fields=QWEN_FIELDS.but(
+        keys={"embed_dim": "hidden_size", "hidden_size": ""},
+        defaults={"hidden_size": 1280, "mlp_ratio": 4, "hidden_act": "quick_gelu"}),
 )  # fmt: skip
 QWEN25VL = QWEN2VL.but(
     names={"gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"}, norm="rms", gated=True,
-    fields=Family(keys=QWEN_FIELDS, fixed={"in_channels": 3, "temporal_patch_size": 2}, defaults={
-        "num_hidden_layers": 32, "hidden_size": 3584, "intermediate_size": 3420, "num_attention_heads": 16,
-        "patch_size": 14, "spatial_merge_size": 2, "window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31],
-        "hidden_act": "silu", "layer_norm_eps": 1e-6}),
+    fields=QWEN_FIELDS.but(defaults={
+        "hidden_size": 3584, "intermediate_size": 3420, "hidden_act": "silu", "window_size": 112,
+        "fullatt_block_indexes": [7, 15, 23, 31]}),
 )  # fmt: skip
 QWEN3VL = QWEN2VL.but(
     names={"up": "mlp.linear_fc1", "down": "mlp.linear_fc2", "positions": "pos_embed.weight", "projector_norm": "norm",
         "fc1": "linear_fc1", "fc2": "linear_fc2", "deep": "visual.deepstack_merger_list"},
     biases="patch qkv o up down project", positions="linear", sections=(24, 20, 20), interleaved=True,
-    fields=Family(keys=QWEN_FIELDS, fixed={"in_channels": 3, "temporal_patch_size": 2}, defaults={
-        "num_hidden_layers": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_attention_heads": 16,
-        "patch_size": 16, "spatial_merge_size": 2, "num_position_embeddings": 2304,
-        "deepstack_visual_indexes": [8, 16, 24], "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6}),
+    fields=QWEN_FIELDS.but(defaults={
+        "num_hidden_layers": 27, "hidden_size": 1152, "intermediate_size": 4304, "patch_size": 16,
+        "num_position_embeddings": 2304, "deepstack_visual_indexes": [8, 16, 24], "hidden_act": "gelu_pytorch_tanh"}),
 )  # fmt: skip
 QWEN35 = QWEN3VL.but(sections=(11, 11, 10), fields=QWEN3VL.fields.but(defaults={"deepstack_visual_indexes": []}))
 INTERNVL = TowerRow(
-    names={"root": "vision_tower", "patch": "embeddings.patch_embeddings.projection", "class": "embeddings.cls_token",
+    names=LLAVA_NAMES | {
+        "patch": "embeddings.patch_embeddings.projection", "class": "embeddings.cls_token",
         "positions": "embeddings.position_embeddings", "layer": "encoder.layer", "norm1": "layernorm_before",
         "norm2": "layernorm_after", "q": "attention.q_proj", "k": "attention.k_proj", "v": "attention.v_proj",
         "q_norm": "attention.q_norm", "k_norm": "attention.k_norm", "o": "attention.projection_layer",
         "up": "mlp.fc1", "down": "mlp.fc2", "scale1": "lambda_1", "scale2": "lambda_2", "last": "layernorm",
-        "projector": "multi_modal_projector", "projector_norm": "layer_norm", "fc1": "linear_1", "fc2": "linear_2"},
+        "projector_norm": "layer_norm"},
     biases="patch qkv o up down project", positions="own", strategy="default", merge="downsample_ratio", tiled=True,
     projector_eps=1e-5, wide_norm=True, batched=True,
-    fields=Family(
-        keys={**UNREAD, "layer_scale_init_value": ""},
-        fixed={"num_channels": 3, "use_mask_token": False, "use_absolute_position_embeddings": True,
+    fields=TOWER_FIELDS.but(
+        keys={"layer_scale_init_value": ""},
+        fixed={"use_mask_token": False, "use_absolute_position_embeddings": True,
             "norm_type": ("layer_norm", "rms_norm")},
         defaults={"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
-            "image_size": 448, "patch_size": 14, "hidden_act": "gelu", "layer_norm_eps": 1e-6,
-            "attention_bias": False, "use_qk_norm": False, "norm_type": "layer_norm", "use_mean_pooling": True}),
+            "image_size": 448, "patch_size": 14, "hidden_act": "gelu", "attention_bias": False, "use_qk_norm": False,
+            "norm_type": "layer_norm", "use_mean_pooling": True}),
 )  # fmt: skip
 PIXTRAL = TowerRow(
-    names={"root": "vision_tower", "patch": "patch_conv", "pre": "ln_pre", "layer": "transformer.layers",
-        "norm1": "attention_norm", "norm2": "ffn_norm", "q": "attention.q_proj", "k": "attention.k_proj",
-        "v": "attention.v_proj", "o": "attention.o_proj", "gate": "feed_forward.gate_proj",
-        "up": "feed_forward.up_proj", "down": "feed_forward.down_proj", "projector": "multi_modal_projector",
-        "projector_norm": "norm", "merge": "patch_merger.merging_layer", "fc1": "linear_1", "fc2": "linear_2"},
+    names=LLAVA_NAMES | {
+        "patch": "patch_conv", "pre": "ln_pre", "layer": "transformer.layers", "norm1": "attention_norm",
+        "norm2": "ffn_norm", "q": "attention.q_proj", "k": "attention.k_proj", "v": "attention.v_proj",
+        "o": "attention.o_proj", "gate": "feed_forward.gate_proj", "up": "feed_forward.up_proj",
+        "down": "feed_forward.down_proj", "projector_norm": "norm", "merge": "patch_merger.merging_layer"},
     biases="", norm="rms", gated=True, rope="turns", by_channel=True, merge="spatial_merge_size",
-    fields=Family(keys={**UNREAD, "image_size": ""}, fixed={"num_channels": 3}, defaults={
+    fields=TOWER_FIELDS.but(keys={"image_size": ""}, defaults={
         "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
-        "patch_size": 16, "hidden_act": "gelu", "layer_norm_eps": 1e-5}),
+        "hidden_act": "gelu", "layer_norm_eps": 1e-5}),
 )  # fmt: skip
 TOWERS: dict[str, TowerRow] = {  # by `wrapper_of` the architecture
-    "gemma3": GEMMA3,
-    "idefics3": IDEFICS3,
-    "internvl": INTERNVL,
-    "llava": CLIP,
-    "llavaonevision": LLAVA_ONEVISION,
-    "mistral3": PIXTRAL,
-    "paligemma": PALIGEMMA,
-    "qwen2vl": QWEN2VL,
-    "qwen25vl": QWEN25VL,
-    **dict.fromkeys(("qwen3vl", "qwen3vlmoe"), QWEN3VL),
-    **dict.fromkeys(("qwen35", "qwen35moe"), QWEN35),
-    "smolvlm": IDEFICS3,
+    "gemma3": GEMMA3, "idefics3": IDEFICS3, "internvl": INTERNVL, "llava": CLIP, "llavaonevision": LLAVA_ONEVISION,
+    "mistral3": PIXTRAL, "paligemma": PALIGEMMA, "qwen2vl": QWEN2VL, "qwen25vl": QWEN25VL, "qwen3vl": QWEN3VL,
+    "qwen3vlmoe": QWEN3VL, "qwen35": QWEN35, "qwen35moe": QWEN35, "smolvlm": IDEFICS3,
 }  # fmt: skip
 
 
@@ -194,7 +179,7 @@ class Vision:
     mean: tuple[float, ...]  # a pixel p becomes (p * scale - mean) / std
     std: tuple[float, ...]
     scale: float
-    most_patches: int  # of an image, as the image processor makes it
+    most_patches: int = 0  # of an image, as the image processor makes it
     window: int = 0  # rows along a side of a window; 0: layers see all
     full_layers: tuple[int, ...] = ()  # that see all beside those with a window
     deep_layers: tuple[int, ...] = ()  # whose output is projected, too, and added in the text's first layers

@@ -77,10 +77,8 @@ class ImageRows:
             if picture.num_rows > self.most_rows:
                 raise ValueError(f"image {i} becomes {picture.num_rows} tokens; an image may have {self.most_rows}")
             if (count := picture.seeing[1] - picture.seeing[0]) > most:
-                raise ValueError(
-                    f"{count} tokens of image {i} see one another; a step has {most} for them (max_num_batched_tokens "
-                    f"less one for each other of max_num_seqs)"
-                )
+                room = f"{most} for them (max_num_batched_tokens less one for each other of max_num_seqs)"
+                raise ValueError(f"{count} tokens of image {i} see one another; a step has {room}")
             if sees_text(picture) and (window := min((w for w in self.windows if w), default=count)) < count:
                 raise ValueError(f"the prompt has {count} tokens; with an image it may have {window}, a layer's window")
             if sees_text(picture) and group.params.prompt_logprobs is not None:
@@ -122,21 +120,15 @@ class ImageRows:
         self.used.add(digest)
         return True
 
-    def entered(self, seq: Sequence) -> None:
-        """A sequence is let in: text after its images may have other positions than its tokens' numbers."""
-        if shift := sum(span.shift for picture in seq.group.pictures for span in picture.spans):
-            self.plan.shifts[seq.slot] = shift
-
     def planned(self, flight: Flight) -> None:
         """The plan is made, up to the order of its rows: say which of them have tokens of images, or before some."""
         plan = self.plan
         for i, (seq, count, computed) in enumerate(flight.other_rows, len(flight.decodes.seqs)):
             pictures, begin = seq.group.pictures, computed - count
-            if pictures and begin < max(span.begin + span.count for picture in pictures for span in picture.spans):
-                spans = [(picture.digest, picture.spans) for picture in pictures]
+            spans = [(picture.digest, span) for picture in pictures for span in picture.spans]
+            if any(begin < span.begin + span.count for _, span in spans):
                 plan.rows.append((i, begin, spans))
-            runs = [picture.seeing for picture in pictures if begin < picture.seeing[1] <= computed]
-            if runs:
+            if runs := [picture.seeing for picture in pictures if begin < picture.seeing[1] <= computed]:
                 plan.seeing[i] = [(max(low - begin, 0), high - begin) for low, high in runs]
         if plan != VisionPlan():
             flight.plan.vision = plan

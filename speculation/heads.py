@@ -257,11 +257,7 @@ def tensor_names(folder: str) -> set[str]:
 
 def new_mtp(base: Transformer, source: str) -> DraftHead:
     """The MTP head that a model's checkpoint has; `source` is its folder or file, or empty where weights are made up.
-    Without the weights it has the names of the first of `MTP`.
-
-    Raises:
-        ValueError: it has none.
-    """
+    Without the weights it has the names of the first of `MTP`. A ValueError if it has none."""
     c = base.config
     number = c.num_layers + len(base.row.image_layers)
     saved = (tensor_names(source) if source else None) or {f"{MTP[0].joint}.weight"}

@@ -28,11 +28,8 @@ PADDING = 128  # rows by which the tables of models with the same tokenizer diff
 
 
 def new_draft(options: SpeculativeConfig, base: Transformer, source: str) -> Transformer:
-    """A model that makes drafts for the model `base`, without weights yet; of the `source` see `add_draft`.
-
-    Raises:
-        ValueError: the options' model is missing or does not fit.
-    """
+    """A model that makes drafts for the model `base`, without weights yet; of the `source` see `add_draft`. A
+    ValueError if the options' model is missing or does not fit."""
     method, folder, c = options.method, options.model, base.config
     if method != "draft_model" and base.layer_inputs:
         raise ValueError(f"method is {method!r}; {c.architecture} passes more than hidden states on")

@@ -20,8 +20,8 @@ IGNORED = {
     "enforce_eager", "max_model_len", "moe_backend", "posterior_alpha", "posterior_threshold",
     "rejection_sample_method", "suffix_decoding_max_cached_requests", "suffix_decoding_max_spec_factor",
     "suffix_decoding_max_tree_depth", "suffix_decoding_min_token_prob", "token_acceptance_method",
-    "typical_acceptance_sampler_posterior_alpha",
-    "typical_acceptance_sampler_posterior_threshold", "use_local_argmax_reduction",
+    "typical_acceptance_sampler_posterior_alpha", "typical_acceptance_sampler_posterior_threshold",
+    "use_local_argmax_reduction",
 }  # fmt: skip
 # Fields of the config.json of a head that Speculators saved (https://github.com/vllm-project/speculators).
 SPECULATORS, SPECULATORS_METHOD = "speculators_config", "speculators_model_type"
@@ -52,11 +52,7 @@ class SpeculativeConfig:
 
     @classmethod
     def of(cls, text: str) -> SpeculativeConfig:
-        """The options that a JSON object has.
-
-        Raises:
-            ValueError: it is none, or an option is unknown or out of range.
-        """
+        """The options that a JSON object has. A ValueError if it is none, or an option is unknown or out of range."""
         try:
             options = json.loads(text)
         except ValueError as error:
@@ -91,11 +87,8 @@ class SpeculativeConfig:
     @staticmethod
     def of_head(head: str, raw: dict[str, Any]) -> tuple[str, str] | None:
         """The model that the head in the folder `head` with this config.json was made for, and the JSON text of options
-        with that head; None: Speculators has not saved it.
-
-        Raises:
-            ValueError: the file does not name the model or the number of drafts.
-        """
+        with that head; None: Speculators has not saved it. A ValueError if the file does not name the model or the
+        number of drafts."""
         if SPECULATORS not in raw:
             return None
         try:
@@ -124,11 +117,7 @@ class SpeculativeConfig:
         if bool(self.model) != names_model:
             rule = "there must be one" if names_model else "it must be left out"
             self._refuse("model", f"with method {self.method!r} {rule}")
-        most = {
-            "num_speculative_tokens": MOST_DRAFTS,
-            "prompt_lookup_min": MOST_NGRAM,
-            "prompt_lookup_max": MOST_NGRAM,
-        }
+        most = {"num_speculative_tokens": MOST_DRAFTS, "prompt_lookup_min": MOST_NGRAM, "prompt_lookup_max": MOST_NGRAM}
         for name, largest in most.items():
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= largest:

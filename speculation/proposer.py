@@ -101,13 +101,10 @@ def wanted_of(config: EngineConfig, model: Transformer) -> dict[str, TensorPart]
 def add_draft(config: EngineConfig, model: Transformer, source: str) -> None:
     """Give a model what the options want beside it for drafts, whose weights are still to be filled.
 
-    Its pages then end with room for the draft's keys and values.
+    Its pages then end with room for the draft's keys and values. Errors are those of `new_draft`.
 
     Args:
         source: the model's own folder or file; empty where weights are made up.
-
-    Raises:
-        ValueError: see `new_draft`.
     """
     if not config.speculation or not config.speculation.by_model:
         return

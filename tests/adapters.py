@@ -58,8 +58,8 @@ def make_adapter(
 
 
 def add_kind(folder: Path, kind: str, base: str | Path = DEMO, seed: int = 0) -> Path:
-    """Add to an adapter of `make_adapter` what another kind has: "whole" a table and a head, "tokens" rows of the
-    table, "experts" A and B of all stacks of experts."""
+    """Add to an adapter of `make_adapter` what another kind has: "dora" magnitudes of all modules, "bias" those of B,
+    "whole" a table and a head, "tokens" rows of the table, "experts" A and B of all stacks of experts."""
     generator = torch.Generator().manual_seed(seed)
     weights, config = weights_of(base), json.loads((folder / CONFIG).read_text())
     tensors, table = load_file(folder / WEIGHTS), next(n for n in weights_of(base) if n.split(".")[-2] in TABLES)
@@ -67,6 +67,15 @@ def add_kind(folder: Path, kind: str, base: str | Path = DEMO, seed: int = 0) ->
     def near(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.float() + 0.3 * tensor.float().std() * torch.randn(tensor.shape, generator=generator)
 
+    for name in [*tensors] if kind in ("dora", "bias") else ():
+        if found := re.fullmatch(r"base_model\.model\.(.+)\.lora_(B\.weight|embedding_B)", name):
+            weight, is_table = weights[f"{found[1]}.weight"].float(), found[2] == "embedding_B"
+            if kind == "dora":
+                norm = weight.norm(dim=0 if is_table else 1)
+                tensors[f"{PREFIX}{found[1]}.lora_magnitude_vector"] = near(norm.clone())
+            elif not is_table:
+                tensors[name.replace("weight", "bias")] = torch.randn(len(weight), generator=generator) * 0.2
+    config |= {"use_dora": kind == "dora", "lora_bias": kind == "bias"}
     if kind == "whole":
         tensors |= {f"{PREFIX}{name}": near(weights[name]) for name in (table, "lm_head.weight")}
     elif kind == "tokens":
@@ -126,6 +135,11 @@ def merge(folder: Path, adapter: Path, base: str | Path = DEMO) -> Path:
                 continue
             weight, is_table = weights[f"{found[1]}.weight"], found[2] == "embedding_A"
             weight += more.T if is_table else more
+            if (magnitude := tensors.get(f"{PREFIX}{found[1]}.lora_magnitude_vector")) is not None:
+                factor = magnitude / weight.norm(dim=0 if is_table else 1)
+                weight *= factor if is_table else factor[:, None]
+            if (bias := tensors.get(f"{PREFIX}{found[1]}.lora_B.bias")) is not None:
+                weights[f"{found[1]}.bias"] += shape_of(found[1])[1] * bias
     save_file(weights, folder / "model.safetensors")
     return folder
 

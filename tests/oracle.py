@@ -158,6 +158,10 @@ def make_adapter(name: str, case: dict, out: Path) -> None:
     for part, parameter in model.named_parameters():
         if "modules_to_save" in part or "trainable_tokens_delta" in part:
             parameter.add_(torch.randn_like(parameter) * 0.05)
+        elif "lora_magnitude_vector" in part:
+            parameter.mul_(1 + 0.1 * torch.randn_like(parameter))
+        elif "lora_B" in part and parameter.ndim == 1:
+            parameter.normal_(0.0, 0.05)
         elif plain_model and "lora_" in part:
             parameter.add_(torch.randn_like(parameter) * parameter.std() * 0.1)
         elif "lora_embedding_" in part:  # a column of A is the whole of A x

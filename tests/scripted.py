@@ -25,7 +25,7 @@ from tokenizer import Tokenizer
 
 FACTS = {
     "max_model_len": 64, "vocab_size": 1024, "scheduling_policy": "fcfs", "data_parallel_size": 1,
-    "max_num_seqs": 4, "max_image_pixels": 10**6, "eos_token_ids": (0, 1), "max_logprobs": 20,
+    "max_num_seqs": 4, "max_image_pixels": 10**6, "max_images": 16, "eos_token_ids": (0, 1), "max_logprobs": 20,
     "default_sampling": {}, "task": "generate", "prompts": {}, "default_prompt_name": None, "cuts_texts": False,
     "pair_template": "", "token_types": 0, "options": {"model": DEMO},
 }  # fmt: skip

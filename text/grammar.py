@@ -270,11 +270,7 @@ class Grammars:
             return self.tokenizer
 
     def compile(self, wanted: StructuredOutputsParams, client: str = "") -> Future[Grammar]:
-        """The compiled grammar, or a ValueError that says what is wrong with it.
-
-        Raises:
-            ValueError: it is too long.
-        """
+        """The compiled grammar, or a ValueError that says what is wrong with it; at once if it is too long."""
         if (size := wanted.size) > MAX_CHARS:
             raise ValueError(f"structured_outputs has {size} characters; at most {MAX_CHARS} are allowed")
         future, now = self.cache.get(wanted), time.monotonic()

@@ -9,6 +9,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from config import read_json
+from text.parts import BLIND
 from tokenizer import NoTokenizer, Tokenizer
 
 if TYPE_CHECKING:
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
 
 MAX_BYTES = 2**30  # of an image, by default
 FETCH_SECONDS = 10.0  # that an image may take to come
-BLIND = "this model reads text alone"
 
 
 class ImageReader:

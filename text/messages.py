@@ -78,8 +78,8 @@ def _content(message: dict[str, Any], i: int, sees: bool) -> tuple[str | list[di
     for j, part in enumerate(content):
         if role == "assistant" and isinstance(part, dict) and part.get("type") == "thinking":
             thoughts.append(part)
-        elif sees and isinstance(part, dict) and part.get("type") in IMAGE_PARTS:
-            parts.append(image_part(image_source(part, place := f"messages[{i}].content[{j}]"), place))
+        elif isinstance(part, dict) and part.get("type") in IMAGE_PARTS:
+            parts.append(image_part(image_source(part, place := f"messages[{i}].content[{j}]", sees), place))
         else:
             parts.append(text_part(part if isinstance(part, str) else _text(part, PART_TEXTS, f"message {i}")))
     return parts, thoughts

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
+BLIND = "this model reads text alone"
 # Types of parts with an image: OpenAI's chats', Responses', and two of vLLM's library, whose images may be Pillow's.
 IMAGE_PARTS = ("image_url", "input_image", "image", "image_pil")
 NO_WIDTH = "\u200b"  # a space without width
@@ -16,8 +17,10 @@ def text_part(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text}
 
 
-def image_source(part: dict[str, Any], place: str) -> Any:
-    """The image of a part of a chat, a response or `LLM.chat`: its URL, or an image of Pillow's."""
+def image_source(part: dict[str, Any], place: str, sees: bool = True) -> Any:
+    """The image of a part of a chat, a response or `LLM.chat`: its URL, or an image of Pillow's. The model `sees`."""
+    if not sees:
+        raise ValueError(f"{place} has an image; {BLIND}")
     kind = part["type"]
     source = part.get(key := "image_url" if kind == "input_image" else kind)
     source = source.get("url") if isinstance(source, dict) else source

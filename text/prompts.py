@@ -10,9 +10,9 @@ from typing import Any, NotRequired, TypedDict, cast
 from outputs import Choices
 from plan import EngineCoreRequest, Picture
 from sampling_params import LoRARequest, SamplingParams
-from text.images import BLIND, ImageReader
+from text.images import ImageReader
 from text.messages import chat_messages
-from text.parts import images_of
+from text.parts import BLIND, images_of
 from text.templates import run_template
 from tokenizer import NoTokenizer, Tokenizer
 
@@ -95,10 +95,8 @@ def pair_parts(
     """Two texts as a model wants to compare them: a pair, or the document between two halves of the model's template.
 
     The instruction is the `given` one, or else the model's prompt `before` the query, or else the template's own. A
-    query that brings Qwen3's template, as vLLM's users write it, stays as it is.
-
-    Raises:
-        ValueError: the model's chat template takes no query and document, or an instruction is given beside one there.
+    query that brings Qwen3's template, as vLLM's users write it, stays as it is. A ValueError if the model's chat
+    template takes no query and document, or an instruction is given beside one there.
     """
     template, instruction = facts["pair_template"], before if given is None else given
     if not template:
@@ -156,6 +154,8 @@ class InputProcessor:
         """A prompt's tokens with those of its images, and these."""
         if not self.facts.get("vision"):
             raise ValueError(f"multi_modal_data has {len(images)} images; {BLIND}")
+        if len(images) > (most := self.facts["max_images"]):
+            raise ValueError(f"multi_modal_data has {len(images)} images; at most {most} (limit_mm_per_prompt)")
         prepared = [self.images.prepare(image, alone=len(images) == 1)[0] for image in images]
         return self.images.processor.expand(ids, prepared)
 

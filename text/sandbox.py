@@ -70,11 +70,7 @@ class Refused(ValueError):
 
 
 def text_of(wanted: StructuredOutputsParams) -> str:
-    """Write structured outputs as llguidance's grammar.
-
-    Raises:
-        Refused: it is malformed.
-    """
+    """Write structured outputs as llguidance's grammar. `Refused` if they are malformed."""
     try:
         return grammar_text(wanted)
     except MemoryError:
@@ -84,11 +80,7 @@ def text_of(wanted: StructuredOutputsParams) -> str:
 
 
 def compile_text(tokenizer: Any, text: str, words: int, size: int) -> Grammar:
-    """Compile a grammar of llguidance.
-
-    Raises:
-        Refused: it is none, or too complex.
-    """
+    """Compile a grammar of llguidance. `Refused` if it is none, or too complex."""
     from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
@@ -104,11 +96,8 @@ def compile_text(tokenizer: Any, text: str, words: int, size: int) -> Grammar:
 
 
 def open_vocabulary(folder: str, vocab_size: int, eos_token_ids: Items[int]) -> Any:
-    """The LLTokenizer of a model's folder.
-
-    Raises:
-        ValueError: the model has no tokenizer, or names no token that ends an answer.
-    """
+    """The LLTokenizer of a model's folder. A ValueError if the model has no tokenizer, or names no token that ends an
+    answer."""
     from llguidance import LLTokenizer
 
     from tokenizer import tokenizer_json
@@ -150,11 +139,7 @@ class Sandbox:
         self.close = weakref.finalize(self, end_process, self.held, self.lock)
 
     def start(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
-        """The process and its address; it is started if it is not there.
-
-        Raises:
-            ValueError: this is closed.
-        """
+        """The process and its address; it is started if it is not there. A ValueError if this is closed."""
         with self.lock:
             if not self.close.alive:
                 raise ValueError("structured_outputs cannot be compiled: the engine has ended")
@@ -169,12 +154,8 @@ class Sandbox:
             return self.held[0]
 
     def check(self, wanted: StructuredOutputsParams) -> tuple[str, int]:
-        """The text of a grammar, and the bytes that it takes compiled.
-
-        Raises:
-            Refused: it cannot be compiled.
-            ValueError: the process does not start; it has said why on stderr.
-        """
+        """The text of a grammar, and the bytes that it takes compiled. `Refused` if it cannot be compiled; another
+        ValueError if the process does not start, which has said why on stderr."""
         for _ in range(2):  # somebody may have killed it
             process, address = self.start()
             try:

@@ -349,9 +349,8 @@ def read_merges(path: Path, settings: Settings) -> tuple[Tokenizer, dict[str, st
     vocab = read_json(str(path.parent), path.name)
     tokenizer = byte_level(vocab, merges, SPLITS[kind], bool(settings.config.get("add_prefix_space")))
     names, added = ENCODER_TOKENS.get(kind, {}), {}
-    if (
-        kind not in ("Qwen2Tokenizer", "RobertaTokenizer") and not settings.names and "<|endoftext|>" in vocab
-    ):  # GPT-2 has no file that says so
+    is_gpt2 = kind not in ("Qwen2Tokenizer", "RobertaTokenizer")
+    if is_gpt2 and not settings.names and "<|endoftext|>" in vocab:  # no file says so
         names = {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>", "unk_token": "<|endoftext|>"}
         added = {vocab["<|endoftext|>"]: AddedToken("<|endoftext|>", special=True, normalized=False)}
     return finish(tokenizer, settings, added, names, adds_bos=False, encoder=kind if kind in ENCODER_TOKENS else "")

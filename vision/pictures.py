@@ -6,6 +6,7 @@ import io
 
 from PIL import Image, ImageOps
 
+MOST_SCANS = 64  # of a JPEG; each may go over the whole picture, and takes 61 bytes
 FORMATS = "PNG", "JPEG", "WEBP", "GIF", "BMP"  # no other decoder runs: some of Pillow's start programs
 
 
@@ -42,7 +43,10 @@ def _read_head(data: bytes) -> Image.Image:
         begin = f"{len(data)} bytes that begin with {data[:16]!r}"
         raise ValueError(f"the image has {begin}; it must be one of {', '.join(FORMATS)}, and whole") from None
     except Exception as error:  # such as a size that Pillow takes for a bomb
-        raise ValueError(f"the image of {len(data)} bytes cannot be read: {error}") from None
+        must = f"it must be one of {', '.join(FORMATS)}, and whole"
+        raise ValueError(f"the image of {len(data)} bytes cannot be read: {error}; {must}") from None
+    if data.startswith(b"\xff\xd8") and (scans := data.count(b"\xff\xda")) > MOST_SCANS:
+        raise ValueError(f"the image is a JPEG of {scans} scans; it may have {MOST_SCANS}")
     if image.format == "BMP" and image.info.get("compression") in (1, 2):  # Pillow's decoder of runs is slow
         raise ValueError("the image is a BMP of runs (RLE); save it as PNG")
     return image

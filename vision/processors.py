@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from plan import Picture, Span
-from vision.preprocessor import read_lined_tiles, read_pinpoints, read_preprocessor
+from vision.preprocessor import read_preprocessor
 
 Fields = dict[str, Any]
 SIDES = "height", "width"
@@ -40,6 +40,8 @@ class ImageProcessor:
     row_token = ""  # stands for a row of an image; empty: `image_token`
     mutual = False  # the tokens of an image see one another
     resample = Image.Resampling.BICUBIC
+    most_patches: int  # of the largest image that it makes
+    lined_tiles = 0  # see `Vision.lined_tiles`
 
     def __init__(self, fields: Fields, config: Fields, encode: Callable[[str], list[int]]) -> None:
         """`fields` are those of the image processor; see `from_folder`."""
@@ -55,16 +57,14 @@ class ImageProcessor:
 
     @staticmethod
     def from_folder(folder: str, config: Fields, encode: Callable[[str], list[int]]) -> ImageProcessor | None:
-        """The processor of the model in `folder`, or None where its architecture and tower have none here.
+        """The processor of the model in `folder`, or None where its architecture has none here.
 
         `config` is its config.json, and `encode` gives the tokens of a text with no BOS or the like added. A ValueError
         names a field that asks for what is not done here.
         """
         (architecture, *_) = config.get("architectures") or [""]
-        tower = (config.get("vision_config") or {}).get("model_type", "clip_vision_model")
-        if architecture not in FAMILIES or (FAMILIES[architecture] is Llava and tower != "clip_vision_model"):
-            return None
-        return FAMILIES[architecture](read_preprocessor(folder), config, encode)
+        family = FAMILIES.get(architecture)
+        return family(read_preprocessor(folder), config, encode) if family else None
 
     def prepare(self, image: Image.Image, alone: bool = True) -> Prepared:
         """Pixels and tokens of an RGB image, `alone` in its prompt or not; a ValueError if a side is too long."""
@@ -127,6 +127,13 @@ class ImageProcessor:
             raise ValueError(f"the image processor's {name} is {self.fields[name]!r}; it must have {names}")
         return {key: whole(value, key, 0) for key in value}
 
+    def _side(self, size: Fields, vision: Fields, default: int) -> int:
+        """The side of the square tiles that the tower takes, and of which `size` must be, too."""
+        side = whole(vision, "image_size", default)
+        if size != {"height": side, "width": side}:
+            raise ValueError(f"the image processor makes images of {size}; the tower takes {side} x {side}")
+        return side
+
 
 def whole(fields: Fields, name: str, default: int, least: int = 1, most: int = 1 << 28) -> int:
     """A field that must be a whole number, or equal ones for an image's height and width."""
@@ -152,25 +159,21 @@ class Llava(ImageProcessor):
         self._require("do_pad", False)
         self.size = self._edges("size", 224, ("shortest_edge",), SIDES, bare=("shortest_edge",))
         crops = self.fields.get("do_center_crop") in (None, True)
-        self.crop = self._edges("crop_size", 224, SIDES) if crops else self.size
-        side = whole(vision, "image_size", 224 if vision else 336)
-        if self.crop != {"height": side, "width": side}:
-            raise ValueError(f"the image processor makes images of {self.crop}; the tower takes {side} x {side}")
-        patches = side // whole(vision, "patch_size", 32 if vision else 14)
-        self.rows = patches**2 + (config.get("vision_feature_select_strategy") == "full")  # with the class token's
+        self.side = self._side(self._edges("crop_size", 224, SIDES) if crops else self.size, vision, 224)
+        self.most_patches = (self.side // whole(vision, "patch_size", 32)) ** 2
+        self.rows = self.most_patches + (config.get("vision_feature_select_strategy") == "full")  # and a class token
 
     def _cut(self, image: Image.Image, alone: bool) -> Cut:
-        width, height = size = image.size
+        (width, height), side = image.size, self.side
         if edge := self.size.get("shortest_edge"):
             check_aspect(image)
-            longer = int(edge * max(size) / min(size))
-            size = (edge, longer) if width <= height else (longer, edge)
+            longer = int(edge * max(image.size) / min(image.size))
+            width, height = (edge, longer) if width <= height else (longer, edge)
         else:
-            size = self.size["width"], self.size["height"]
-        image = image.resize(size, self.resample)
-        width, height = self.crop["width"], self.crop["height"]
-        left, top = (size[0] - width) // 2, (size[1] - height) // 2
-        return [image.crop((left, top, left + width, top + height))], [("", self.rows, (0, 0))], "", ()
+            width, height = self.size["width"], self.size["height"]
+        left, top = (width - side) // 2, (height - side) // 2
+        tile = image.resize((width, height), self.resample).crop((left, top, left + side, top + side))
+        return [tile], [("", self.rows, (0, 0))], "", ()
 
 
 class LlavaOnevision(ImageProcessor):
@@ -178,14 +181,19 @@ class LlavaOnevision(ImageProcessor):
 
     def _read(self, config: Fields, vision: Fields) -> None:
         self._require("do_center_crop", False)
-        self.side = side = whole(vision, "image_size", 224 if vision else 384)
+        self.side = side = whole(vision, "image_size", 224)
         for name, default in ("size", 384), ("crop_size", side):
             whole({name: self._edges(name, default, SIDES, ("shortest_edge",))}, name, default, side, side)
-        self.across, self.most = side // whole(vision, "patch_size", 16 if vision else 14), read_lined_tiles(config)
-        self.sizes, theirs = read_pinpoints(self.fields), read_pinpoints(config)
+        ratio = config.get("vision_aspect_ratio") or "anyres_max_9"
+        if not (tiles := re.fullmatch(r"anyres_max_([1-9]\d?)", str(ratio))):
+            raise ValueError(f"vision_aspect_ratio is {ratio!r:.80}; it must be anyres_max_1 to anyres_max_99")
+        self.lined_tiles = int(tiles[1])
+        self.sizes, theirs = pinpoints(self.fields), pinpoints(config)
         if self.sizes != theirs or any(height % side or width % side for height, width in theirs):
             says = f"image_grid_pinpoints is {self.sizes!r:.80}, and in config.json {theirs!r:.80}"
             raise ValueError(f"{says}; both must have the same multiples of {side}")
+        self.across = side // whole(vision, "patch_size", 16)
+        self.most_patches = (max(height * width for height, width in theirs) // side**2 + 1) * self.across**2
         mean = self.fields.get("image_mean") or (0.48145466, 0.4578275, 0.40821073)
         self.colour = tuple(int(part * 255) for part in mean)  # around an image on a square
 
@@ -215,7 +223,7 @@ class LlavaOnevision(ImageProcessor):
         else:
             left = (length - int(round(width * (lines / height), 7))) // 2
         lines, length = lines - 2 * top, length - 2 * left
-        if (ratio := math.sqrt(lines * length / (self.most * across**2))) > 1.1:
+        if (ratio := math.sqrt(lines * length / (self.lined_tiles * across**2))) > 1.1:
             lines, length = max(1, int(lines // ratio)), max(1, int(length // ratio))
         shape = wide // side, top, left, lines, length
         return tiles, [("", across**2 + lines * (length + 1), (0, 0))], "", shape
@@ -230,6 +238,15 @@ class LlavaOnevision(ImageProcessor):
         return square.resize((self.side, self.side), self.resample)
 
 
+def pinpoints(fields: Fields) -> list[list[int]]:
+    """Heights and widths of LLaVA-OneVision's images that are cut into tiles, from either of its files."""
+    points = fields.get("image_grid_pinpoints") or [[384 * (i // 6 + 1), 384 * (i % 6 + 1)] for i in range(36)]
+    sides = [side for point in points for side in (point if isinstance(point, list) and len(point) == 2 else [0])]
+    if not all(type(side) is int and 0 < side <= 4096 for side in sides):
+        raise ValueError(f"image_grid_pinpoints is {points!r:.80}; it must have pairs of whole numbers up to 4096")
+    return points
+
+
 class Idefics3(ImageProcessor):
     """Idefics 3 and SmolVLM: square tiles, and the whole image after them."""
 
@@ -240,10 +257,11 @@ class Idefics3(ImageProcessor):
         longest = max(self.size.values())
         if longest > 4096:
             raise ValueError(f"the image processor's size is {self.size}; no side may be above 4096")
-        by_side = ("longest_edge",)
-        self.side = self._edges("max_image_size", 364, by_side, bare=by_side)["longest_edge"]
+        self.side = self._edges("max_image_size", 364, ("longest_edge",), bare=("longest_edge",))["longest_edge"]
         self.splits = self.fields.get("do_image_splitting") in (None, True)
-        self.rows = shuffled(self.side, whole(vision, "patch_size", 32), whole(config, "scale_factor", 2))
+        scale = whole(config, "scale_factor", 2)
+        self.rows = shuffled(self.side, whole(vision, "patch_size", 32), scale)
+        self.most_patches = (math.ceil(longest / self.side) ** 2 * self.splits + 1) * self.rows * scale**2
 
     def _cut(self, image: Image.Image, alone: bool) -> Cut:
         side, fake = self.side, "<fake_token_around_image>"
@@ -304,6 +322,7 @@ class QwenVL(ImageProcessor):
             name: pixels for name, pixels in older.items() if pixels is not None
         }
         self.least, self.longest = (whole(size, name, 0) for name in older)
+        self.most_patches = self.longest // whole(self.fields, "patch_size", 14) ** 2
 
     def _cut(self, image: Image.Image, alone: bool) -> Cut:
         (width, height), factor = image.size, self.factor
@@ -325,13 +344,14 @@ class InternVL(ImageProcessor):
     image_token = "<IMG_CONTEXT>"
 
     def _read(self, config: Fields, vision: Fields) -> None:
-        self.side = whole({"size": self._edges("size", 384, SIDES)}, "size", 0)
-        ratio = config.get("downsample_ratio") or 0.5
-        self.rows = shuffled(self.side, whole(vision, "patch_size", 14), round(1 / ratio))
+        self.side = self._side(self._edges("size", 384, SIDES), vision, 448)
+        scale = round(1 / (config.get("downsample_ratio") or 0.5))
+        self.rows = shuffled(self.side, whole(vision, "patch_size", 14), scale)
         # `crop_to_patches` of the file counts for nothing: the Processor always sets it.
         least, most = whole(self.fields, "min_patches", 1), whole(self.fields, "max_patches", 12, most=256)
         grids = [(x, y) for x in range(1, most + 1) for y in range(1, most // x + 1) if x * y >= least]
         self.grids = sorted(grids, key=lambda grid: grid[0] * grid[1])
+        self.most_patches = (most + 1) * self.rows * scale**2
 
     def _grid(self, width: int, height: int) -> tuple[int, int]:
         """Columns and rows of tiles; of two that are as near, the later one unless it is more than twice as large."""
@@ -359,8 +379,10 @@ class Pixtral(ImageProcessor):
     def _read(self, config: Fields, vision: Fields) -> None:
         self._require("do_center_crop", False)
         self.size = self._edges("size", 1024, ("longest_edge",), SIDES)
-        self.patch = whole(vision, "patch_size", 16 if vision else 14) * whole(config, "spatial_merge_size", 2)
+        merge = whole(config, "spatial_merge_size", 2)
+        self.patch = whole(vision, "patch_size", 16) * merge
         self.height, self.width = (self.size.get(name) or self.size["longest_edge"] for name in SIDES)
+        self.most_patches = (-(-max(self.height, self.width) // self.patch) * merge) ** 2
 
     def _cut(self, image: Image.Image, alone: bool) -> Cut:
         width, height = image.size
@@ -378,50 +400,44 @@ class Siglip(ImageProcessor):
     """An image of one size, whose tokens see one another, and the newlines that its family puts into the text."""
 
     mutual = True
+    begin = end = ""  # what is around the image's tokens
 
     def _read(self, config: Fields, vision: Fields) -> None:
-        self.size, side = self._edges("size", 224, SIDES), whole(vision, "image_size", 224)
-        if self.size != {"height": side, "width": side}:
-            raise ValueError(f"the image processor makes images of {self.size}; the tower takes {side} x {side}")
-        self.rows = (side // whole(vision, "patch_size", 16)) ** 2
+        self.side = self._side(self._edges("size", 224, SIDES), vision, 224)
+        self.rows = self.most_patches = (self.side // whole(vision, "patch_size", 16)) ** 2
         runs = [self._text("\n" * i) for i in range(32)]
         self.newlines = {run[0]: i for i, run in enumerate(runs) if len(run) == 1}  # how many each token is
 
     def _cut(self, image: Image.Image, alone: bool) -> Cut:
-        image = image.resize((self.size["width"], self.size["height"]), self.resample)
-        return [image], [("", self.rows, (0, 0))], "", ()
+        image = image.resize((self.side, self.side), self.resample)
+        return [image], [(self.begin, self.rows, (0, 0))], self.end, ()
 
-    def _framed(self, ids: list[int], before: int, after: int) -> list[int]:
-        """A text with so many newlines before and after it; the tokenizer may join them with its own."""
-        low, high = 0, len(ids)
-        while low < high and ids[low] in self.newlines:
-            before, low = before + self.newlines[ids[low]], low + 1
-        while low < high and ids[high - 1] in self.newlines:
-            after, high = after + self.newlines[ids[high - 1]], high - 1
-        ends = (before, after) if low < high else (before + after, 0)
-        return self._text("\n" * ends[0]) + ids[low:high] + self._text("\n" * ends[1])
+    def _with_newlines(self, ids: list[int], place: int, count: int) -> list[int]:
+        """Tokens with so many newlines at an index, and joined with those beside it, as the tokenizer would do."""
+        low = high = place
+        while low and ids[low - 1] in self.newlines:
+            low -= 1
+        while high < len(ids) and ids[high] in self.newlines:
+            high += 1
+        count += sum(self.newlines[token] for token in ids[low:high])
+        return ids[:low] + self._text("\n" * count) + ids[high:]
 
 
 class Gemma3(Siglip):
     """Gemma 3, without its crops of wide images."""
 
     image_token, row_token, resample = "<start_of_image>", "<image_soft_token>", Image.Resampling.BILINEAR
+    begin, end = image_token, "<end_of_image>"
 
     def _read(self, config: Fields, vision: Fields) -> None:
         super()._read(config, vision)
         self._require("do_pan_and_scan", False)
         self.rows = whole(config, "mm_tokens_per_image", 256)
 
-    def _cut(self, image: Image.Image, alone: bool) -> Cut:
-        tiles, *_ = super()._cut(image, alone)
-        return tiles, [(self.image_token, self.rows, (0, 0))], "<end_of_image>", ()
-
     def expand(self, ids: list[int], prepared: Sequence[Prepared]) -> tuple[list[int], list[Picture]]:
-        places = [-1, *(i for i, token in enumerate(ids) if token == self.placeholder_id), len(ids)]
-        framed = list[int]()
-        for i, (low, high) in enumerate(pairwise(places)):
-            framed += self._framed(ids[low + 1 : high], 2 * (i > 0), 2 * (high < len(ids))) + ids[high : high + 1]
-        return super().expand(framed, prepared)
+        for place in [i for i, token in enumerate(ids) if token == self.placeholder_id][::-1]:
+            ids = self._with_newlines(self._with_newlines(ids, place + 1, 2), place, 2)
+        return super().expand(ids, prepared)
 
 
 class PaliGemma(Siglip):
@@ -433,25 +449,17 @@ class PaliGemma(Siglip):
         if len(prepared) > 1:
             raise ValueError(f"the prompt has {len(prepared)} images; this model takes one")
         end = ids.index(self.placeholder_id) + 1 if prepared and self.placeholder_id in ids else 0
-        ids, pictures = super().expand(ids[:end] + bos + self._framed(ids[end:], 0, 1), prepared)
+        ids = ids[:end] + bos + ids[end:]
+        ids, pictures = super().expand(self._with_newlines(ids, len(ids), 1), prepared)
         for picture in pictures:
             picture.seeing = 0, len(ids)
         return ids, pictures
 
 
-FAMILIES: dict[str, type[ImageProcessor]] = {
-    "LlavaForConditionalGeneration": Llava,
-    "LlavaOnevisionForConditionalGeneration": LlavaOnevision,
-    "Idefics3ForConditionalGeneration": Idefics3,
-    "SmolVLMForConditionalGeneration": Idefics3,
-    "Qwen2VLForConditionalGeneration": QwenVL,
-    "Qwen2_5_VLForConditionalGeneration": QwenVL,
-    "Qwen3VLForConditionalGeneration": QwenVL,
-    "Qwen3VLMoeForConditionalGeneration": QwenVL,
-    "Qwen3_5ForConditionalGeneration": QwenVL,
-    "Qwen3_5MoeForConditionalGeneration": QwenVL,
-    "InternVLForConditionalGeneration": InternVL,
-    "Mistral3ForConditionalGeneration": Pixtral,
-    "Gemma3ForConditionalGeneration": Gemma3,
-    "PaliGemmaForConditionalGeneration": PaliGemma,
-}
+FAMILIES: dict[str, type[ImageProcessor]] = {  # by architecture
+    f"{name}ForConditionalGeneration": family for family, names in {
+        Gemma3: "Gemma3", Idefics3: "Idefics3 SmolVLM", InternVL: "InternVL", Llava: "Llava",
+        LlavaOnevision: "LlavaOnevision", PaliGemma: "PaliGemma", Pixtral: "Mistral3",
+        QwenVL: "Qwen2VL Qwen2_5_VL Qwen3VL Qwen3VLMoe Qwen3_5 Qwen3_5Moe",
+    }.items() for name in names.split()
+}  # fmt: skip

@@ -19,12 +19,14 @@ from api.generation import Caller, ClientGone
 from api.images import NO_IMAGE, Images
 from api.options import ServerConfig
 from api.routes import Api
+from config import EngineConfig
 from processes.child import Board
 from scripted import CHAT, FACTS, ScriptedClient, error_of, events, post, refusal
 from seeing import IMAGE_ID, ROWS, TALK, TEXTS, USERS, data_url, lined_folder, new_folder, png, shown
 from server import create_app
-from text.images import BLIND, ImageReader
+from text.images import ImageReader
 from text.messages import chat_messages
+from text.parts import BLIND
 from tokenizer import Tokenizer
 
 ASK, ANTHROPIC = "/v1/responses", "/v1/messages"
@@ -148,7 +150,7 @@ def test_images_of_responses_which_later_ones_go_on_from(served: Served, engine:
 def test_an_image_that_cannot_be_read_is_refused_with_its_place(
     served: Served, engine: ScriptedClient, parts: list[Any], words: str
 ) -> None:
-    http_client = served(facts={"max_image_pixels": 4000}, limit_mm_per_prompt='{"video": 1, "image": 3}')
+    http_client = served(facts={"max_image_pixels": 4000, "max_images": 3})
     for stream in (False, True):
         message = refusal(post(http_client, CHAT, messages=user(*parts), stream=stream))["message"]
         assert words in message and RED[-40:] not in message, message
@@ -220,7 +222,8 @@ def test_one_of_several_models_that_sees_nothing_refuses_images(served: Served, 
     http_client, (part,) = served(facts={"vision": False}), chat_messages(user(chat_part(RED)), sees=True)
     with pytest.raises(ApiError, match=f"could not process image: .* {BLIND}"):
         Images(TEXTS, FACTS, ServerConfig()).read({"messages": [part]}, Caller("", ""))
-    assert "a part must have a text" in refusal(post(http_client, CHAT, messages=user(chat_part(RED))))["message"]
+    refused = refusal(post(http_client, CHAT, messages=user(chat_part(RED))))
+    assert f"messages[0].content[0] has an image; {BLIND}" in refused["message"]
 
 
 def test_no_log_has_what_an_image_is_made_of(
@@ -240,9 +243,9 @@ def test_a_limit_that_is_none_is_refused() -> None:
     wrong = '{"image": -1}', '{"image": 10000}', '{"image": 4, "video": {"count": 1}}', '{"audio": true, "image": 4}'
     for value in ("", "4", "image=", "image=x", '{"image": 4', "[4]", "image=1=2", "video=1,image=4", *wrong):
         with pytest.raises(ValueError, match=r"limit_mm_per_prompt is .* must be like"):
-            ServerConfig(limit_mm_per_prompt=value)
-    for value, most in (("image=0", 0), ('{"video": 5}', 16), ('{"video": 5, "image": 2}', 2), ("audio=1", 16)):
-        assert Images(TEXTS, FACTS, ServerConfig(limit_mm_per_prompt=value)).most == most
+            EngineConfig(limit_mm_per_prompt=value)
+    for value, most in (("image=0", 0), ('{"video": 5}', 16), ({"video": 5, "image": 2}, 2), ("audio=1", 16)):
+        assert EngineConfig(limit_mm_per_prompt=value).max_images == most
 
 
 # --- what they cost ---------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from flask.testing import FlaskClient
 
-from api.anthropic import SERVER_TOOLS
+from api.anthropic import CLIENT_TOOLS, SERVER_TOOLS
 from scripted import CHAT, FACTS, ScriptedClient, client_of, error_of, refusal
 from test_responses import COUNT, HI, TALK, post, prompt_of
 from text.messages import BLOCKS
@@ -19,6 +19,7 @@ NOTES = {"type": "document", "title": "Notes", "context": "Of May.", "source": {
 PARTS = {"type": "document", "source": {"type": "content", "content": [TEXT, TEXT | {"text": "y"}]}}
 FOUND = {"type": "search_result", "title": "Rain", "source": "https://rain", "content": [TEXT]}
 ADD = {"name": "add", "input_schema": {"type": "object"}}
+EDITOR = {"type": "text_editor_20250728", "name": "str_replace_based_edit_tool"}
 
 
 @pytest.fixture
@@ -211,6 +212,36 @@ def test_tools_of_anthropics_servers_are_left_out(http_client: FlaskClient, engi
                                         "invalid_request_error")  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("kind", "commands", "keys"),
+    [
+        ("text_editor_20250728", "view create str_replace insert", ["insert_text"]),
+        ("text_editor_20990101", "view create str_replace insert", ["insert_text"]),
+        ("text_editor_20250124", "view create str_replace insert undo_edit", []),
+        ("memory_20250818", "view create str_replace insert delete rename", ["insert_text", "old_path", "new_path"]),
+    ],
+)
+def test_the_schema_of_published_tools_is_told(
+    http_client: FlaskClient, engine: ScriptedClient, kind: str, commands: str, keys: list[str]
+) -> None:
+    assert ignored(http_client, tools=[{"type": kind, "name": "edit", "max_characters": 5}]) == {"tools.max_characters"}
+    tool_row = CLIENT_TOOLS.get(kind) or CLIENT_TOOLS[kind[:-9]]
+    properties = tool_row["parameters"]["properties"]
+    assert properties["command"]["enum"] == commands.split()
+    both = ["path", "view_range", "file_text", "old_str", "new_str", "insert_line"]
+    assert list(properties) == ["command", *both, *keys]
+    shown = [{"type": "function", "function": {"name": "edit", **tool_row}}]
+    assert engine.added[0][0] == prompt_of(("user", "Hi"), tools=shown)
+
+
+def test_an_answer_calls_a_published_tool(http_client: FlaskClient, engine: ScriptedClient) -> None:
+    tools = [{"type": "bash_20250124", "name": "bash"}, EDITOR | {"description": "Mine."}]
+    engine.says = '<tool_call>\n{"name": "bash", "arguments": {"command": "ls"}}\n</tool_call>'
+    answer = post(http_client, TALK, tools=tools, tool_choice={"type": "tool", "name": "bash"}, max_tokens=500).json
+    (block,) = answer["content"]
+    assert (block["name"], block["input"], answer["stop_reason"]) == ("bash", {"command": "ls"}, "tool_use")
+
+
 # --- lengths ----------------------------------------------------------------------------------------------------------
 
 
@@ -285,10 +316,9 @@ def test_keys_that_are_not_read_may_hold_anything(http_client: FlaskClient) -> N
         ({"type": "computer_20250124", "name": "computer"}, "of the type 'computer_20250124'"),
         ({"type": "mcp_toolset", "mcp_server_name": "x"}, "of the type 'mcp_toolset'"),
         ({"type": "function", "name": "x", "parameters": {}}, "of the type 'function'"),
-        ({"type": ["bash"], "name": "x"}, "of the type"), ({"type": "custom"}, "tool 0 has the name None"),
-        ({"type": "bash_20250124", "name": "bash"}, "must be custom, with an input_schema"),
+        ({"type": ["bash"], "name": "x"}, "of the type"), ({"type": "bash_20250124"}, "tool 0 has the name None"),
         ({"name": "x", "parameters": {}}, "no input_schema"), ({"name": "x", "input_schema": None}, "no input_schema"),
-        (ADD | {"input_schema": 5}, "parameters 5"), (ADD | {"strict": 5}, "strict 5"),
+        (ADD | {"input_schema": 5}, "parameters 5"), (EDITOR | {"strict": 5}, "strict 5"),
     ],
 )  # fmt: skip
 def test_tools_that_cannot_be_told_are_refused(http_client: FlaskClient, tool: dict[str, Any], words: str) -> None:

@@ -34,8 +34,11 @@ CASES: dict[str, tuple[str, ...]] = {  # and the modules that have adapters
     "deepseek-v3": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"),
     "qwen3-next": (*ATTENTION, "in_proj_qkvz", "in_proj_ba", "out_proj"),
     # And what adapters change beside low-rank products; see `add_kind`.
+    "qwen3+dora": (*ALL, "embed_tokens", "lm_head"),
     "qwen3+whole": ALL,
     "gemma3+tokens": ATTENTION,
+    "bloom+bias": ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"),
+    "bloom+dora": ("query_key_value", "dense", "dense_4h_to_h", "word_embeddings"),
     "gpt-oss+experts": ATTENTION,
     "llama4+experts": ATTENTION,
 }

@@ -76,7 +76,7 @@ def test_a_config_that_is_refused(tmp_path: Path, fields: dict[str, Any], words:
 
 FORMULA = [
     "bias", "init_lora_weights", "use_qalora", "layer_replication", "use_bdlora", "kasa_config", "monteclora_config",
-    "arrow_config", "alora_invocation_tokens", "megatron_config", "use_dora", "lora_bias",
+    "arrow_config", "alora_invocation_tokens", "megatron_config",
 ]  # fmt: skip
 
 
@@ -98,7 +98,7 @@ def test_an_adapter_of_changed_weights_is_told_how_to_convert_it(tmp_path: Path,
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("target_parameters", "experts"), ("trainable_token_indices", 3)],
+    [("use_dora", 1), ("lora_bias", "x"), ("target_parameters", "experts"), ("trainable_token_indices", 3)],
 )
 def test_a_field_of_another_type_is_refused(tmp_path: Path, name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"{name} is {value!r}; it must be a .*, or left out"):

@@ -260,6 +260,7 @@ BAD: dict[str, tuple[Callable[[dict[str, torch.Tensor]], dict[str, Any]], str]] 
         lambda t: {Q.removesuffix("lora_") + "base_layer.weight": torch.zeros(2, 2)}, "base_layer.* trained whole"),
     "a norm": (
         lambda t: {f"{PREFIX}model.norm.lora_A.weight": torch.zeros(8, 192)}, "cannot have an adapter here"),
+    "magnitudes": (lambda t: {f"{Q}magnitude_vector": torch.zeros(9)}, r"shape \[9\]; it must be \[192\]"),
     "a saved module": (lambda t: {f"{PREFIX}lm_head.weight": torch.zeros(9)}, r"shape \[9\]; it must be \[9, 192\]"),
     "a saved norm": (lambda t: {f"{PREFIX}model.norm.weight": torch.zeros(192)}, "and the head may be trained whole"),
     "a head's bias alone": (lambda t: {f"{PREFIX}lm_head.bias": torch.zeros(1024)}, "only .* lacks whole"),

@@ -23,11 +23,11 @@ from random_checkpoints import DATA, FAMILIES
 TABLES = ("embed_tokens", "word_embeddings", "lm_head")
 MODULES = ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")
 CASES: dict[str, tuple[str, tuple[str, ...]]] = {  # of each kind on a base, and modules with A and B
-    "qwen3": ("plain", (*ALL, *TABLES)), "gemma3": ("tokens", ALL[:2]),
+    "qwen3": ("dora", (*ALL, *TABLES)), "gemma3": ("tokens", ALL[:2]), "bloom": ("bias", MODULES),
     "gpt-oss": ("experts", ALL[:2]), "llama4": ("experts", ALL[:1]), "falcon-7b": ("whole", MODULES[:2]),
     "deepseek-v3": ("plain", ALL[3:]),  # of single experts
 }  # fmt: skip
-KINDS = ("whole", "tokens", "plain")  # of the demo's
+KINDS = ("dora", "whole", "tokens", "plain")  # of the demo's
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
@@ -54,7 +54,8 @@ def test_logits_are_those_of_a_merged_checkpoint(tmp_path: Path, name: str, back
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     place, made = tmp_path_factory.mktemp("kinds"), {}
     for i, kind in enumerate(KINDS):
-        make_adapter(place / kind, i, modules=ALL[:3])
+        modules = (*ALL, *TABLES) if kind == "dora" else ALL[:3]
+        make_adapter(place / kind, i, modules=modules)
         made[kind] = add_kind(place / kind, kind)
     return made
 
@@ -102,7 +103,7 @@ def test_an_adapter_leaves_nothing_to_the_next_one(
     """In the same row and slot, in one engine, after it was replaced; and its tensors are freed."""
     core = make_core(max_loras=1, max_cpu_loras=1)
     pool = core.executor.worker.adapters
-    for kind in ("plain", "whole", "plain", "tokens"):
+    for kind in ("dora", "plain", "whole", "plain", "tokens"):
         core.add(request(kind, folders[kind]), at_once=True)
         assert run(core)[0] == {kind: alone[kind]}
         assert bool(pool.read[0].changes) == bool(pool.held[0].changes) == (kind != "plain")
@@ -117,7 +118,7 @@ def test_a_step_with_changes_replays_no_graph(folders: dict[str, Path]) -> None:
             raise Replayed
 
     worker = make_worker(Path(DEMO), enable_lora=True, max_loras=2, max_cpu_loras=2)
-    for row, kind in enumerate(("whole", "plain")):
+    for row, kind in enumerate(("dora", "plain")):
         assert worker.adapters.load(row, str(folders[kind])) == ""
     first_step(worker, [[5, 6], [7, 8]], [1, 2], adapters=[(0, 0), (1, 1)])
     ones = np.ones(1, dtype=np.int32)
@@ -152,6 +153,19 @@ def test_a_table_with_rows_of_padding_is_cut(
         core.add(request("more", folder), at_once=True)
 
 
+@pytest.mark.parametrize(
+    ("field", "words"),
+    [("use_dora", "_proj has only A, B, and lacks magnitude"), ("lora_bias", "_proj has only A, B, and lacks shift")],
+)
+def test_a_config_that_promises_more_than_the_file_has(
+    folders: dict[str, Path], tmp_path: Path, field: str, words: str
+) -> None:
+    folder = shutil.copytree(folders["plain"], tmp_path / "a")
+    (folder / CONFIG).write_text(json.dumps(json.loads((folder / CONFIG).read_text()) | {field: True}))
+    with pytest.raises(ValueError, match=words):
+        make_core().add(request("a", folder), at_once=True)
+
+
 @pytest.mark.parametrize("ids", [[7, 2, 31], [7, 7, 31, 5], [7, 2, 31, 1024], [7, 2, 31, -1], [7, 2, 31, "5"], {}])
 def test_tokens_that_do_not_fit_their_rows_are_refused(folders: dict[str, Path], tmp_path: Path, ids: object) -> None:
     folder = shutil.copytree(folders["tokens"], tmp_path / "a")
@@ -169,3 +183,12 @@ def test_an_unchanged_table_beside_an_adapter_is_none_of_it(tmp_path: Path) -> N
     save_file(tensors | {f"base_model.model.{name}": own[name]}, tmp_path / "a" / WEIGHTS)
     worker = make_worker(Path(DEMO), enable_lora=True, max_loras=1, max_cpu_loras=1)
     assert worker.adapters.load(0, str(tmp_path / "a")) == "" and not worker.adapters.read[0].changes
+
+
+@pytest.mark.parametrize("kind", ["dora", "bias"])
+def test_kinds_that_single_experts_lack_are_named(tmp_path: Path, kind: str) -> None:
+    base = DATA / "families" / "deepseek-v3"
+    make_adapter(tmp_path / "a", 1, rank=3, modules=ALL[3:], base=base)
+    add_kind(tmp_path / "a", kind, base)
+    worker = make_worker(base, enable_lora=True, max_loras=1, max_cpu_loras=1)
+    assert "is of a module that cannot have an adapter here" in worker.adapters.load(0, str(tmp_path / "a"))

@@ -1,4 +1,4 @@
-"""Drawn adapters of all kinds against PEFT: whole tables, tokens, experts and converted ones."""
+"""Drawn adapters of all kinds against PEFT: whole tables, tokens, DoRA, biases, experts and converted ones."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BASES: dict[str, tuple[Any, str, str, bool]] = {
     "llama4": (LINEAR[:4], "embed_tokens", "lm_head", False),
 }
 STACKS = ("experts.gate_up_proj", "experts.down_proj")
-COUNT = 20  # drawn
+COUNT = 40  # drawn
 
 
 def drawn(number: int) -> tuple[str, dict[str, Any]]:
@@ -40,13 +40,17 @@ def drawn(number: int) -> tuple[str, dict[str, Any]]:
     draw = random.Random(number)
     name = [*BASES][number % len(BASES)]
     modules, table, head, tied = BASES[name]
-    rank = draw.choice((2, 4, 8))
+    experts, rank = name in ("qwen3-moe", "mixtral", "gpt-oss", "llama4"), draw.choice((2, 4, 8))
     config: dict[str, Any] = {"r": rank, "lora_alpha": draw.choice((rank, 2 * rank)), "use_rslora": draw.random() < 0.3}
     if isinstance(modules, tuple):
         modules = sorted(draw.sample(modules, draw.randint(2, len(modules))))
-    kind = ("plain", "converted")[number // len(BASES)]
+    kind = ("dora", "converted", "bias", "plain")[number // len(BASES)]
     if name in ("gpt-oss", "llama4"):
         config["target_parameters"] = draw.choice((STACKS, STACKS[:1], STACKS[1:]))
+    elif not experts and kind == "dora":
+        config["use_dora"] = True
+    elif kind == "bias" and name in ("llama-biases", "gpt2", "gpt-neox"):
+        config["lora_bias"] = True
     elif kind == "converted" and name in ("qwen3", "llama-biases", "phi3", "gpt-neox"):
         config |= {"init_lora_weights": draw.choice(("pissa", "olora")), "use_rslora": False}
         return name, config | {"target_modules": modules}
@@ -60,7 +64,7 @@ def drawn(number: int) -> tuple[str, dict[str, Any]]:
     elif tables == "tokens":
         ids = draw.sample(range(99), 5)
         config["trainable_token_indices"] = draw.choice((ids, {table: ids[:3]} | ({} if tied else {head: ids[2:]})))
-    elif tables == "low rank" and isinstance(modules, list):
+    elif tables == "low rank" and isinstance(modules, list) and not config.get("lora_bias"):
         modules = [*modules, table, head]
     elif tables == "head":
         config["modules_to_save"] = [head]

@@ -198,7 +198,7 @@ class PackedOps:
         self.rows, self.seen, self.plan_experts = rows, set(), cpu_ops.plan_experts
 
     def pack(self, weight: torch.Tensor) -> Any:
-        packed = cpu_weights.pack_experts(weight, self.rows)
+        packed = ExpertStack(weight.shape, [cpu_weights.pack(part, self.rows) for part in weight])
         assert packed.shape == weight.shape
         self.seen.add(type(packed))
         return packed

@@ -11,11 +11,11 @@ from PIL import Image
 
 from sampling_params import SamplingParams
 from seeing import IMAGE_ID, ROWS, TALK, data_url, lined_folder, new_folder, png, shown
-from text.images import BLIND
+from text.parts import BLIND
 from text.prompts import InputProcessor, Prompt
 from tokenizer import NoTokenizer, Tokenizer
 
-FACTS = {"vision": True, "max_model_len": 512, "max_image_pixels": 320}
+FACTS = {"vision": True, "max_model_len": 512, "max_image_pixels": 320, "max_images": 4}
 RED, BLUE = png("red"), png("blue")
 
 
@@ -79,11 +79,13 @@ def test_images_that_nobody_can_take_are_refused(inputs: InputProcessor) -> None
     prompt: Prompt = {"prompt_token_ids": [IMAGE_ID], "multi_modal_data": {"image": RED}}
     with pytest.raises(ValueError, match="truncate_prompt_tokens"):
         inputs.request("1", prompt, SamplingParams(truncate_prompt_tokens=5))
+    with pytest.raises(ValueError, match="has 5 images; at most 4"):
+        inputs.request("1", {"prompt": "", "multi_modal_data": {"image": [RED] * 5}}, SamplingParams())
     blind = InputProcessor(inputs.tokenizer, FACTS | {"vision": False})
     with pytest.raises(ValueError, match=BLIND):
         blind.request("1", prompt, SamplingParams())
     message = {"role": "user", "content": [{"type": "image_pil", "image_pil": Image.new("RGB", (1, 1))}]}
-    with pytest.raises(ValueError, match="a part must have a text"):
+    with pytest.raises(ValueError, match=f"has an image; {BLIND}"):
         blind.conversation([message], True, False, None, None)
     with pytest.raises(ValueError, match="skip_tokenizer_init"):
         InputProcessor(NoTokenizer(), FACTS).request("1", prompt, SamplingParams())

@@ -56,6 +56,8 @@ def seeing(
     processor = PROCESSOR | {key: value for key, value in more.items() if key == "image_grid_pinpoints"}
     if vision.get("model_type") == "siglip_vision_model":
         processor |= dict.fromkeys(("size", "crop_size"), dict.fromkeys(("height", "width"), vision["image_size"]))
+    if config == "InternVLConfig":
+        processor |= {"size": vision["image_size"][0]}
     return {"config": config, "shape": fields, "inputs": inputs, "images": images, "ids": ids, "pictures": pictures,
             "new": NEW, "processor": processor, "mutual": mutual}  # fmt: skip
 
@@ -177,17 +179,17 @@ def answer(
     worker.model.forward = lambda *args: seen.append(forward(*args)) or seen[-1]
     kinds, _, per_seq = worker.state.block_tables.shape
     blocks = [[*range(i * per_seq, (i + 1) * per_seq)] for i in range(slot * kinds, (slot + 1) * kinds)]
-    new = [NewRow(slot=slot, token_ids=ids, blocks=blocks)]
-    images, left = [(picture.digest, picture.spans) for picture in pictures], [*pictures]
+    images, left = [(picture.digest, span) for picture in pictures for span in picture.spans], [*pictures]
+    new = [NewRow(slot=slot, token_ids=ids, blocks=blocks, shift=sum(span.shift for _, span in images))]
     last = pictures[-1].spans[-1]
-    shifts, tokens = {slot: sum(span.shift for _, spans in images for span in spans)}, list[int]()
+    tokens = list[int]()
     for step, (begin, end) in enumerate(pairwise((0, *cuts, len(ids)))):
         now = [picture for picture in left if picture.spans[0].begin < end]
         left = [picture for picture in left if picture not in now]
         rows = [(0, begin, images)] if begin < last.begin + last.count else []
         runs = [picture.seeing for picture in pictures if begin < picture.seeing[1] <= end]
         seeing = {0: [(max(low - begin, 0), high - begin) for low, high in runs]} if runs else {}
-        vision = VisionPlan(False, [], now, rows, shifts if new else {}, seeing)
+        vision = VisionPlan(False, [], now, rows, seeing)
         result = worker.step(StepPlan(step, rows=[(slot, end - begin)], new=new, vision=vision))
         assert result.error is None
         new = []

@@ -56,6 +56,7 @@ IMAGES: list[tuple[str, Callable[[Any], dict[str, Any]]]] = [  # of a URL
 ]
 DATA, FRAMES = saved(GOOD), {"save_all": True, "append_images": [GOOD.rotate(90), GOOD.rotate(180)]}
 TEXT, BMP = base64.b64encode(DATA).decode(), saved(GOOD.convert("P"), "BMP")
+SCANS = saved(GOOD, "JPEG", progressive=True)  # has 10, and the last of them may be repeated
 PIXELS, ZEROS = (b"IDAT", zlib.compress(bytes(100_000))), b"a\0\0" + zlib.compress(bytes(2**26))
 SOURCES: dict[str, list[str | bytes]] = {  # by what is wrong with them
     "": [
@@ -72,6 +73,7 @@ SOURCES: dict[str, list[str | bytes]] = {  # by what is wrong with them
     "it must have 1 to 4000000 in all": [png(5000, 4000, PIXELS), saved(Image.new("1", (4000, 4000)))],
     "at most 200 times": [saved(GOOD.resize((1, 10_000))), saved(GOOD.resize((10_000, 1)))],
     "bomb": [png(60_000, 60_000, PIXELS), b"GIF89a\xff\xff\xff\xff" + saved(GOOD, "GIF")[10:]],
+    "JPEG of 70 scans": [SCANS[:-2] + SCANS[SCANS.rindex(b"\xff\xda") : -2] * 60 + SCANS[-2:]],
     "BMP of runs": [BMP[:30] + b"\1" + BMP[31:]], "the image is empty": [b""],
     "that begin with": [
         b"hello", bytes(100), b"\x89PNG\r\n\x1a\nhi", b"II*\0\x08\0\0\0", b"GIF89a", b"BM", b"%PDF-1.7\n", png(0, 5),

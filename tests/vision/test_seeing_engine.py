@@ -194,11 +194,14 @@ def test_adapters_of_the_text(shared: Path, tmp_path: Path) -> None:
     make_adapter(tmp_path / "adapter", 1, modules=("q_proj", "o_proj"), base=seeing.folder)
     with LLM(str(merge(tmp_path / "merged", tmp_path / "adapter", seeing.folder)), **SIZES) as llm:
         adapted = run(llm, seeing.name)
-    adapter = LoRARequest("a", 1, str(tmp_path / "adapter"))
+    adapter, towers = (LoRARequest(name, i, str(tmp_path / name)) for i, name in enumerate(("adapter", "tower"), 1))
+    make_adapter(tmp_path / "tower", 1, modules=("qkv",), base=seeing.folder)
     with seeing.llm(enable_lora=True, max_num_batched_tokens=16) as llm:
         for turns in ([adapter, None] * 3 + [adapter], [None, adapter] * 3 + [None]):
             pairs = zip(turns, adapted, seeing.answers, strict=True)
             assert run(llm, seeing.name, lora_request=turns) == [one if lora else two for lora, one, two in pairs]
+        with pytest.raises(ValueError, match="change how the model sees; take them out, or serve the text alone"):
+            llm.generate("a", lora_request=towers)
 
 
 @pytest.mark.full

@@ -23,7 +23,7 @@ from device.warmup import rehearse
 from forked import run_ranks
 from model import Transformer
 from model_config import ModelConfig
-from models.tower import Tower, patch_order, taps
+from models.tower import Tower, nearest, patch_order
 from oracle_checks import make_worker
 from parallel import Group
 from plan import NewRow, Span, StepPlan, VisionPlan
@@ -99,12 +99,11 @@ def test_rows_with_and_without_images_share_a_step(shared: Path) -> None:
         worker.step(StepPlan(step, rows=[(slot, len(text))], new=new, released=[slot] if step else []))
         return seen[-1]
 
-    alone, images = run(0, 1), [(picture.digest, picture.spans) for picture in pictures]
-    new = [NewRow(slot=slot, token_ids=case["ids"], blocks=[[*range(8 * slot, 8 * slot + 8)]]) for slot in (0, 2)]
-    count = len(case["ids"])
-    rows = [(row, 0, images) for row in (1, 2)]
-    shift = sum(span.shift for _, spans in images for span in spans)
-    vision = VisionPlan(False, [b"unknown"], pictures, rows, {0: shift, 2: shift})
+    alone, images = run(0, 1), [(picture.digest, span) for picture in pictures for span in picture.spans]
+    shift, count = sum(span.shift for _, span in images), len(case["ids"])
+    tables = {slot: [[*range(8 * slot, 8 * slot + 8)]] for slot in (0, 2)}
+    new = [NewRow(slot=slot, token_ids=case["ids"], blocks=table, shift=shift) for slot, table in tables.items()]
+    vision = VisionPlan(False, [b"unknown"], pictures, [(row, 0, images) for row in (1, 2)])
     result = worker.step(StepPlan(1, rows=[(1, 1), (0, count), (2, count)], new=new, vision=vision))
     assert result.token_ids[1:] == [oracle["tokens"][0]] * 2
     assert (worker.model.logits(seen[-1][1:]) - oracle["logits"].repeat(2, 1)).abs().max() <= 1e-4
@@ -239,7 +238,9 @@ def test_the_plan_counts_images(capsys: Any, tmp_path: Path) -> None:
     text, most = capsys.readouterr().out, shape.vision.most_rows(shape.max_position)
     assert most == shape.max_position > 64 and shape.vision.most_patches > 4 * most
     assert f"{(most + 64) * 64 * 2 * 4 / 2**20:,.1f} MiB  embeddings for {most} tokens, and a step's copy" in text
+    assert "MiB of them are the tower's" in text
     activations = next(line for line in text.splitlines() if line.startswith("    activations"))
+    assert activations.endswith(f"or of the tower with an image that becomes {most} tokens")
     assert float(activations.split()[1].replace(",", "")) > 4 * most * (32 * 3 + 48) * 4 / 2**20  # of the largest image
 
 
@@ -267,9 +268,6 @@ def test_patches_go_by_window_and_merged_block() -> None:
     assert rows.tolist() == [0, 1, 3, 4, 2, 5]
 
 
-def test_rows_between_those_of_a_table() -> None:
-    for size, side in ((1, 5), (3, 5), (9, 5)):
-        at, shares = taps("linear", size, side)
-        want = torch.linspace(0, side - 1, size)
-        assert torch.allclose((at * shares).sum(0), want) and torch.allclose(shares.sum(0), torch.ones(size))
-    assert [taps("nearest", side, side)[0].tolist() for side in (4, 32)] == [[[*range(4)]], [[*range(32)]]]
+@pytest.mark.parametrize("side", [4, 32])
+def test_each_place_of_a_table_is_nearest_to_itself(side: int) -> None:
+    assert nearest(side, side).tolist() == [*range(side)]
