@@ -370,6 +370,7 @@ class Health:
     """Engine or coordinator to client, when it changes and as a heartbeat: why it cannot run requests; None: it can."""
 
     trouble: str | None
+    of_hook: bool = False  # a class of the user's is to blame, whatever ran
 
 
 Message = EngineCoreRequest | Abort | Call | Outputs | Reply | Health | StepPlan | StepResult

@@ -39,6 +39,7 @@ from processes.child import Board, ClientShares
 from processes.client import EngineDeadError, MPClient, Stream
 from processes.models import ModelEntry, ModelRow, ModelSet
 from processes.residency import ABSENT, ASLEEP, DRAINING, READY, STARTING
+from processes.suspects import Suspects
 from tokenizer import Tokenizer
 
 LOOK = 0.05  # seconds between two looks at a model that is waited for
@@ -66,7 +67,7 @@ class ServedModel:
         self.client: MPClient | None = None
         self.tokenizer: Tokenizer | None = None  # as long as the engine is the same, be it asleep or not
         self.loads = self.ends = 0  # of the row, when this process connected
-        self.lock = RLock()
+        self.suspects, self.lock = Suspects(), RLock()
         self.waiting: dict[object, float] = {}  # since when each request waits
         self.running = 0
         self.viewers = Viewers(cast(EngineClient, self), several.watching, self.board, lambda: {"model": self.card()})
@@ -88,7 +89,7 @@ class ServedModel:
                 self.hang_up()
                 self.row.connected[self.board.mine] = True  # first, so that the parent sees it if it ends the model now
                 self.loads = self.row.loads
-                self.client = MPClient(self.address)
+                self.client = MPClient(self.address, 0, self.suspects)
             return self.client
 
     def current(self) -> Api | None:

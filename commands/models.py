@@ -22,6 +22,7 @@ from config import EngineConfig, nearest
 from processes.child import Board, stopping
 from processes.fleet import Fleet, launch, prepare
 from processes.models import MOST_MODELS, ModelEntry, ModelSet
+from processes.suspects import Suspects
 from tokenizer import Tokenizer
 
 SERVED = ("lora_modules", "lora_dir", "tool_call_parser", "reasoning_parser")  # options of the server in a table
@@ -60,7 +61,7 @@ class OneModel:
 
     def new_api(self) -> Api:
         """The routes of an API process."""
-        client = self.fleet.new_client(self.config.api_server_count)
+        client = self.fleet.new_client(self.config.api_server_count, Suspects())
         facts = self.fleet.facts | {"options": dataclasses.asdict(self.engine_config)}
         return Api(client, self.tokenizer, facts, self.config, self.names, self.board, self.adapters)
 

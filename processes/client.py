@@ -27,6 +27,7 @@ from config import reference_to
 from plan import Abort, Call, EngineCoreRequest, EngineOutput, Health, Kwargs, Method, Outputs, Reply
 from processes.connection import GONE, GRACE, OUT_OF_REACH, SILENT, Connection, EngineDeadError
 from processes.messages import Message
+from processes.suspects import Suspects
 from ring import undisturbed
 
 
@@ -191,10 +192,10 @@ class Stream:
 
 
 class MPClient(EngineCoreClient):
-    """The client of an engine process, and of its successors."""
+    """The client of an engine process, and of its successors. `suspects` finds requests that end such processes."""
 
-    def __init__(self, address: socket.socket, rank: int = 0):
-        self.rank = rank
+    def __init__(self, address: socket.socket, rank: int = 0, suspects: Suspects | None = None):
+        self.rank, self.suspects = rank, suspects
         self.streams: dict[str, Stream] = {}
         self.calls: dict[int, queue.SimpleQueue[Reply | None]] = {}
         self.call_ids = itertools.count()
@@ -219,6 +220,7 @@ class MPClient(EngineCoreClient):
                 stream = self.streams.get(output.request_id)
                 if output.finished:
                     self.streams.pop(output.request_id, None)
+                    self._end(output.request_id, not output.engine_fault)
                 if stream:
                     stream.put(output)
 
@@ -227,6 +229,10 @@ class MPClient(EngineCoreClient):
         words = f": {last.trouble}" if last.trouble and not last.trouble.startswith(GONE) else ""
         self.health = Health(gone + words)
         streams, self.streams = self.streams, {}
+        if self.suspects and not (connection.far or connection.closed.is_set()):
+            for name in streams if last.of_hook else ():
+                self._end(name, False)
+            self.suspects.died(streams)
         for stream in streams.values():
             stream.put(EngineDeadError(gone + words))
         for waiter in list(self.calls.values()):
@@ -249,11 +255,24 @@ class MPClient(EngineCoreClient):
     def add_request(self, request: EngineCoreRequest, stream: Stream | None = None) -> Stream:
         target = stream or Stream()
         target.clients.add(self)
-        self._send(request, lambda: self.streams.update({request.request_id: target}))
+        if self.suspects and (refusal := self.suspects.add(request)):
+            target.put(refusal)
+            return target
+        try:
+            self._send(request, lambda: self.streams.update({request.request_id: target}))
+        except BaseException:
+            self._end(request.request_id, False)
+            raise
         return target
+
+    def _end(self, request_id: str, answered: bool) -> None:
+        if self.suspects:
+            self.suspects.end(request_id, answered)
 
     def abort(self, request_id: str, index: int | None = None, reason: str = "abort") -> None:
         if self.streams.get(request_id) if index is not None else self.streams.pop(request_id, None):
+            if index is None:
+                self._end(request_id, reason == "stop")
             with contextlib.suppress(EngineDeadError, ValueError):  # no engine has it, or this is shut down
                 self._send(Abort(request_id, index, reason))
 

@@ -247,7 +247,7 @@ def engine_main() -> None:
         logger.error(str(error))
     except BaseException as error:
         logger.exception("the engine has failed")
-        server.frames.health = Health(str(error) or repr(error))  # heartbeats say so
+        server.frames.health = Health(str(error) or repr(error), isinstance(error, FatalHookError))  # heartbeats say so
         server.frames.publish(server.frames.health)
     core.close()
     parent.end(code)

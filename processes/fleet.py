@@ -26,6 +26,7 @@ from processes.engine_process import EngineProcess
 from processes.gate import GateProcess
 from processes.handshake import listed, place_of, read_secret
 from processes.routing import DPClient, Router
+from processes.suspects import Suspects
 
 # Facts in which all engines must agree when the server starts.
 FACTS = ("dtype", "cache_dtype", "max_model_len", "block_size", "vocab_size", "task", "max_logprobs", "weights")
@@ -122,12 +123,12 @@ class Fleet:
         address = self.coordinator.address if self.coordinator else None
         self.engines[rank] = EngineProcess(config, address, self.ends[rank])
 
-    def new_client(self, routers: int = 1) -> MPClient | DPClient:
-        """A client for one of so many processes."""
+    def new_client(self, routers: int = 1, suspects: Suspects | None = None) -> MPClient | DPClient:
+        """A client for one of so many processes; `suspects`: see `MPClient`."""
         if not self.coordinator:
-            return MPClient(self.ends[0][0])
+            return MPClient(self.ends[0][0], 0, suspects)
         addresses = [self.ends[rank][0] for rank in self.ranks]
-        return DPClient(addresses, self.coordinator.address, self.new_router(routers))
+        return DPClient(addresses, self.coordinator.address, self.new_router(routers), suspects=suspects)
 
     def new_router(self, routers: int = 1) -> Router:
         """A router, one of so many."""

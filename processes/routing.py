@@ -14,6 +14,7 @@ from plan import EngineCoreRequest, Health
 from processes.client import GONE, BackgroundResources, EngineCoreClient, EngineDeadError, MPClient, Stream, weakly
 from processes.connection import Connection
 from processes.messages import Loads, Routed, Subscribe
+from processes.suspects import Suspects
 from sequence import chain
 
 WAITING = 4  # running requests that one that waits counts as (vLLM's weight)
@@ -85,6 +86,7 @@ class DPClient(EngineCoreClient):
         addresses: of the engines.
         coordinator: its address; None: there is one engine.
         resources: what a subclass has started for this client.
+        suspects: see `MPClient`.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class DPClient(EngineCoreClient):
         coordinator: socket.socket | None,
         router: Router,
         resources: BackgroundResources | None = None,
+        suspects: Suspects | None = None,
     ):
         self.router, self.lock = router, threading.Lock()
         self.clients: dict[int, MPClient] = {}
@@ -101,7 +104,7 @@ class DPClient(EngineCoreClient):
         with self.resources.all_or_nothing():
             self.resources.add(weakly(self._hang_up))  # if this lives no more, its clients do not either
             for rank, address in enumerate(addresses):
-                self.clients[rank] = MPClient(address, rank)
+                self.clients[rank] = MPClient(address, rank, suspects)
             if coordinator:
                 self.coordinator = Connection(coordinator, weakly(self._receive), lambda here: here.send(Subscribe()))
                 self.resources.add(self.coordinator.close)

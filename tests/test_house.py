@@ -76,10 +76,10 @@ EVERY_FILE = [
 ]
 # These may fall. They rise only when a capability with a name of its own comes.
 MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 24, 700, 80, 750
-MOST_STORY_LINES = 6586
+MOST_STORY_LINES = 6587
 MOST_LINES = {
-    ".": 10667, "api": 5995, "checkpoints": 3255, "commands": 1315, "cpu": 2541, "device": 4225, "executors": 205,
-    "lora": 1202, "models": 4556, "observe": 1356, "ops": 3118, "processes": 3579,
+    ".": 10668, "api": 5996, "checkpoints": 3255, "commands": 1316, "cpu": 2541, "device": 4225, "executors": 205,
+    "lora": 1202, "models": 4556, "observe": 1356, "ops": 3118, "processes": 3676,
     "scheduling": 2322, "speculation": 779, "text": 4587, "vision": 675,
 }  # fmt: skip
 STDLIB_ONLY = {

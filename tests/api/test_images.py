@@ -20,7 +20,10 @@ from api.images import NO_IMAGE, Images
 from api.options import ServerConfig
 from api.routes import Api
 from config import EngineConfig
+from plan import EngineCoreRequest, Picture
 from processes.child import Board
+from processes.suspects import Suspects
+from sampling_params import SamplingParams
 from scripted import CHAT, FACTS, ScriptedClient, error_of, events, post, refusal
 from seeing import IMAGE_ID, ROWS, TALK, TEXTS, USERS, data_url, lined_folder, new_folder, png, shown
 from server import create_app
@@ -316,3 +319,10 @@ def test_others_are_served_while_an_image_is_read(
     assert post(http_client, CHAT, messages=user(text("a"))).status_code == 200
     go_on.set()
     assert asking.get(timeout=60).status_code == 200 and prompt_of(engine, RED)
+
+
+def test_requests_differ_if_their_images_do() -> None:
+    suspects, params = Suspects(), SamplingParams()
+    for i, digest in enumerate((b"a", b"b", b"a")):
+        suspects.add(EngineCoreRequest(str(i), [1], params, pictures=[Picture(digest, b"", (1, 1, 1), 1)]))
+    assert suspects.flying["0"] == suspects.flying["2"] != suspects.flying["1"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import inspect
+import itertools
 import json
 import os
 import socket
@@ -23,11 +24,12 @@ from executor import WorkerError
 from plan import Call, EngineCoreRequest, EngineOutput, Health, Outputs, Reply
 from processes import client as clients
 from processes.child import FrameServer
-from processes.client import BackgroundResources, EngineCoreClient, EngineDeadError, InprocClient, MPClient
+from processes.client import BackgroundResources, EngineCoreClient, EngineDeadError, InprocClient, MPClient, Stream
 from processes.connection import connect, read_frames, to_frame
 from processes.engine_process import EngineServer
 from processes.fleet import FleetClient
 from processes.routing import DPClient, Router
+from processes.suspects import Suspects
 from ring import Codec
 from served import ROOT, eventually
 
@@ -285,6 +287,45 @@ def test_a_client_that_does_not_read_holds_up_nobody(engines):
     with stuck:
         other.shutdown()
     eventually(lambda: not server.late)
+
+
+def test_a_request_that_ends_engine_processes_is_found_among_others(engines):
+    """An engine ends whenever it has a certain request. All that it had is sent again, and some of it is answered."""
+    ((address, *_), (server, *_)), suspects, names = engines, Suspects(), itertools.count()
+    client = MPClient(address, suspects=suspects)
+
+    def send(prompt: int) -> Stream:
+        return client.add_request(EngineCoreRequest(f"{prompt}-{next(names)}", [prompt], GREEDY))
+
+    def end_with(*prompts: int, words: Health | None = None) -> None:
+        eventually(lambda: client.trouble is None)
+        streams = [send(prompt) for prompt in prompts]
+        if words:
+            server.publish(words)
+        for sock in [*server.clients]:
+            sock.shutdown(socket.SHUT_RDWR)
+            server.drop(sock)
+        for stream in streams:
+            with pytest.raises(EngineDeadError, match=words and words.trouble):
+                stream.get(timeout=10)
+
+    end_with(1, words=Health("a user's class has failed", of_hook=True))
+    assert not suspects.deaths and not suspects.flying
+    end_with(1, 2, 3)
+    end_with(1, 2, 3)
+    eventually(lambda: client.trouble is None)
+    innocent = send(1)
+    with pytest.raises(EngineDeadError, match="others that are suspect"):
+        send(2)
+    name, *_ = client.streams
+    server.publish(Outputs([EngineOutput(name, [5], "stop", finished=True)]))
+    assert innocent.get(timeout=10).finished
+    end_with(2, 1)  # the second is suspect no more
+    eventually(lambda: client.trouble is None)
+    refused = send(2).get(timeout=10)
+    assert refused.finished and "3 engine processes have ended" in refused.error and not refused.engine_fault
+    assert send(1).empty() and send(3).empty() and client.streams.keys() == suspects.flying.keys()
+    client.shutdown()
 
 
 def test_a_client_hears_of_trouble_that_was_there_before_it_came(engines):
