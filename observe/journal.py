@@ -48,10 +48,7 @@ class Journal(Observer):
     def added(self, group: SequenceGroup) -> None:
         r, params = group, dataclasses.asdict(group.params)
         pooling, adapter = r.pooling and dataclasses.asdict(r.pooling), r.adapter and dataclasses.astuple(r.adapter)
-        pictures = [
-            [picture.digest.hex(), picture.num_rows, [*map(dataclasses.astuple, picture.spans)]]
-            for picture in r.pictures
-        ]
+        pictures = [[p.digest.hex(), p.num_rows, [*map(dataclasses.astuple, p.spans)], p.seeing] for p in r.pictures]
         fields = r.request_id, r.prompt, params, r.salt, r.priority, r.client, pooling, adapter, r.retention, r.beam
         self.events.append(["add", self.now, *fields, pictures])
 
@@ -107,7 +104,10 @@ def decisions(scheduler: Scheduler) -> dict[str, Any]:
     if scheduler.config.enable_lora:
         moves += [plan.adapters]
     drafts = [[seq.name, count] for seq, count in flight.drafts.items()]
-    return ({"drafts": drafts} if scheduler.config.num_drafts else {}) | {
+    towers = [picture.digest.hex() for picture in plan.vision.compute] if plan.vision else []
+    made = {"drafts": drafts} if scheduler.config.num_drafts else {}
+    made |= {"towers": towers} if scheduler.images.most_rows else {}
+    return made | {
         "rows": [[seq.name, count] for seq, (_, count) in zip(flight.seqs, plan.rows, strict=True)],
         "preempted": [list(entry) for entry in scheduler.admission.preempted],
         "moves": [len(pairs) for pairs in moves],

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import random
+from pathlib import Path
 
 import pytest
 
 from config import EngineConfig
+from observe.journal import Journal
 from plan import Picture, Span, StepResult
+from replay import replay
 from sampling_params import SamplingParams
 from scheduler import Scheduler
 from scheduling.vision import ImageRows, block_marks
@@ -51,8 +55,8 @@ def group_of(name: str, parts: list[int | tuple[bytes, int]], seeing: str = "", 
 class Device:
     """Does what workers do with images: a token of an image must never be computed without its rows."""
 
-    def __init__(self, scheduler: Scheduler):
-        self.scheduler, self.rows, self.towers = scheduler, {}, []
+    def __init__(self, scheduler: Scheduler, journal: Journal | None = None):
+        self.scheduler, self.journal, self.rows, self.towers = scheduler, journal, {}, []
         self.seen: dict[str, list[int]] = {}  # per request, the positions that were computed, in order
 
     def run(self, most: int = 200) -> None:
@@ -95,7 +99,11 @@ class Device:
             runs = [(max(low - begin, 0), high - begin) for low, high in runs if begin < high <= end]
             assert runs == (vision.seeing.get(i, []) if vision else [])
             tokens.append(5 if end >= len(seq.delivered) else -1)
-        scheduler.update(plan, StepResult(plan.step, tokens))
+        result = StepResult(plan.step, tokens)
+        if self.journal:
+            self.journal.planned(plan)
+            self.journal.landed(result)
+        scheduler.update(plan, result)
 
 
 def test_a_chunk_ends_before_an_image_that_waits_for_its_tower() -> None:
@@ -108,6 +116,21 @@ def test_a_chunk_ends_before_an_image_that_waits_for_its_tower() -> None:
     device.step()
     assert device.towers == [b"x" * 16, b"y" * 16] and set(device.rows) == {b"y" * 16}
     device.run()
+
+
+@pytest.mark.parametrize("seeing", ["", "image", "prompt"])
+def test_a_journal_with_images_replays(tmp_path: Path, seeing: str) -> None:
+    scheduler, path = scheduler_of(image_rows=12), tmp_path / "journal"
+    sizes = {"num_blocks": 200, "max_model_len": 400, "vocab_size": 1000, "eos_token_ids": [EOS], "image_rows": 12}
+    device = Device(scheduler, journal := Journal(str(path), sizes, scheduler))
+    for i in range(6):
+        group = group_of(f"r{i}", [i % 3, (bytes([i % 4]) * 16, 5), 2], seeing)
+        scheduler.add(group)
+        journal.added(group)
+    device.run()
+    lines = path.read_text().splitlines()
+    assert replay(lines).step == scheduler.step and len(device.towers) > 3
+    assert [digest for line in lines[1::2] for digest in json.loads(line)["towers"]] == [d.hex() for d in device.towers]
 
 
 def test_requests_share_rows_and_the_latest_are_kept() -> None:
