@@ -68,8 +68,8 @@ def apply_event(scheduler: Scheduler, kind: str, rest: list[Any]) -> None:
         of_prompt, with_adapter = pooling and PoolingParams(**pooling), adapter and Adapter(*adapter)
         whose = salt, priority, client, of_prompt, with_adapter, retention
         pictures = [
-            Picture(bytes.fromhex(digest), b"", (0, 0, 0), rows, [Span(*span) for span in spans], tuple(seeing))
-            for digest, rows, spans, seeing in images
+            Picture(bytes.fromhex(digest), b"", (0, 0, 0), rows, [Span(*span) for span in spans], (low, high))
+            for digest, rows, spans, (low, high) in images
         ]
         group = SequenceGroup(request_id, prompt, SamplingParams(**params), *whose, pictures, beam=beam and Beam(*beam))
         scheduler.add(group)
