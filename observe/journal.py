@@ -105,7 +105,7 @@ def decisions(scheduler: Scheduler) -> dict[str, Any]:
         moves += [plan.adapters]
     drafts = [[seq.name, count] for seq, count in flight.drafts.items()]
     towers = [picture.digest.hex() for picture in plan.vision.compute] if plan.vision else []
-    made = {"drafts": drafts} if scheduler.config.num_drafts else {}
+    made: dict[str, Any] = {"drafts": drafts} if scheduler.config.num_drafts else {}
     made |= {"towers": towers} if scheduler.images.most_rows else {}
     return made | {
         "rows": [[seq.name, count] for seq, (_, count) in zip(flight.seqs, plan.rows, strict=True)],
