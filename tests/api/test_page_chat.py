@@ -412,12 +412,14 @@ def test_everybody_can_use_chats(open_page: Callable[..., Page], width: int, sch
 # --- pictures ---------------------------------------------------------------------------------------------------------
 
 
-DROP = """(data) => {
+GIVE = """([data, place, kind]) => {
   const transfer = new DataTransfer();
   const bytes = Uint8Array.from(atob(data), (letter) => letter.charCodeAt(0));
   transfer.items.add(new File([bytes], "a.png", { type: "image/png" }));
-  const event = new DragEvent("drop", { dataTransfer: transfer, bubbles: true, cancelable: true });
-  document.getElementById("conversation").dispatchEvent(event);
+  const more = { bubbles: true, cancelable: true };
+  const event = kind === "drop" ? new DragEvent(kind, { dataTransfer: transfer, ...more })
+    : new ClipboardEvent(kind, { clipboardData: transfer, ...more });
+  document.getElementById(place).dispatchEvent(event);
 }"""
 PICTURE = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGP4z8AAAAMBAQDJ/pLvAAAAAElFTkSuQmCC"
 
@@ -426,8 +428,11 @@ def test_a_picture_goes_with_the_message_and_comes_back_if_it_is_refused(page: P
     excused.append("400")
     error = {"message": "could not process image: messages[0].content[0]", "param": "messages", "code": None}
     page.route(CHAT, lambda route: route.fulfill(status=400, json={"error": error}))
-    page.evaluate(DROP, PICTURE)
     waiting, sent = page.locator("#pictures img"), page.locator(".message.user img")
+    page.evaluate(GIVE, [PICTURE, "prompt", "paste"])
+    expect(waiting).to_have_count(1)
+    page.get_by_role("button", name="Remove picture 1").click()
+    page.evaluate(GIVE, [PICTURE, "conversation", "drop"])
     expect(waiting).to_have_count(1)
     ask(page, "Look")
     expect(page.get_by_role("alert")).to_contain_text("Could not process image")

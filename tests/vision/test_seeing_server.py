@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,9 +15,10 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from async_llm import AsyncLLM
 from engine import LLM, SamplingParams
-from seeing_folder import picture, seeing_folder
-from served import Server, serving
+from seeing_folder import PLACES, picture, seeing_folder
+from served import ROOT, Server, serving
 
 SIZES = {"threads": 1, "block_size": 16, "max_model_len": 2048, "num_gpu_blocks_override": 400}
 LARGE = picture(3, 60, 40).resize((3000, 2000))  # of which 6 MB of pixels are left, more than a ring has
@@ -77,3 +81,36 @@ def test_a_conversation_about_a_picture_runs_the_tower_once(served: Served) -> N
 def test_a_large_picture_reaches_the_workers(served: Served) -> None:
     before = served[1]()
     assert ask(served, turn(LARGE)).usage.prompt_tokens > 550 and served[1]() == before + 1
+
+
+@pytest.mark.full
+def test_a_batch_file_sees(served: Served, tmp_path: Path) -> None:
+    body = {"messages": turn(picture(1, 120, 90)), "max_tokens": 8, "temperature": 0}
+    lines = [{"custom_id": name, "method": "POST", "url": "/v1/chat/completions", "body": body} for name in "ab"]
+    bad = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,eA=="}}]}
+    lines[1] = lines[1] | {"body": body | {"messages": [bad]}}
+    (tmp_path / "in").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in SIZES.items()]
+    command = [sys.executable, "server.py", "batch", "-i", tmp_path / "in", "-o", tmp_path / "out"]
+    subprocess.run([*command, served[2].config.model, "--device=cpu", *flags], cwd=ROOT, check=True, timeout=120)
+    answers = map(json.loads, (tmp_path / "out").read_text().splitlines())
+    replies = [answer["response"] for answer in sorted(answers, key=lambda answer: answer["custom_id"])]
+    (same,) = served[2].chat(body["messages"], SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
+    assert replies[0]["body"]["choices"][0]["message"]["content"] == same.outputs[0].text
+    assert replies[1]["status_code"] == 400 and "could not process image" in json.dumps(replies[1])
+
+
+@pytest.mark.full
+def test_the_library_for_servers_sees(served: Served) -> None:
+    greedy, folder = SamplingParams(temperature=0, max_tokens=8), served[2].config.model
+    prompt = {"prompt": PLACES["qwen2.5-vl"] + "a", "multi_modal_data": {"image": picture(1, 120, 90)}}
+
+    async def answer() -> list[int]:
+        llm = AsyncLLM(folder, dtype="float32", device="cpu", **SIZES)
+        try:
+            return [output async for output in llm.generate(prompt, greedy, "r")][-1].outputs[0].token_ids
+        finally:
+            llm.shutdown()
+
+    (same,) = served[2].generate(prompt, greedy, use_tqdm=False)
+    assert asyncio.run(answer()) == same.outputs[0].token_ids
