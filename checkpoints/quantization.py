@@ -50,6 +50,17 @@ class Format(NamedTuple):
     static: bool = False  # a tensor beside the weight has the scale of these
 
 
+class Method(NamedTuple):
+    """A `quant_method`.
+
+    The fields that `read` does not look at say nothing of how the stored weights are to be read: they are about what
+    the files show, or about the program that wrote them.
+    """
+
+    read: Callable[[dict[str, Any]], list[Format]]
+    fields: str  # that are known, with blanks between them
+
+
 ALGORITHMS = {  # of modelopt
     "NVFP4": [Format("nvfp4", 4, (1, 16))], "FP8": [Format("fp8-scale", input_kind="fp8", static=True)],
     "W4A16_NVFP4": [Format("nvfp4", 4, (1, 16))],
@@ -76,9 +87,9 @@ def read_quantization(raw: Any) -> tuple[Format, ...]:
         kind += ", as files of MLX" if not name and "bits" in raw else ""
         kind += f" ({raw['quant_algo']:.40})" if isinstance(raw.get("quant_algo"), str) else ""
         raise ValueError(f"{WHERE} has {kind}; Manta reads {', '.join(METHODS)}")
-    read, fields = METHODS[name]
-    check_fields(WHERE, raw, ("quant_method", *fields.split()))
-    return tuple(dict.fromkeys(same_inputs(read(raw))))
+    method = METHODS[name]
+    check_fields(WHERE, raw, ("quant_method", *method.fields.split()))
+    return tuple(dict.fromkeys(same_inputs(method.read(raw))))
 
 
 def same_inputs(formats: list[Format]) -> list[Format]:
@@ -150,7 +161,7 @@ def read_gptq(raw: dict[str, Any]) -> list[Format]:
     others = [changes for pattern, changes in objects_of(raw, "dynamic").items() if not pattern.startswith("-:")]
     formats = []
     for changes in ({}, *others):
-        check_fields(f"{WHERE}.dynamic", changes, tuple(METHODS["gptq"][1].split()))
+        check_fields(f"{WHERE}.dynamic", changes, tuple(METHODS["gptq"].fields.split()))
         fields = raw | changes
         bits, symmetric = one_of(fields, "bits", (2, 3, 4, 8)), one_of(fields, "sym", (True, False), True)
         ordered = one_of(fields, "desc_act", (True, False), False)
@@ -299,36 +310,34 @@ def grain_of(raw: Any) -> tuple[int, int] | None:
     raise ValueError(f"{WHERE} has the granularity {raw!r:.80}; Manta reads PerRow, PerTensor, PerGroup, PerBlock")
 
 
-# By `quant_method`: what reads its fields, and their names. Those that it does not look at say nothing of how the
-# stored weights are to be read: they are about what the files show, or about the program that wrote them.
-METHODS: dict[str, tuple[Callable[[dict[str, Any]], list[Format]], str]] = {
-    "fp8": (read_fp8,
+METHODS = {
+    "fp8": Method(read_fp8,
         "weight_block_size fmt expert_dtype activation_scheme modules_to_not_convert ignored_layers modules_to_convert "
         "scale_fmt dequantize kv_cache_scheme"),
-    "compressed-tensors": (read_compressed,
+    "compressed-tensors": Method(read_compressed,
         "format config_groups sparsity_config transform_config ignore quantization_status global_compression_ratio "
         "version compressor_version kv_cache_scheme"),
-    "mxfp4": (lambda raw: [Format("mxfp4", 4)], "modules_to_not_convert dequantize"),
-    "gptq": (read_gptq,
+    "mxfp4": Method(lambda raw: [Format("mxfp4", 4)], "modules_to_not_convert dequantize"),
+    "gptq": Method(read_gptq,
         "bits group_size sym desc_act checkpoint_format format pack_dtype is_marlin_format dynamic lm_head method "
         "damp_percent damp_auto_increment static_groups true_sequential act_group_aware hyb_act mse meta dataset "
         "tokenizer batch_size block_name_to_quantize module_name_preceding_first_block cache_block_outputs "
         "modules_in_block_to_quantize modules_to_not_convert use_cuda_fp16 use_exllama disable_exllama exllama_config "
         "max_input_length model_seqlen pad_token_id backend model_name_or_path model_file_base_name parallel_packing"
         + TRAINED),
-    "awq": (read_awq,
+    "awq": Method(read_awq,
         "bits group_size zero_point version format checkpoint_format modules_to_not_convert backend do_fuse "
         "fuse_max_seq_len modules_to_fuse exllama_config sym desc_act lm_head method meta pack_dtype" + TRAINED),
-    "auto-round": (read_auto_round,
+    "auto-round": Method(read_auto_round,
         "bits group_size sym packing_format extra_config act_bits act_data_type act_group_size act_sym act_dynamic "
         "backend quant_lm_head" + TRAINED),
-    "modelopt": (read_modelopt,
+    "modelopt": Method(read_modelopt,
         "quant_algo config_groups ignore exclude_modules kv_cache_scheme kv_cache_quant_algo producer quant_library "
         "group_size quantized_layers"),
-    "bitsandbytes": (read_bitsandbytes,
+    "bitsandbytes": Method(read_bitsandbytes,
         "load_in_4bit load_in_8bit _load_in_4bit _load_in_8bit bnb_4bit_quant_type bnb_4bit_use_double_quant "
         "bnb_4bit_compute_dtype bnb_4bit_quant_storage llm_int8_threshold llm_int8_skip_modules "
         "llm_int8_enable_fp32_cpu_offload llm_int8_has_fp16_weight"),
-    "torchao": (read_torchao,
+    "torchao": Method(read_torchao,
         "quant_type quant_type_kwargs modules_to_not_convert include_input_output_embeddings untie_embedding_weights"),
 }  # fmt: skip
